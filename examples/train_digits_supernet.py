@@ -1,0 +1,89 @@
+"""Train the embedded digits supernet: sandwich rule with in-place distillation.
+
+Each step trains the largest subnet on the labels, and the smallest and two random ones on the
+largest one's predictions (BigNAS, ECCV'20, section 3.1; US-Nets, ICCV'19, section 3).
+"""
+
+import argparse
+import copy
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+import subnetact
+from subnetact.digits import Digits, distort, new_digits_supernet, read_digits
+from subnetact.supernet import Supernet
+
+
+def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: int) -> None:
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    steps = epochs * (len(data.labels) // batch_size)
+    optimizer = torch.optim.AdamW(supernet.parameters(), lr=3e-3, weight_decay=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    space = supernet.space
+    supernet.train()
+    for _ in (bar := tqdm(range(steps), desc="training")):
+        chosen = torch.randint(len(data.labels), (batch_size,), generator=generator)
+        x, labels = distort(data.images[chosen], generator), data.labels[chosen]
+        optimizer.zero_grad(set_to_none=True)
+        logits = supernet(x, subnet=space.largest())
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
+        loss.backward()
+        teacher = logits.detach().softmax(1)
+        for spec in (space.smallest(), space.sample(rng), space.sample(rng)):
+            F.cross_entropy(supernet(x, subnet=spec), teacher).backward()
+        torch.nn.utils.clip_grad_norm_(supernet.parameters(), 2.0)
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    supernet.eval()
+
+
+def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) -> None:
+    """Leave the largest subnet's statistics in the checkpoint, as published supernets do."""
+    largest = supernet.space.largest()
+    calibrated = copy.deepcopy(supernet)
+    subnetact.calibrate(calibrated, [largest], batches, progress=False)
+    row = calibrated.norms.get(largest)
+    for name, norm in supernet.norm_operators().items():
+        if row is not None and name in row:
+            mean, var = row[name]
+            norm.get_buffer("running_mean").copy_(mean)
+            norm.get_buffer("running_var").copy_(var)
+
+
+def accuracy(supernet: Supernet, spec: subnetact.SubnetSpec, data: Digits) -> float:
+    with torch.no_grad():
+        return 100 * (supernet(data.images, subnet=spec).argmax(1) == data.labels).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("digits_supernet.safetensors"))
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    training, held_out = read_digits()
+    supernet = new_digits_supernet()
+    train(supernet, training, args.epochs, args.batch_size, args.seed)
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    batches = [distort(part, generator) for part in training.images.split(200)]
+    share_largest_statistics(supernet, batches)
+    test = Digits(distort(held_out.images, generator), held_out.labels)
+    space = supernet.space
+    specs = [space.smallest(), *(space.sample(seed) for seed in range(4)), space.largest()]
+    subnetact.calibrate(supernet, specs, batches)
+    for spec in specs:
+        print(f"{accuracy(supernet, spec, test):5.1f} %  {spec}")
+    save_file({k: v.half() if v.is_floating_point() else v for k, v in supernet.state_dict().items()}, args.out)
+    print(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Binding: from a network with operators and a resolved row to the plain network of one subnet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from subnetact.operators.base import Operator
+from subnetact.operators.layer_select import LayerSelect
+from subnetact.operators.subnet_norm import SubnetNorm
+from subnetact.operators.view import shell
+from subnetact.space import Row
+
+__all__ = ["bind"]
+
+
+def bind(
+    network: nn.Module,
+    row: Row,
+    norm: Callable[[SubnetNorm], nn.Module],
+    trainable: bool = False,
+) -> nn.Module:
+    """Return the network of one subnet: the same module classes, over slices of the same weights.
+
+    Args:
+        network: a network with operators inserted; it is not changed.
+        row: the subnet's sizes (`SubnetSpace.resolve`).
+        norm: makes the normalisation of the subnet from its operator.
+        trainable: whether the parameters are slices that carry gradients to the full ones.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            done[id(module)] = make(module)
+        return done[id(module)]
+
+    def make(module: nn.Module) -> nn.Module:
+        if isinstance(module, LayerSelect):
+            return module.select({name: visit_child(module._modules[name]) for name in module.kept(row)})
+        if isinstance(module, SubnetNorm):
+            return norm(module)
+        if isinstance(module, Operator):
+            return module.bind(row, trainable)
+        view = shell(module, modules={n: visit_child(m) for n, m in module._modules.items()})
+        if trainable:
+            object.__setattr__(view, "training", module.training)
+        return view
+
+    def visit_child(module: nn.Module | None) -> nn.Module | None:
+        return None if module is None else visit(module)
+
+    return visit(network)

@@ -1,0 +1,181 @@
+"""The embedded supernet: a small OFA-ResNet-style network trained on handwritten digits, and its data."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from importlib.resources import as_file, files
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from subnetact.insert import insert_
+from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.space import Axis, AxisValues, SubnetSpace, make_divisible
+from subnetact.supernet import Supernet
+
+__all__ = ["Digits", "distort", "load_digits_supernet", "new_digits_supernet", "read_digits"]
+
+SIDE = 16
+"""Images are (1, SIDE, SIDE)."""
+STAGE_WIDTHS = (48, 96, 192)
+DEPTHS = (1, 2, 3)
+EXPANDS = (0.25, 0.5)
+WIDTHS = (0.125, 0.25, 0.5, 1.0)
+WEIGHTS = "digits_supernet.safetensors"
+
+
+class Block(nn.Module):
+    """1x1, 3x3, 1x1 bottleneck; the first of a stage has a strided 1x1 shortcut."""
+
+    def __init__(self, in_: int, mid: int, out: int, stride: int | None):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(in_, mid, 1, bias=False), nn.BatchNorm2d(mid)
+        self.conv2, self.bn2 = nn.Conv2d(mid, mid, 3, stride or 1, 1, bias=False), nn.BatchNorm2d(mid)
+        self.conv3, self.bn3 = nn.Conv2d(mid, out, 1, bias=False), nn.BatchNorm2d(out)
+        self.downsample = None
+        if stride is not None:
+            conv, bn = nn.Conv2d(in_, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            self.downsample = nn.Sequential(OrderedDict(conv=conv, bn=bn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return F.relu(self.bn3(self.conv3(x)) + shortcut)
+
+
+class DigitsNet(nn.Module):
+    """The full network: a 3x3 stem, three stages of three blocks, mean over the map, classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(1, STAGE_WIDTHS[0], 3, 1, 1, bias=False), nn.BatchNorm2d(STAGE_WIDTHS[0])
+        stages, in_ = [], STAGE_WIDTHS[0]
+        for stage, out in enumerate(STAGE_WIDTHS):
+            mid = make_divisible(out * EXPANDS[-1])
+            first = Block(in_, mid, out, 1 if stage == 0 else 2)
+            stages.append(nn.Sequential(first, *(Block(out, mid, out, None) for _ in range(DEPTHS[-1] - 1))))
+            in_ = out
+        self.stages = nn.Sequential(*stages)
+        self.classifier = nn.Linear(in_, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, 1, 16, 16) to logits (N, 10)."""
+        x = self.stages(F.relu(self.bn(self.stem(x))))
+        return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def _sizes(values: AxisValues) -> dict[str, int]:
+    (width,) = (float(w or 0) for w in values["width"])
+    sizes = {}
+    for stage, base in enumerate(STAGE_WIDTHS):
+        depth, expand = values["depth"][stage], values["expand"][stage]
+        out = make_divisible(base * width)
+        sizes[f"stage{stage}"] = out
+        sizes[f"stage{stage}.mid"] = make_divisible(out * float(expand or 0))
+        sizes.update({f"stage{stage}.keep{i}": int(i < int(depth or 0)) for i in range(1, DEPTHS[-1])})
+    return sizes
+
+
+def digits_space() -> SubnetSpace:
+    """Return the space: depth and expand ratio of each stage, one width multiplier for all."""
+    names = [f"stage{stage}" for stage in range(len(STAGE_WIDTHS))]
+    axes = [
+        Axis.uniform("depth", names, DEPTHS),
+        Axis.uniform("expand", names, EXPANDS),
+        Axis.uniform("width", ["all"], WIDTHS),
+    ]
+    return SubnetSpace("digits", axes, _sizes)
+
+
+def _elastic() -> dict[str, Elastic]:
+    elastic = {
+        "stem": WeightSlice.on(out="stage0"),
+        "bn": SubnetNorm.on(channels="stage0"),
+        "classifier": WeightSlice.on(in_=f"stage{len(STAGE_WIDTHS) - 1}"),
+    }
+    before = "stage0"
+    for stage in range(len(STAGE_WIDTHS)):
+        out, mid = f"stage{stage}", f"stage{stage}.mid"
+        elastic[f"stages.{stage}"] = LayerSelect.on(
+            **{str(i): f"stage{stage}.keep{i}" for i in range(1, DEPTHS[-1])}
+        )
+        for i in range(DEPTHS[-1]):
+            parts = [("conv1", "bn1", before, mid), ("conv2", "bn2", mid, mid), ("conv3", "bn3", mid, out)]
+            if i == 0:
+                parts.append(("downsample.conv", "downsample.bn", before, out))
+            for conv, norm, in_, width in parts:
+                elastic[f"stages.{stage}.{i}.{conv}"] = WeightSlice.on(in_=in_, out=width)
+                elastic[f"stages.{stage}.{i}.{norm}"] = SubnetNorm.on(channels=width)
+            before = out
+    return elastic
+
+
+def new_digits_supernet() -> Supernet:
+    """Return the supernet with random weights."""
+    return insert_(DigitsNet(), digits_space(), _elastic())
+
+
+def load_digits_supernet() -> Supernet:
+    """Return the trained supernet that ships with the package (float16 on disk, float32 in memory)."""
+    supernet = new_digits_supernet()
+    with as_file(files("subnetact").joinpath("data", WEIGHTS)) as path:
+        supernet.load_state_dict(load_file(path))
+    return supernet.eval()
+
+
+class Digits(NamedTuple):
+    """Distorted handwritten digits: images (N, 1, 16, 16), labels (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def read_digits() -> tuple[Digits, Digits]:
+    """Return scikit-learn's digits as 8 x 8 images in 0..1, as (training, held-out) sets.
+
+    Every third image, 599 of 1797, is held out.
+
+    Raises:
+        ImportError: scikit-learn is not installed (`pip install subnetact[demo]`).
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy((data.images / 16).astype(np.float32)).unsqueeze(1)
+    labels = torch.from_numpy(data.target.astype(np.int64))
+    held_out = torch.arange(len(labels)) % 3 == 0
+    return Digits(images[~held_out], labels[~held_out]), Digits(images[held_out], labels[held_out])
+
+
+def distort(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16)."""
+    n = len(images)
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.empty(n, *shape).uniform_(low, high, generator=generator)
+
+    angle = uniform(-math.pi / 4, math.pi / 4)
+    scale, stretch = uniform(0.9, 1.9), uniform(0.75, 1.33)
+    cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
+    affine = torch.stack(
+        [
+            torch.stack([cos * stretch, -sin + uniform(-0.3, 0.3), uniform(-0.35, 0.35)], 1),
+            torch.stack([sin, cos / stretch, uniform(-0.35, 0.35)], 1),
+        ],
+        1,
+    )
+    grid = F.affine_grid(affine, [n, 1, SIDE, SIDE], align_corners=False)
+    x = F.grid_sample(images, grid, align_corners=False) * uniform(0.4, 1.0, 1, 1, 1)
+    for _ in range(2):
+        rows, columns = torch.arange(SIDE).view(1, SIDE, 1), torch.arange(SIDE).view(1, 1, SIDE)
+        top, left, size = uniform(0, SIDE, 1, 1), uniform(0, SIDE, 1, 1), uniform(2, 6, 1, 1)
+        inside = (rows >= top) & (rows < top + size) & (columns >= left) & (columns < left + size)
+        x = torch.where(inside.unsqueeze(1), uniform(0, 1, 1, 1, 1), x)
+    return x + 0.25 * torch.randn(x.shape, generator=generator)

@@ -1,0 +1,127 @@
+"""Every error and warning the library raises on purpose.
+
+SubnetActError
+├── SpecError (ValueError)            a subnet specification is malformed
+│   ├── IllegalChoice                 a value is not among an axis' choices
+│   └── ForeignSpec                   a specification of another space
+├── InsertError (ValueError)          an elastic description does not fit its network
+├── ViewError (RuntimeError)          something a zero-copy view must not do
+├── CheckpointError (ValueError)      weights that do not fit the family
+├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
+├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
+├── TableError (ValueError)           a latency table is malformed
+├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
+├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
+├── TraceError (ValueError)           arrivals that cannot be simulated
+└── RequestError                      one request failed; no other request is affected
+    ├── InvalidRequest (ValueError)   refused at the door: input or deadline
+    ├── QueueFull                     refused at the door: the queue is at its bound
+    ├── DeadlinePassed                no subnet could answer in time any more
+    ├── BatchFailed                   the forward pass raised
+    └── BatcherClosed                 the batcher no longer takes requests
+
+UncalibratedSubnetWarning (UserWarning)
+"""
+
+__all__ = [
+    "BatchFailed",
+    "BatcherClosed",
+    "CheckpointError",
+    "DeadlinePassed",
+    "FileFormatError",
+    "ForeignSpec",
+    "IllegalChoice",
+    "InsertError",
+    "InvalidRequest",
+    "NotCalibrated",
+    "PolicyError",
+    "ProfileMismatch",
+    "QueueFull",
+    "RequestError",
+    "SpecError",
+    "SubnetActError",
+    "TableError",
+    "TraceError",
+    "UncalibratedSubnetWarning",
+    "ViewError",
+]
+
+
+class SubnetActError(Exception):
+    """Base of every error of this library."""
+
+
+class SpecError(SubnetActError, ValueError):
+    """A subnet specification is malformed."""
+
+
+class IllegalChoice(SpecError):
+    """A value is not among the choices of its axis."""
+
+
+class ForeignSpec(SpecError):
+    """A specification was made by another search space."""
+
+
+class InsertError(SubnetActError, ValueError):
+    """An elastic description does not fit the network it describes."""
+
+
+class ViewError(SubnetActError, RuntimeError):
+    """An operation that would change the weights every subnet shares."""
+
+
+class CheckpointError(SubnetActError, ValueError):
+    """Weights are unreadable, or do not fit the family they were loaded as."""
+
+
+class FileFormatError(SubnetActError, ValueError):
+    """A file is truncated, tampered with, of another kind, or of a newer schema."""
+
+
+class NotCalibrated(SubnetActError, RuntimeError):
+    """A subnet with BatchNorm has no statistics of its own."""
+
+
+class TableError(SubnetActError, ValueError):
+    """A latency table is malformed."""
+
+
+class ProfileMismatch(SubnetActError, ValueError):
+    """A latency table was measured on another supernet or on other subnets."""
+
+
+class PolicyError(SubnetActError, ValueError):
+    """A scheduling policy is configured wrongly or gave an impossible answer."""
+
+
+class TraceError(SubnetActError, ValueError):
+    """Arrivals that cannot be simulated or replayed."""
+
+
+class RequestError(SubnetActError):
+    """One request failed; its batch mates and the batcher are unharmed."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """The request's input or deadline was refused at the door."""
+
+
+class QueueFull(RequestError):
+    """The queue was at its bound when the request arrived."""
+
+
+class DeadlinePassed(RequestError):
+    """No registered subnet could answer the request in time any more."""
+
+
+class BatchFailed(RequestError):
+    """The forward pass of the request's batch raised; the cause is chained."""
+
+
+class BatcherClosed(RequestError):
+    """The batcher was closed before the request could run."""
+
+
+class UncalibratedSubnetWarning(UserWarning):
+    """A subnet with BatchNorm runs on statistics that belong to the whole supernet."""

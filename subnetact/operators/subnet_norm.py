@@ -1,0 +1,110 @@
+"""SubnetNorm: BatchNorm whose mean and variance belong to the subnet, its affine to the supernet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subnetact.errors import SpecError
+from subnetact.operators.base import Operator
+from subnetact.operators.view import shell
+from subnetact.space import Row
+
+__all__ = ["BATCH_NORMS", "CollectingNorm", "SubnetNorm"]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class SubnetNorm(Operator):
+    """Keeps one (mean, variance) row per subnet and one affine for all (SuperServe section 3.1).
+
+    The parameters `weight[:channels]` and `bias[:channels]` are shared slices. The statistics come
+    from a `NormTable`; without a row there, from the first entries of the shared running statistics.
+    """
+
+    parts = ("channels",)
+
+    def check(self) -> None:
+        """Refuse modules that are not BatchNorm with running statistics."""
+        if not isinstance(self.template, BATCH_NORMS):
+            raise self.refuse("only BatchNorm has statistics that depend on the subnet")
+        if self.template.running_mean is None:
+            raise self.refuse("it keeps no running statistics (track_running_stats=False)")
+
+    def full(self, part: str) -> int:  # noqa: ARG002
+        """Return the number of channels of the full network."""
+        return int(self.template.num_features)
+
+    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the affine of the first `channels` channels."""
+        (channels,) = sizes
+        affine: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
+        return {name: None if t is None else t[:channels] for name, t in affine.items()}
+
+    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """Return the channel count of the subnet's module."""
+        return {"num_features": sizes[0]}
+
+    def shared_statistics(self, row: Row) -> tuple[Tensor, Tensor]:
+        """Return the first channels of the supernet's own running mean and variance."""
+        (channels,) = self.sizes(row)
+        mean: Any = self.running_mean
+        var: Any = self.running_var
+        return mean.data[:channels].data, var.data[:channels].data
+
+    def bind_with(self, row: Row, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
+        """Return the BatchNorm of one subnet with the given statistics, each of shape (channels,).
+
+        Raises:
+            SpecError: the statistics are of another number of channels.
+        """
+        sizes = self.sizes(row)
+        if mean.shape != sizes or var.shape != sizes:
+            raise SpecError(f"{self.path}: the subnet has {sizes[0]} channels, its statistics {mean.numel()}")
+        buffers = {
+            "running_mean": mean,
+            "running_var": var,
+            "num_batches_tracked": self._buffers["num_batches_tracked"],
+        }
+        bound = shell(
+            self.template,
+            parameters=self.parameters_of(sizes, trainable),
+            buffers=buffers,
+            **self.attributes(sizes),
+        )
+        object.__setattr__(bound, "training", trainable and self.training)
+        return bound
+
+    def bind(self, row: Row, trainable: bool = False) -> nn.Module:
+        """Return the BatchNorm of one subnet on the supernet's shared statistics."""
+        return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
+
+
+class CollectingNorm(nn.Module):
+    """Normalises with each batch's own statistics and averages them (OFA `set_running_statistics`).
+
+    Rule of ofa/imagenet_classification/elastic_nn/utils.py: mean and *biased* variance of every
+    batch, averaged with the batch sizes as weights.
+    """
+
+    def __init__(self, norm: SubnetNorm, row: Row) -> None:
+        super().__init__()
+        affine = norm.parameters_of(norm.sizes(row), trainable=False)
+        self._weight, self._bias = affine["weight"], affine["bias"]
+        self._eps = float(norm.template.eps)
+        self.mean: Tensor | None = None
+        self.var: Tensor | None = None
+        self.images = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x of shape (N, C, ...) with its own statistics and take them into the average."""
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        var, mean = torch.var_mean(x, dim=axes, correction=0)
+        self.images += x.shape[0]
+        share = x.shape[0] / self.images
+        self.mean = mean if self.mean is None else torch.lerp(self.mean, mean, share)
+        self.var = var if self.var is None else torch.lerp(self.var, var, share)
+        return F.batch_norm(x, mean, var, self._weight, self._bias, False, 0.0, self._eps)

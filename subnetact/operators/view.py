@@ -1,0 +1,139 @@
+"""Shells: the modules of a zero-copy view.
+
+A shell is an instance of its template's class with its own dictionary, so that hooks, submodules
+and attributes are private to one view, while parameter tensors are shared. Hook registries are
+created on first use: they would be two thirds of a shell's memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.errors import ViewError
+
+__all__ = ["is_view", "owned", "shell"]
+
+_HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
+_NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: OrderedDict() for name in _HOOKS}
+_REGISTER_HOOK = tuple(n for n in dir(nn.Module) if n.startswith("register_") and n.endswith("_hook"))
+
+
+class _View(nn.Module):
+    """What a view's modules refuse: anything that would write into weights all subnets share."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if any(fn(tensor) is not tensor for tensor in tensors):
+            raise ViewError(
+                "a view shares its weights with every other subnet and cannot be moved or converted; "
+                "move the supernet, or take an own copy with supernet.extract(spec)"
+            )
+        return self
+
+    def train(self, mode: bool = True) -> _View:
+        if mode:
+            raise ViewError(
+                "a view is for inference: training it would write into other subnets' statistics; "
+                "call supernet.train() and supernet(x, subnet=spec), or train supernet.extract(spec)"
+            )
+        return super().train(mode)
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise ViewError(
+            "loading into a view would change every subnet; load into the supernet, or into "
+            "supernet.extract(spec)"
+        )
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        object.__setattr__(self, "_parameters", dict(self._parameters))
+        super().register_parameter(name, param)
+
+
+def _with_private_hooks(register: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for name in _HOOKS:
+            if self.__dict__[name] is _NO_HOOKS[name]:
+                object.__setattr__(self, name, OrderedDict())
+        return getattr(super(_View, self), register)(*args, **kwargs)
+
+    method.__name__ = register
+    return method
+
+
+for _name in _REGISTER_HOOK:
+    setattr(_View, _name, _with_private_hooks(_name))
+
+
+@cache
+def _view_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_View, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def is_view(module: nn.Module) -> bool:
+    """Tell whether a module belongs to a zero-copy view."""
+    return isinstance(module, _View)
+
+
+def shell(
+    template: nn.Module,
+    *,
+    parameters: dict[str, Any] | None = None,
+    buffers: dict[str, Any] | None = None,
+    modules: dict[str, nn.Module | None] | None = None,
+    **attributes: Any,
+) -> nn.Module:
+    """Return a module of the template's class that shares what is not given.
+
+    Args:
+        template: the module to stand in for; it is not changed.
+        parameters: the tensors under the names of the template's parameters.
+        buffers: likewise for buffers.
+        modules: the submodules.
+        attributes: plain attributes that differ from the template's, `in_channels` for example.
+    """
+    view: nn.Module = object.__new__(_view_class(type(template)))  # type: ignore[arg-type]
+    given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
+    # One object.__setattr__ per name, in the template's order, lets the shells of a class share keys.
+    for name, value in template.__dict__.items():
+        replacement = given.get(name)
+        if replacement is not None:
+            value = replacement
+        elif name in _NO_HOOKS:
+            value = OrderedDict(value) if value else _NO_HOOKS[name]
+        elif name == "training":
+            value = False
+        object.__setattr__(view, name, value)
+    return view
+
+
+def owned(view: nn.Module) -> nn.Module:
+    """Return an ordinary, trainable module with its own copy of a view's tensors."""
+    return _own(view, {})
+
+
+def _own(view: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
+    if id(view) in done:
+        return done[id(view)]
+    cls = type(view).__mro__[2] if is_view(view) else type(view)
+    module: nn.Module = object.__new__(cls)
+    done[id(view)] = module
+    module.__dict__.update(view.__dict__)
+    module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})
+    module._non_persistent_buffers_set = set(view._non_persistent_buffers_set)
+    module._parameters = {
+        name: None if p is None else nn.Parameter(_copy(p), requires_grad=p.is_floating_point())
+        for name, p in view._parameters.items()
+    }
+    module._buffers = {name: None if b is None else _copy(b) for name, b in view._buffers.items()}
+    module._modules = {name: None if m is None else _own(m, done) for name, m in view._modules.items()}
+    return module
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

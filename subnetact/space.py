@@ -1,0 +1,342 @@
+"""The search space of a supernet: its axes, their choices, and what sizes a choice means."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
+from subnetact.spec import SubnetSpec, Value
+
+__all__ = ["Axis", "Row", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
+
+Row: TypeAlias = tuple[int, ...]
+"""A resolved subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
+
+AxisValues: TypeAlias = Mapping[str, tuple[Value | None, ...]]
+Rng: TypeAlias = random.Random | np.random.Generator
+
+
+def make_divisible(value: float, divisor: int = 8, minimum: int | None = None) -> int:
+    """Round to a multiple of `divisor`, never below 90 % of `value` (ofa/utils/pytorch_modules.py)."""
+    floor = divisor if minimum is None else minimum
+    rounded = max(floor, int(value + divisor / 2) // divisor * divisor)
+    return rounded + divisor if rounded < 0.9 * value else rounded
+
+
+@dataclass(frozen=True)
+class UsedWhen:
+    """The condition of a slot: another slot, itself unconditional, takes one of these values."""
+
+    axis: str
+    slot: int
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One decision of an axis.
+
+    `choices` run from the smallest network to the largest. `aliases` maps accepted spellings to
+    the choice they mean. `used_when` is None where every subnet has this slot.
+    """
+
+    name: str
+    choices: tuple[Value, ...]
+    used_when: UsedWhen | None = None
+    aliases: Mapping[Value, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named kind of decision (depth, expand, width, kernel ...) and its slots."""
+
+    name: str
+    slots: tuple[Slot, ...]
+
+    @classmethod
+    def uniform(cls, name: str, slots: Sequence[str], choices: Sequence[Value]) -> Axis:
+        """Make an axis whose slots are all used by every subnet and share their choices."""
+        return cls(name, tuple(Slot(slot, tuple(choices)) for slot in slots))
+
+
+class SubnetSpace:
+    """Every subnet of a supernet.
+
+    Args:
+        name: the family, or any name for an own network.
+        axes: the decisions.
+        resolve: maps axis values (None in skipped slots) to named sizes, one per *dimension* of the
+            elastic description; a layer's keep flag is a dimension of size 0 or 1. Every
+            specification must give the same names, and the largest one the largest sizes.
+        parse: maps the family's own notation to axis values; default: axis values as they are.
+        format: maps axis values back to the family's own notation.
+
+    Raises:
+        SpecError: the axes contradict themselves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axes: Sequence[Axis],
+        resolve: Callable[[AxisValues], Mapping[str, int]],
+        parse: Callable[[Any], Mapping[str, Any]] | None = None,
+        format: Callable[[AxisValues], Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.axes = tuple(axes)
+        self._resolve = resolve
+        self._parse = parse
+        self._format = format
+        self._check_axes()
+        smallest, largest = (self._sizes(self._pick(end)) for end in (0, -1))
+        self.dimensions: tuple[str, ...] = tuple(largest)
+        digest = hashlib.sha256(
+            json.dumps([self._describe(), list(smallest.items()), list(largest.items())]).encode()
+        )
+        self.id = f"{name}-{digest.hexdigest()[:12]}"
+        self.resolve = lru_cache(maxsize=4096)(self._row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "resolve"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.resolve = lru_cache(maxsize=4096)(self._row)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis.name}[{len(axis.slots)}]" for axis in self.axes)
+        return f"SubnetSpace({self.name}: {axes}; {self.size():.3g} subnets)"
+
+    def __contains__(self, spec: object) -> bool:
+        try:
+            return isinstance(spec, SubnetSpec) and self.check(spec) == spec
+        except SpecError:
+            return False
+
+    # -- making specifications -------------------------------------------------------------------
+
+    def spec(self, **values: Any) -> SubnetSpec:
+        """Make the canonical specification of axis values; a scalar is meant for every slot.
+
+        Values given for slots that the subnet skips are ignored.
+
+        Raises:
+            IllegalChoice: a value is not a choice of its slot.
+            SpecError: an axis is missing, unknown, or has the wrong number of slots.
+        """
+        known = [axis.name for axis in self.axes]
+        wrong = [f"unknown axis {name!r}" for name in values if name not in known]
+        wrong += [f"missing axis {name!r}" for name in known if name not in values]
+        if wrong:
+            raise SpecError(f"{self.name}: {'; '.join(wrong)}; the axes are {', '.join(known)}")
+        given = {axis.name: self._broadcast(axis, values[axis.name]) for axis in self.axes}
+        return self._canonical(given)
+
+    def check(self, spec: SubnetSpec) -> SubnetSpec:
+        """Return the canonical form of a specification of this space.
+
+        Raises:
+            ForeignSpec: it was made by another space.
+            SpecError: it is no specification, or not a legal one.
+        """
+        if not isinstance(spec, SubnetSpec):
+            raise SpecError(
+                f"{self.name}: expected a SubnetSpec, got {type(spec).__name__}; "
+                "make one with space.parse(...)"
+            )
+        if spec.space != self.id:
+            raise ForeignSpec(
+                f"{self.name}: the specification belongs to space {spec.space}, this one is {self.id}; "
+                "parse the configuration with this supernet's own space"
+            )
+        return self.spec(**dict(spec.values))
+
+    def parse(self, config: Any) -> SubnetSpec:
+        """Read the family's own notation.
+
+        Raises:
+            SpecError: the configuration is malformed or outside the space.
+        """
+        values = self._parse(config) if self._parse else config
+        if not isinstance(values, Mapping):
+            raise SpecError(f"{self.name}: expected a mapping of axes, got {type(values).__name__}")
+        return self.spec(**values)
+
+    def format(self, spec: SubnetSpec) -> Any:
+        """Write the family's own notation; skipped slots get their smallest choice."""
+        canonical = self.check(spec)
+        filled = {
+            axis.name: tuple(
+                slot.choices[0] if v is None else v
+                for slot, v in zip(axis.slots, canonical[axis.name], strict=True)
+            )
+            for axis in self.axes
+        }
+        return self._format(filled) if self._format else {name: list(v) for name, v in filled.items()}
+
+    def smallest(self) -> SubnetSpec:
+        """Return the subnet with the first choice everywhere."""
+        return self._canonical(self._pick(0))
+
+    def largest(self) -> SubnetSpec:
+        """Return the subnet with the last choice everywhere."""
+        return self._canonical(self._pick(-1))
+
+    def sample(self, rng: Rng | int) -> SubnetSpec:
+        """Draw every slot uniformly; `rng` is a `random.Random`, a NumPy generator, or a seed."""
+        source = random.Random(rng) if isinstance(rng, int) else rng
+        pick = source.randrange if isinstance(source, random.Random) else source.integers
+        return self._canonical(
+            {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
+        )
+
+    # -- counting and sizes ----------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Count the distinct subnets, exactly."""
+        conditional = [slot for _, _, slot in self._slots() if slot.used_when]
+        total = 1
+        for axis, index, slot in self._slots():
+            if slot.used_when is None:
+                total *= sum(
+                    math.prod(len(s.choices) for s in conditional if _met(s, axis.name, index, choice))
+                    for choice in slot.choices
+                )
+        return total
+
+    def enumerate(self, limit: int = 1_000_000) -> Iterator[SubnetSpec]:
+        """Yield every distinct subnet once.
+
+        Raises:
+            SpecError: there are more than `limit`.
+        """
+        if self.size() > limit:
+            raise SpecError(f"{self.name}: {self.size():.3g} subnets are more than {limit}; sample instead")
+        slots = list(self._slots())
+        free = [i for i, (_, _, slot) in enumerate(slots) if slot.used_when is None]
+        for choices in itertools.product(*(slots[i][2].choices for i in free)):
+            fixed = dict(zip(free, choices, strict=True))
+            gates = {(slots[i][0].name, slots[i][1]): value for i, value in fixed.items()}
+            options: list[tuple[Value | None, ...]] = [
+                (fixed[i],) if i in fixed else slot.choices if _used(slot, gates) else (None,)
+                for i, (_, _, slot) in enumerate(slots)
+            ]
+            for values in itertools.product(*options):
+                yield self._assemble(values)
+
+    def _row(self, spec: SubnetSpec) -> Row:
+        """Return the sizes of a subnet, one per name in `dimensions` (cached as `resolve`).
+
+        Raises:
+            SpecError: the specification is not one of this space.
+        """
+        sizes = self._sizes(dict(self.check(spec).values))
+        if tuple(sizes) != self.dimensions:
+            raise SpecError(f"{self.name}: resolve() names other dimensions for {spec} than for the largest")
+        return tuple(sizes.values())
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
+        for axis in self.axes:
+            for index, slot in enumerate(axis.slots):
+                yield axis, index, slot
+
+    def _pick(self, end: int) -> dict[str, tuple[Value, ...]]:
+        return {axis.name: tuple(slot.choices[end] for slot in axis.slots) for axis in self.axes}
+
+    def _sizes(self, values: AxisValues) -> dict[str, int]:
+        return {name: int(size) for name, size in self._resolve(values).items()}
+
+    def _describe(self) -> list[Any]:
+        return [
+            [
+                a.name,
+                i,
+                s.choices,
+                [s.used_when.axis, s.used_when.slot, s.used_when.values] if s.used_when else 0,
+            ]
+            for a, i, s in self._slots()
+        ]
+
+    def _broadcast(self, axis: Axis, values: Any) -> tuple[Any, ...]:
+        if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+            return (values,) * len(axis.slots)
+        if len(values) != len(axis.slots):
+            raise SpecError(
+                f"{self.name}: {axis.name} has {len(axis.slots)} slots "
+                f"({axis.slots[0].name} .. {axis.slots[-1].name}), got {len(values)} values"
+            )
+        return tuple(values)
+
+    def _canonical(self, given: Mapping[str, tuple[Any, ...]]) -> SubnetSpec:
+        gates = {
+            (axis.name, index): self._choice(axis, index, given[axis.name][index])
+            for axis, index, slot in self._slots()
+            if slot.used_when is None
+        }
+        return self._assemble(
+            gates[axis.name, index]
+            if slot.used_when is None
+            else self._choice(axis, index, given[axis.name][index])
+            if _used(slot, gates)
+            else None
+            for axis, index, slot in self._slots()
+        )
+
+    def _assemble(self, values: Iterator[Value | None] | tuple[Value | None, ...]) -> SubnetSpec:
+        rest = iter(values)
+        return SubnetSpec(
+            self.id, tuple((a.name, tuple(itertools.islice(rest, len(a.slots)))) for a in self.axes)
+        )
+
+    def _choice(self, axis: Axis, index: int, value: Any) -> Value:
+        slot = axis.slots[index]
+        plain = value.item() if isinstance(value, np.generic) else value
+        if isinstance(plain, int | float | str) and not isinstance(plain, bool):
+            for legal in (*slot.choices, *slot.aliases):
+                if plain == legal or (
+                    isinstance(plain, int | float)
+                    and isinstance(legal, int | float)
+                    and math.isclose(plain, legal, rel_tol=1e-6)
+                ):
+                    return slot.aliases.get(legal, legal)
+        raise IllegalChoice(
+            f"{self.name}: {axis.name}[{index}] ({slot.name}): {value!r} is not a choice; "
+            f"choose from {', '.join(map(str, slot.choices))}"
+        )
+
+    def _check_axes(self) -> None:
+        gates = {(a.name, i): s for a, i, s in self._slots() if s.used_when is None}
+        for axis, index, slot in self._slots():
+            where = f"{self.name}: {axis.name}[{index}] ({slot.name})"
+            if not slot.choices or len(set(slot.choices)) != len(slot.choices):
+                raise SpecError(f"{where}: choices must be distinct and at least one, got {slot.choices}")
+            when = slot.used_when
+            if when and (when.axis, when.slot) not in gates:
+                raise SpecError(f"{where}: depends on {when.axis}[{when.slot}], which is not unconditional")
+            if when and not set(when.values) <= set(gates[when.axis, when.slot].choices):
+                raise SpecError(f"{where}: {when.values} are not all choices of {when.axis}[{when.slot}]")
+        if len({axis.name for axis in self.axes}) != len(self.axes):
+            raise SpecError(f"{self.name}: two axes have the same name")
+
+
+def _met(slot: Slot, axis: str, index: int, value: Value) -> bool:
+    when = slot.used_when
+    return when is not None and (when.axis, when.slot) == (axis, index) and value in when.values
+
+
+def _used(slot: Slot, gates: Mapping[tuple[str, int], Value]) -> bool:
+    when = slot.used_when
+    return when is None or gates[when.axis, when.slot] in when.values

@@ -1,0 +1,206 @@
+"""Supernet: a network with operators, from which any subnet is actuated in place."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.binding import bind
+from subnetact.errors import ForeignSpec, UncalibratedSubnetWarning
+from subnetact.norm_table import NormRow, NormTable
+from subnetact.operators import SubnetNorm
+from subnetact.operators.base import Operator
+from subnetact.operators.view import owned
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
+
+__all__ = ["InsertReport", "Supernet"]
+
+CACHED_VIEWS = 1024
+"""Views that `supernet(x, subnet=...)` keeps ready; the least recently used makes room."""
+
+
+@dataclass(frozen=True)
+class InsertReport:
+    """What `insert_` did: module name -> operator, and the modules with weights it left fixed."""
+
+    elastic: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {operator}" for name, operator in self.elastic.items()]
+        return "\n".join([*lines, f"fixed: {', '.join(self.fixed) or 'nothing'}"])
+
+
+class Supernet(nn.Module):
+    """One copy of the weights, and every subnet as a zero-copy view of it (SuperServe section 3).
+
+    Made by `insert_` and by `ofa_adapters.load`. Its state_dict is the network's own.
+
+    Attributes:
+        network: the network with operators in it.
+        space: its search space.
+        norms: the statistics of calibrated subnets.
+        report: what was made elastic and what was left fixed.
+    """
+
+    def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
+        super().__init__()
+        self.network = network
+        self.space = space
+        self.report = report
+        self._norms = NormTable(space.id)
+        self._active = space.largest()
+        self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_views": OrderedDict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+
+    @property
+    def norms(self) -> NormTable:
+        """The statistics of calibrated subnets; assign a loaded table to replace it."""
+        return self._norms
+
+    @norms.setter
+    def norms(self, table: NormTable) -> None:
+        if table.space != self.space.id:
+            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
+        device = next(self.network.parameters()).device
+        table.apply(lambda tensor: tensor.to(device))
+        self._norms = table
+
+    def norm_operators(self) -> dict[str, SubnetNorm]:
+        """Return the BatchNorms of the network by name."""
+        return {norm.path: norm for norm in self.network.modules() if isinstance(norm, SubnetNorm)}
+
+    @property
+    def active(self) -> SubnetSpec:
+        """The subnet that `supernet(x)` runs."""
+        return self._active
+
+    # -- subnets ---------------------------------------------------------------------------------
+
+    def subnet(self, spec: SubnetSpec) -> nn.Module:
+        """Return one subnet as an ordinary module that shares the supernet's storage.
+
+        Safe to call and to run from many threads. The same view is returned while it is cached.
+        Without statistics of its own it runs on the supernet's shared ones, with one
+        `UncalibratedSubnetWarning`.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        with self._lock:
+            view, statistics = self._views.get(spec, (None, None))
+            if view is not None and statistics is self._norms.get(spec):
+                self._views.move_to_end(spec)
+                return view
+        return self._build(self.space.check(spec))
+
+    def actuate(self, spec: SubnetSpec) -> None:
+        """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        self.subnet(spec)
+        self._active = spec
+
+    def forward(self, *args: Any, subnet: SubnetSpec | None = None, **kwargs: Any) -> Any:
+        """Run the active subnet, or the given one without changing what is active.
+
+        In training mode gradients reach the supernet's parameters, and BatchNorm updates the shared
+        running statistics, as elastic training does.
+        """
+        spec = self._active if subnet is None else subnet
+        if self.training:
+            row = self.space.resolve(spec)
+            return bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)(
+                *args, **kwargs
+            )
+        return self.subnet(spec)(*args, **kwargs)
+
+    def extract(self, spec: SubnetSpec) -> nn.Module:
+        """Return an ordinary network of this subnet with its own copy of the weights."""
+        return owned(self.subnet(spec))
+
+    def calibrated(self, spec: SubnetSpec) -> bool:
+        """Tell whether a subnet has statistics of its own, or the network needs none."""
+        return spec in self._norms or not self.norm_operators()
+
+    def fingerprint(self) -> str:
+        """Return a hash of the space and of every weight, to stamp measurements with."""
+        digest = hashlib.sha256(self.space.id.encode())
+        for name, tensor in self.network.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # -- nn.Module --------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the network's own state_dict; the norm table is saved apart."""
+        return self.network.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the network's own state_dict; views follow, statistics stay."""
+        try:
+            return self.network.load_state_dict(*args, **kwargs)
+        finally:
+            self._drop_views()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._norms.apply(fn)
+        finally:
+            self._drop_views()
+        return self
+
+    # -- inner parts ------------------------------------------------------------------------------
+
+    def _build(self, spec: SubnetSpec) -> nn.Module:
+        row, statistics = self.space.resolve(spec), self._norms.get(spec)
+        if statistics is None:
+            self._warn_uncalibrated(spec)
+            view = bind(self.network, row, lambda norm: norm.bind(row))
+        else:
+            pairs = statistics.pairs()
+            view = bind(self.network, row, lambda norm: norm.bind_with(row, *pairs[norm.path]))
+        with self._lock:
+            self._views[spec] = view, statistics
+            while len(self._views) > CACHED_VIEWS:
+                self._views.popitem(last=False)
+        return view
+
+    def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
+        if not self._warned and self.norm_operators():
+            self._warned = True
+            warnings.warn(
+                f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
+                "call subnetact.calibrate(supernet, specs, batches)",
+                UncalibratedSubnetWarning,
+                stacklevel=4,
+            )
+
+    def _drop_views(self) -> None:
+        with self._lock:
+            self._views.clear()
+        for module in self.network.modules():
+            if isinstance(module, Operator):
+                module.forget()
