@@ -1,0 +1,1 @@
+"""Deadline-aware batching, scheduling policies and a simulator. Nothing here imports torch."""

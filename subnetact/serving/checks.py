@@ -1,0 +1,47 @@
+"""Checks of the settings of policies, simulations and batchers."""
+
+from __future__ import annotations
+
+import math
+
+from subnetact.errors import PolicyError
+from subnetact.latency import LatencyTable
+
+__all__ = ["check_count", "check_margin", "check_slo"]
+
+
+def check_count(value: object, name: str) -> int:
+    """`value` as a positive integer.
+
+    Raises:
+        PolicyError: it is not one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PolicyError(f"{name}: {value!r} is not a positive integer")
+    return value
+
+
+def check_slo(slo_ms: float, table: LatencyTable) -> float:
+    """`slo_ms` as a float.
+
+    Raises:
+        PolicyError: not finite, or below the fastest option of the table.
+    """
+    if not (math.isfinite(slo_ms) and slo_ms > 0):
+        raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
+    if slo_ms < table.fastest_ms:
+        raise PolicyError(
+            f"slo_ms: {slo_ms} ms is below the fastest option ({table.fastest_ms:g} ms); ask for more"
+        )
+    return float(slo_ms)
+
+
+def check_margin(margin: float, name: str) -> float:
+    """`margin` as a float.
+
+    Raises:
+        PolicyError: negative or not finite.
+    """
+    if not (math.isfinite(margin) and margin >= 0):
+        raise PolicyError(f"{name}: {margin} must be finite and >= 0")
+    return float(margin)

@@ -1,0 +1,167 @@
+"""From a queue and a policy to the next batch: the step the simulator and the live batcher share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from subnetact.errors import PolicyError
+from subnetact.latency import LatencyTable
+from subnetact.serving.context import ArrivalMeter, Context, Policy
+from subnetact.serving.frontier import cheapest
+from subnetact.serving.queue import NO_FLOOR, EDFQueue
+
+__all__ = ["HOPELESS_RULES", "Batch", "Dispatcher"]
+
+Item = TypeVar("Item")
+HOPELESS_RULES = ("serve", "drop", "defer")
+
+
+class Batch(NamedTuple):
+    """What one worker shall run next."""
+
+    subnet: int
+    batch_size: int
+    items: list[Any]
+    deadlines_ms: list[float]
+    expected_ms: float
+    queued: int
+    slack_ms: float
+
+
+class Dispatcher(Generic[Item]):
+    """Applies the hopeless rule, asks the policy, and forms the batch.
+
+    A request is hopeless when its deadline is before now plus the fastest option that meets its floor:
+    `serve` leaves it at the head (SuperServe, NSDI'25), `drop` hands it to `on_drop`, `defer` serves it
+    only while nothing live waits. A batch on subnet s holds the first requests, in order of deadline,
+    whose accuracy floor s meets; when s meets none, the fastest subnet that meets the head's floor runs.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        free_at_ms: list[float],
+        slo_ms: float,
+        hopeless: str = "serve",
+        on_drop: Callable[[list[Item]], None] | None = None,
+        table: LatencyTable | None = None,
+    ) -> None:
+        if hopeless not in HOPELESS_RULES:
+            raise PolicyError(
+                f"hopeless: {hopeless!r} is not a rule; choose from {', '.join(HOPELESS_RULES)}"
+            )
+        self.policy = policy
+        table = table or policy.table
+        self.hopeless = hopeless
+        self.queue: EDFQueue[Item] = EDFQueue()
+        self.late: EDFQueue[Item] = EDFQueue()
+        self.arrivals = ArrivalMeter()
+        self._on_drop = on_drop or _forget
+        self._latency: list[list[float]] = table.latency_ms.tolist()
+        self._accuracy = table.accuracy
+        self._sizes = table.batch_sizes
+        self._pad = table.pad_index
+        self._fastest = table.fastest_ms
+        self._cheapest = cheapest(table)
+        self.context = Context(
+            self.queue, self.arrivals, free_at_ms, slo_ms, None if hopeless == "serve" else self._give_up
+        )
+        self._floor_cost: dict[float, tuple[float, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.late)
+
+    def next_batch(self, now_ms: float, worker: int) -> Batch | None:
+        """The batch for an idle worker; None when the policy waits or nothing is left to serve.
+
+        Raises:
+            PolicyError: the policy answered with a subnet or batch size that cannot run.
+        """
+        queue = self.queue
+        if self.hopeless != "serve":
+            self._clear_hopeless(now_ms)
+        queued = len(queue)
+        if not queued:
+            return self._late_batch(now_ms)
+        context = self.context
+        context.now_ms = now_ms
+        context.worker = worker
+        context.queued = queued
+        context.slack_ms = queue.deadline() - now_ms
+        context.floor = queue.floor()
+        choice = self.policy.decide(context)
+        if choice is None:
+            return None
+        subnet, size = choice
+        if not (0 <= subnet < len(self._accuracy) and 1 <= size <= self._sizes[-1]):
+            raise PolicyError(
+                f"{type(self.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
+                f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
+            )
+        return self._form(queue, subnet, size, queued, context.slack_ms)
+
+    def _late_batch(self, now_ms: float) -> Batch | None:
+        queued = len(self.late)
+        if not queued:
+            return None
+        return self._form(self.late, self._cheapest, self._sizes[-1], queued, self.late.deadline() - now_ms)
+
+    def _form(self, queue: EDFQueue[Item], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
+        if queue.demanding:
+            deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
+            if not items:
+                _, subnet = self._cost_of(queue.floor())
+                deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
+        else:
+            deadlines, items = queue.take(size if size < queued else queued)
+        column = self._pad[len(items)]
+        expected = self._latency[subnet][column]
+        if expected != expected:
+            raise PolicyError(
+                f"{type(self.policy).__name__} answered subnet {subnet} for {len(items)} requests, which "
+                "cannot run there (NaN in the table)"
+            )
+        return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
+
+    def _clear_hopeless(self, now_ms: float) -> None:
+        queue = self.queue
+        count, waiting = 0, len(queue)
+        while count < waiting:
+            floor = queue.floor(count)
+            fastest = self._fastest if floor <= NO_FLOOR else self._cost_of(floor)[0]
+            if queue.deadline(count) >= now_ms + fastest:
+                break
+            count += 1
+        if count:
+            self._give_up(count)
+
+    def _give_up(self, count: int) -> None:
+        queue = self.queue
+        if self.hopeless == "drop":
+            self._on_drop(queue.take(count)[1])
+            return
+        floors = [queue.floor(i) for i in range(count)]
+        deadlines, items = queue.take(count)
+        self.late.extend(deadlines, items, floors)
+
+    def _cost_of(self, floor: float) -> tuple[float, int]:
+        """(least latency, subnet) among the subnets that meet `floor`."""
+        found = self._floor_cost.get(floor)
+        if found is None:
+            options = [
+                (latency, subnet)
+                for subnet, row in enumerate(self._latency)
+                if self._accuracy[subnet] >= floor
+                for latency in row
+                if not math.isnan(latency)
+            ]
+            if not options:
+                raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {max(self._accuracy)} %")
+            found = self._floor_cost[floor] = min(options)
+        return found
+
+
+def _forget(items: list[Any]) -> None:
+    """Nobody wants to know what was dropped."""

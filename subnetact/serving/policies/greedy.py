@@ -1,0 +1,59 @@
+"""The two greedy extremes that SuperServe (NSDI'25, section 6.5) compares SlackFit with."""
+
+from __future__ import annotations
+
+from subnetact.latency import LatencyTable
+from subnetact.serving.context import Context
+from subnetact.serving.policies.base import Floored
+from subnetact.serving.policies.fixed import batch_limits, largest_within
+
+__all__ = ["MaxAcc", "MaxBatch"]
+
+
+class MaxBatch:
+    """The largest batch that the cheapest subnet finishes within the slack, then the most accurate subnet.
+
+    The batch is at most the profiled size that the queue rounds up to. When nothing fits: the cheapest
+    subnet and the largest batch.
+    """
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table = table
+        self._fronts = Floored(table)
+        self._limits: dict[int, tuple[list[float], list[int]]] = {}
+
+    def decide(self, context: Context) -> tuple[int, int]:
+        """Answer (subnet, batch size)."""
+        fronts = self._fronts(context)
+        small = fronts.cheapest
+        limits, sizes = self._limits.get(small) or self._limits.setdefault(
+            small, batch_limits(self.table, small)
+        )
+        size = largest_within(limits, sizes, context.slack_ms)
+        column = min(fronts.pad[size], fronts.column_for(context.queued))
+        option = fronts.most_accurate(column, context.slack_ms)
+        return (option.subnet, option.batch_size) if option else (small, fronts.sizes[-1])
+
+
+class MaxAcc:
+    """The most accurate subnet that finishes one request within the slack, then its largest batch in time.
+
+    When nothing fits: the cheapest subnet and the largest batch.
+    """
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table = table
+        self._fronts = Floored(table)
+        self._limits: dict[int, tuple[list[float], list[int]]] = {}
+
+    def decide(self, context: Context) -> tuple[int, int]:
+        """Answer (subnet, batch size)."""
+        fronts = self._fronts(context)
+        option = fronts.most_accurate(0, context.slack_ms)
+        if option is None:
+            return fronts.cheapest, fronts.sizes[-1]
+        subnet = option.subnet
+        limits, sizes = self._limits.get(subnet) or self._limits.setdefault(
+            subnet, batch_limits(self.table, subnet)
+        )
+        return subnet, largest_within(limits, sizes, context.slack_ms)

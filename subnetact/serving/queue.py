@@ -1,0 +1,142 @@
+"""The earliest-deadline-first queue of the simulator and of the live batcher."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Generic, TypeVar
+
+__all__ = ["NO_FLOOR", "EDFQueue"]
+
+Item = TypeVar("Item")
+NO_FLOOR = 0.0
+_COMPACT_FROM = 1024
+
+
+class EDFQueue(Generic[Item]):
+    """Requests in order of deadline; equal deadlines leave in order of arrival.
+
+    Three parallel sorted lists with a moving head, so that the k most urgent leave in O(k), the i-th
+    deadline is read in O(1), and a push whose deadline is the latest so far (the usual one) is O(1).
+    A floor is the least accuracy, percent, that a request accepts; `NO_FLOOR` accepts any.
+    Not thread-safe: its owner locks.
+    """
+
+    __slots__ = ("_deadlines", "_floors", "_head", "_items", "demanding")
+
+    def __init__(self) -> None:
+        self._deadlines: list[float] = []
+        self._items: list[Item | None] = []
+        self._floors: list[float] = []
+        self._head = 0
+        #: how many queued requests have a floor
+        self.demanding = 0
+
+    def __len__(self) -> int:
+        return len(self._deadlines) - self._head
+
+    def push(self, deadline_ms: float, item: Item, floor: float = NO_FLOOR) -> None:
+        """Queue one request."""
+        deadlines = self._deadlines
+        if floor > NO_FLOOR:
+            self.demanding += 1
+        if not deadlines or deadline_ms >= deadlines[-1]:
+            deadlines.append(deadline_ms)
+            self._items.append(item)
+            self._floors.append(floor)
+            return
+        at = bisect_right(deadlines, deadline_ms, self._head)
+        deadlines.insert(at, deadline_ms)
+        self._items.insert(at, item)
+        self._floors.insert(at, floor)
+
+    def extend(
+        self, deadlines_ms: Sequence[float], items: Sequence[Item], floors: Sequence[float] | None = None
+    ) -> None:
+        """Queue many requests, in order of arrival."""
+        mine = self._deadlines
+        last = mine[-1] if len(self) else deadlines_ms[0]
+        ascending = deadlines_ms[0] >= last and (
+            len(deadlines_ms) == 1 or all(map(float.__le__, deadlines_ms[:-1], deadlines_ms[1:]))
+        )
+        if not ascending:
+            for deadline_ms, item, floor in zip(
+                deadlines_ms, items, floors or repeat(NO_FLOOR), strict=False
+            ):
+                self.push(deadline_ms, item, floor)
+            return
+        mine.extend(deadlines_ms)
+        self._items.extend(items)
+        if floors is None:
+            self._floors.extend(repeat(NO_FLOOR, len(deadlines_ms)))
+        else:
+            self._floors.extend(floors)
+            self.demanding += sum(map(NO_FLOOR.__lt__, floors))
+
+    def deadline(self, i: int = 0) -> float:
+        """Deadline, ms, of the i-th most urgent request (0-based)."""
+        return self._deadlines[self._head + i]
+
+    def floor(self, i: int = 0) -> float:
+        """Accuracy floor, percent, of the i-th most urgent request."""
+        return self._floors[self._head + i]
+
+    def deadlines(self, start: int, step: int) -> list[float]:
+        """Deadlines, ms, of requests start, start + step, start + 2 step ... of the queue."""
+        return self._deadlines[self._head + start :: step]
+
+    def classes(self) -> list[tuple[float, float]]:
+        """(deadline, floor) of every request, most urgent first."""
+        return list(zip(self._deadlines[self._head :], self._floors[self._head :], strict=True))
+
+    def take(self, k: int) -> tuple[list[float], list[Item]]:
+        """Remove the k most urgent requests; returns (deadlines, items), most urgent first."""
+        head, end = self._head, self._head + k
+        deadlines, items = self._deadlines[head:end], self._items[head:end]
+        if self.demanding:
+            self.demanding -= sum(map(NO_FLOOR.__lt__, self._floors[head:end]))
+        self._advance(end)
+        return deadlines, items  # type: ignore[return-value]
+
+    def take_satisfied(self, k: int, accuracy: float) -> tuple[list[float], list[Item]]:
+        """Remove the first k requests whose floor is at most `accuracy`, most urgent first."""
+        return self._take_where(k, lambda at: self._floors[at] <= accuracy)
+
+    def remove(self, deadline_ms: float, item: Item) -> bool:
+        """Remove one request, found by identity; False when it is not queued (any more)."""
+        at = bisect_left(self._deadlines, deadline_ms, self._head)
+        while at < len(self._deadlines) and self._deadlines[at] == deadline_ms:
+            if self._items[at] is item:
+                if self._floors[at] > NO_FLOOR:
+                    self.demanding -= 1
+                del self._deadlines[at], self._items[at], self._floors[at]
+                return True
+            at += 1
+        return False
+
+    def _take_where(self, k: int, wanted: Callable[[int], bool]) -> tuple[list[float], list[Item]]:
+        chosen: list[int] = []
+        end = self._head
+        while end < len(self._deadlines) and len(chosen) < k:
+            if wanted(end):
+                chosen.append(end)
+            end += 1
+        deadlines = [self._deadlines[at] for at in chosen]
+        items = [self._items[at] for at in chosen]
+        self.demanding -= sum(self._floors[at] > NO_FLOOR for at in chosen)
+        taken = set(chosen)
+        kept = [at for at in range(self._head, end) if at not in taken]
+        start = end - len(kept)
+        self._deadlines[start:end] = [self._deadlines[at] for at in kept]
+        self._items[start:end] = [self._items[at] for at in kept]
+        self._floors[start:end] = [self._floors[at] for at in kept]
+        self._advance(start)
+        return deadlines, items  # type: ignore[return-value]
+
+    def _advance(self, end: int) -> None:
+        self._items[self._head : end] = repeat(None, end - self._head)
+        if end == len(self._deadlines) or (end > _COMPACT_FROM and 2 * end > len(self._deadlines)):
+            del self._deadlines[:end], self._items[:end], self._floors[:end]
+            end = 0
+        self._head = end
