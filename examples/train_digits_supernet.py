@@ -32,10 +32,10 @@ def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: 
         optimizer.zero_grad(set_to_none=True)
         logits = supernet(x, subnet=space.largest())
         loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
-        loss.backward()
+        torch.autograd.backward(loss)
         teacher = logits.detach().softmax(1)
         for spec in (space.smallest(), space.sample(rng), space.sample(rng)):
-            F.cross_entropy(supernet(x, subnet=spec), teacher).backward()
+            torch.autograd.backward(F.cross_entropy(supernet(x, subnet=spec), teacher))
         torch.nn.utils.clip_grad_norm_(supernet.parameters(), 2.0)
         optimizer.step()
         schedule.step()
@@ -58,7 +58,8 @@ def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) ->
 
 def accuracy(supernet: Supernet, spec: subnetact.SubnetSpec, data: Digits) -> float:
     with torch.no_grad():
-        return 100 * (supernet(data.images, subnet=spec).argmax(1) == data.labels).float().mean().item()
+        right = supernet(data.images, subnet=spec).argmax(1) == data.labels
+        return 100 * float(right.float().mean())
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
     supernet = new_digits_supernet()
     train(supernet, training, args.epochs, args.batch_size, args.seed)
     generator = torch.Generator().manual_seed(args.seed + 1)
-    batches = [distort(part, generator) for part in training.images.split(200)]
+    batches = [distort(part, generator) for part in torch.split(training.images, 200)]
     share_largest_statistics(supernet, batches)
     test = Digits(distort(held_out.images, generator), held_out.labels)
     space = supernet.space
@@ -81,7 +82,9 @@ def main() -> None:
     subnetact.calibrate(supernet, specs, batches)
     for spec in specs:
         print(f"{accuracy(supernet, spec, test):5.1f} %  {spec}")
-    save_file({k: v.half() if v.is_floating_point() else v for k, v in supernet.state_dict().items()}, args.out)
+    save_file(
+        {k: v.half() if v.is_floating_point() else v for k, v in supernet.state_dict().items()}, args.out
+    )
     print(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
 
 

@@ -15,6 +15,7 @@ from ofa_adapters.registry import Family
 from subnetact.errors import IllegalChoice, SpecError
 from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
+from subnetact.spec import Value
 
 STAGE_WIDTHS = (256, 512, 1024, 2048)
 STAGE_STRIDES = (1, 2, 2, 2)
@@ -107,19 +108,19 @@ class Layout:
         """Resolve axis values to dimensions."""
         depth, expand, width = (values[axis] for axis in ("depth", "expand", "width"))
         mid, out = self.stem(width)
-        stages = [make_divisible(base * w) for base, w in zip(STAGE_WIDTHS, width[2:], strict=True)]  # type: ignore[operator]
+        stages = [make_divisible(base * w) for base, w in zip(STAGE_WIDTHS, width[2:], strict=True)]
         sizes = {"stem.mid": mid, "stem.out": out, "stem.keep": int(depth[0] == self.depths[-1])}
         sizes.update({f"stage{stage + 1}": out for stage, out in enumerate(stages)})
         for i, (stage, _, needed) in enumerate(self.blocks):
             ratio = expand[i]
-            sizes[f"block{i}.mid"] = 0 if ratio is None else make_divisible(round(stages[stage] * ratio))  # type: ignore[operator]
-            sizes[f"block{i}.keep"] = int(depth[1 + stage] >= needed)  # type: ignore[operator]
+            sizes[f"block{i}.mid"] = 0 if ratio is None else make_divisible(round(stages[stage] * ratio))
+            sizes[f"block{i}.keep"] = int(depth[1 + stage] >= needed)
         return sizes
 
     def axes(self) -> tuple[Axis, Axis, Axis]:
         """Return the depth, expand and width axes."""
         ends = tuple(dict.fromkeys((self.depths[0], self.depths[-1])))
-        skipping = {depth: ends[0] for depth in self.depths[1:-1]}
+        skipping: dict[Value, Value] = dict.fromkeys(self.depths[1:-1], ends[0])
         stages = [Slot(f"stage{s + 1}", self.depths) for s in range(len(STAGE_WIDTHS))]
         expand = []
         for i, (stage, _, needed) in enumerate(self.blocks):
@@ -150,11 +151,11 @@ class Layout:
                 f"ofa_resnet50: w: {index!r} is not an index into the width multipliers "
                 f"{', '.join(map(str, self.widths))}; choose from 0..{len(self.widths) - 1}"
             )
-        return self.widths[index]
+        return float(self.widths[index])
 
     def format(self, values: AxisValues) -> dict[str, list[Any]]:
         """Write upstream's configuration."""
-        indices = [self.widths.index(w) for w in values["width"]]  # type: ignore[arg-type]
+        indices = [self.widths.index(w) for w in values["width"]]
         return {"d": list(values["depth"]), "e": list(values["expand"]), "w": indices}
 
 

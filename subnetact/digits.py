@@ -55,7 +55,10 @@ class DigitsNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.bn = nn.Conv2d(1, STAGE_WIDTHS[0], 3, 1, 1, bias=False), nn.BatchNorm2d(STAGE_WIDTHS[0])
+        self.stem, self.bn = (
+            nn.Conv2d(1, STAGE_WIDTHS[0], 3, 1, 1, bias=False),
+            nn.BatchNorm2d(STAGE_WIDTHS[0]),
+        )
         stages, in_ = [], STAGE_WIDTHS[0]
         for stage, out in enumerate(STAGE_WIDTHS):
             mid = make_divisible(out * EXPANDS[-1])
@@ -72,14 +75,14 @@ class DigitsNet(nn.Module):
 
 
 def _sizes(values: AxisValues) -> dict[str, int]:
-    (width,) = (float(w or 0) for w in values["width"])
+    (width,) = values["width"]
     sizes = {}
     for stage, base in enumerate(STAGE_WIDTHS):
         depth, expand = values["depth"][stage], values["expand"][stage]
         out = make_divisible(base * width)
         sizes[f"stage{stage}"] = out
-        sizes[f"stage{stage}.mid"] = make_divisible(out * float(expand or 0))
-        sizes.update({f"stage{stage}.keep{i}": int(i < int(depth or 0)) for i in range(1, DEPTHS[-1])})
+        sizes[f"stage{stage}.mid"] = make_divisible(out * expand)
+        sizes.update({f"stage{stage}.keep{i}": int(i < depth) for i in range(1, DEPTHS[-1])})
     return sizes
 
 
@@ -125,7 +128,7 @@ def new_digits_supernet() -> Supernet:
 def load_digits_supernet() -> Supernet:
     """Return the trained supernet that ships with the package (float16 on disk, float32 in memory)."""
     supernet = new_digits_supernet()
-    with as_file(files("subnetact").joinpath("data", WEIGHTS)) as path:
+    with as_file(files("subnetact") / "data" / WEIGHTS) as path:
         supernet.load_state_dict(load_file(path))
     return supernet.eval()
 
@@ -161,21 +164,21 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return torch.empty(n, *shape).uniform_(low, high, generator=generator)
 
-    angle = uniform(-math.pi / 4, math.pi / 4)
-    scale, stretch = uniform(0.9, 1.9), uniform(0.75, 1.33)
+    angle = uniform(-math.pi / 6, math.pi / 6)
+    scale, stretch = uniform(0.8, 1.5), uniform(0.8, 1.25)
     cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
     affine = torch.stack(
         [
-            torch.stack([cos * stretch, -sin + uniform(-0.3, 0.3), uniform(-0.35, 0.35)], 1),
-            torch.stack([sin, cos / stretch, uniform(-0.35, 0.35)], 1),
+            torch.stack([cos * stretch, -sin + uniform(-0.25, 0.25), uniform(-0.2, 0.2)], 1),
+            torch.stack([sin, cos / stretch, uniform(-0.2, 0.2)], 1),
         ],
         1,
     )
     grid = F.affine_grid(affine, [n, 1, SIDE, SIDE], align_corners=False)
-    x = F.grid_sample(images, grid, align_corners=False) * uniform(0.4, 1.0, 1, 1, 1)
+    x = F.grid_sample(images, grid, align_corners=False) * uniform(0.5, 1.0, 1, 1, 1)
     for _ in range(2):
         rows, columns = torch.arange(SIDE).view(1, SIDE, 1), torch.arange(SIDE).view(1, 1, SIDE)
-        top, left, size = uniform(0, SIDE, 1, 1), uniform(0, SIDE, 1, 1), uniform(2, 6, 1, 1)
+        top, left, size = uniform(0, SIDE, 1, 1), uniform(0, SIDE, 1, 1), uniform(2, 5, 1, 1)
         inside = (rows >= top) & (rows < top + size) & (columns >= left) & (columns < left + size)
         x = torch.where(inside.unsqueeze(1), uniform(0, 1, 1, 1, 1), x)
-    return x + 0.25 * torch.randn(x.shape, generator=generator)
+    return x + 0.2 * torch.randn(x.shape, generator=generator)

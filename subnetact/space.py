@@ -22,7 +22,9 @@ __all__ = ["Axis", "Row", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
 Row: TypeAlias = tuple[int, ...]
 """A resolved subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
 
-AxisValues: TypeAlias = Mapping[str, tuple[Value | None, ...]]
+AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""The values of every axis, one per slot; None where the slot is skipped."""
+
 Rng: TypeAlias = random.Random | np.random.Generator
 
 

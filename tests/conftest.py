@@ -1,0 +1,49 @@
+"""Shared fixtures, and torchvision's two missing operators on a CPU-only torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from subnetact.supernet import Supernet
+
+torch.set_num_threads(1)
+
+
+def _define_missing_torchvision_operators() -> list[object]:
+    """The wheel's operators need CUDA libraries; defining their schemas lets `ofa` and `timm` import."""
+    libraries: list[object] = []
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            libraries.append(library)
+    return libraries
+
+
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:
+    _KEPT_ALIVE = _define_missing_torchvision_operators()
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(0)
+
+
+@pytest.fixture
+def digits() -> Supernet:
+    """The embedded network with random weights and random BatchNorm statistics."""
+    from subnetact.digits import new_digits_supernet
+
+    torch.manual_seed(0)
+    supernet = new_digits_supernet().eval()
+    for norm in supernet.norm_operators().values():
+        norm.get_buffer("running_mean").normal_(0, 0.2)
+        norm.get_buffer("running_var").uniform_(0.5, 1.5)
+        norm.get_parameter("weight").data.uniform_(0.5, 1.5)
+        norm.get_parameter("bias").data.normal_(0, 0.2)
+    return supernet

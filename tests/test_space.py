@@ -1,0 +1,177 @@
+"""Identity of subnets: canonical form, keys, JSON, counting, errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
+from subnetact.space import Axis, Slot, SubnetSpace, UsedWhen, make_divisible
+from subnetact.spec import SubnetSpec
+
+
+def stacked(name: str = "stacked", widths: tuple[float, ...] = (0.5, 1.0)) -> SubnetSpace:
+    """Two stages of 1..3 blocks, an expand ratio per block, one width."""
+    depth = Axis.uniform("depth", ["stage1", "stage2"], [1, 2, 3])
+    expand = []
+    for stage in range(2):
+        for position in range(3):
+            keeping = tuple(d for d in (1, 2, 3) if d > position)
+            when = UsedWhen("depth", stage, keeping) if position else None
+            expand.append(Slot(f"stage{stage + 1}.{position}", (2, 4), when))
+    axes = [depth, Axis("expand", tuple(expand)), Axis.uniform("width", ["all"], widths)]
+
+    def sizes(values: dict[str, tuple[float, ...]]) -> dict[str, int]:
+        width = int(8 * values["width"][0])
+        mids = {f"mid{i}": width * (e or 0) for i, e in enumerate(values["expand"])}
+        return {"width": width, **mids, **{f"depth{i}": d for i, d in enumerate(values["depth"])}}
+
+    return SubnetSpace(name, axes, sizes)
+
+
+SPACE = stacked()
+
+
+@st.composite
+def values(draw: st.DrawFn) -> dict[str, list[float]]:
+    return {axis.name: [draw(st.sampled_from(slot.choices)) for slot in axis.slots] for axis in SPACE.axes}
+
+
+@given(values(), values())
+def test_specs_are_equal_exactly_where_their_used_slots_are(a: dict, b: dict) -> None:
+    def used(v: dict) -> list[object]:
+        kept = [v["expand"][3 * s + p] if p < v["depth"][s] else None for s in range(2) for p in range(3)]
+        return [v["depth"], kept, v["width"]]
+
+    one, other = SPACE.spec(**a), SPACE.spec(**b)
+    assert (one == other) == (used(a) == used(b))
+    assert (one.key == other.key) == (one == other)
+    if one == other:
+        assert hash(one) == hash(other)
+        assert SPACE.resolve(one) == SPACE.resolve(other)
+
+
+@given(values())
+def test_every_form_of_a_spec_round_trips(v: dict) -> None:
+    spec = SPACE.spec(**v)
+    assert SubnetSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert SPACE.parse(SPACE.format(spec)) == spec
+    assert SPACE.check(spec) == spec
+    assert spec in SPACE
+    copied = pickle.loads(pickle.dumps(spec))
+    assert copied == spec
+    assert hash(copied) == hash(spec)
+
+
+@given(st.integers(0, 10_000))
+def test_samples_are_legal_and_repeatable(seed: int) -> None:
+    assert SPACE.sample(seed) == SPACE.sample(random.Random(seed))
+    assert SPACE.sample(np.random.default_rng(seed)) in SPACE
+    assert SPACE.sample(seed) in SPACE
+
+
+def test_samples_reach_every_subnet() -> None:
+    rng = random.Random(0)
+    assert {SPACE.sample(rng) for _ in range(20_000)} == set(SPACE.enumerate())
+
+
+def test_size_counts_what_enumerate_yields() -> None:
+    specs = list(SPACE.enumerate())
+    assert len(specs) == len(set(specs)) == SPACE.size() == (2 + 4 + 8) ** 2 * 2
+    assert specs[0] == SPACE.smallest()
+    assert SPACE.largest() in specs
+    assert all(spec in SPACE for spec in specs)
+    with pytest.raises(SpecError, match="sample instead"):
+        next(SPACE.enumerate(limit=10))
+
+
+def test_scalars_are_broadcast_and_skipped_slots_ignored() -> None:
+    spec = SPACE.spec(depth=1, expand=[2, None, "nonsense", 4, None, None], width=np.float32(0.5))
+    assert spec["expand"] == (2, None, None, 4, None, None)
+    assert spec.key == "depth=1,1 expand=2,-,-,4,-,- width=0.5"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"depth": 4, "expand": 2, "width": 1.0}, ["depth[0]", "stage1", "4", "1, 2, 3"]),
+        (
+            {"depth": [1, 2], "expand": [2, 0, 0, 2, 3, 2], "width": 1.0},
+            ["expand[4]", "stage2.1", "3", "2, 4"],
+        ),
+        ({"depth": 1, "expand": 2, "width": 0.7}, ["width[0]", "0.7", "0.5, 1.0"]),
+        ({"depth": True, "expand": 2, "width": 1.0}, ["depth[0]", "True"]),
+        ({"depth": float("nan"), "expand": 2, "width": 1.0}, ["depth[0]", "nan"]),
+        ({"depth": None, "expand": 2, "width": 1.0}, ["depth[0]", "None"]),
+    ],
+)
+def test_an_illegal_value_names_slot_value_and_choices(config: dict, words: list[str]) -> None:
+    with pytest.raises(IllegalChoice) as error:
+        SPACE.parse(config)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_wrong_axes_and_slot_counts_are_named() -> None:
+    with pytest.raises(SpecError, match=r"unknown axis 'depht'.*missing axis 'depth'"):
+        SPACE.spec(depht=1, expand=2, width=1.0)
+    with pytest.raises(SpecError, match=r"depth has 2 slots .* got 3 values"):
+        SPACE.spec(depth=[1, 1, 1], expand=2, width=1.0)
+    with pytest.raises(SpecError, match="expected a mapping"):
+        SPACE.parse([1, 2])
+
+
+def test_a_spec_of_another_space_is_refused() -> None:
+    foreign = stacked(widths=(0.25, 1.0)).largest()
+    assert foreign not in SPACE
+    with pytest.raises(ForeignSpec, match="parse the configuration with this supernet's own space"):
+        SPACE.resolve(foreign)
+    assert stacked().largest() in SPACE
+
+
+def test_a_malformed_spec_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"make one with space\.parse"):
+        SPACE.check({"depth": 1})
+    for bad in (
+        {},
+        {"space": "s", "values": [1]},
+        {"space": "s", "values": {"d": [[1]]}},
+        {"space": 1, "values": {}},
+    ):
+        with pytest.raises(SpecError):
+            SubnetSpec.from_json(bad)
+    with pytest.raises(IllegalChoice):
+        SPACE.check(SubnetSpec(SPACE.id, (("depth", (9, 9)), ("expand", (2,) * 6), ("width", (1.0,)))))
+    with pytest.raises(SpecError, match="no axis 'kernel'"):
+        SPACE.largest()["kernel"]
+
+
+def test_contradicting_axes_are_refused() -> None:
+    with pytest.raises(SpecError, match="not unconditional"):
+        SubnetSpace("s", [Axis("a", (Slot("x", (1, 2), UsedWhen("b", 0, (1,))),))], lambda v: {})
+    with pytest.raises(SpecError, match="distinct"):
+        SubnetSpace("s", [Axis.uniform("a", ["x"], [1, 1])], lambda v: {})
+    with pytest.raises(SpecError, match="same name"):
+        SubnetSpace("s", [Axis.uniform("a", ["x"], [1]), Axis.uniform("a", ["y"], [1])], lambda v: {})
+
+
+def test_aliases_mean_their_choice() -> None:
+    space = SubnetSpace("s", [Axis("a", (Slot("x", (0, 2), aliases={1: 0}),))], lambda v: {"x": v["a"][0]})
+    assert space.spec(a=1) == space.spec(a=0) != space.spec(a=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(3, 8), (12, 16), (8.8, 8), (11.9, 16), (64 * 0.65, 40), (89.6, 88)]
+)
+def test_make_divisible_never_loses_a_tenth(value: float, expected: int) -> None:
+    assert make_divisible(value) == expected
+    assert make_divisible(value) >= 0.9 * value or make_divisible(value) == 8
+
+
+def test_make_divisible_with_a_minimum_of_one() -> None:
+    assert make_divisible(2.8, minimum=1) == 9
