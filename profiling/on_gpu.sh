@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs everything in the repository that needs a GPU, in under ten minutes, and leaves the results in DIR.
+#   profiling/on_gpu.sh --out DIR
+# Needs Python with torch (CUDA), numpy, safetensors, tqdm, and for the tests pytest and hypothesis.
+# Every step runs even if an earlier one failed; the exit status is 0 only if all passed.
+set -u
+[ "${1:-}" = --out ] && [ -n "${2:-}" ] || { echo "usage: profiling/on_gpu.sh --out DIR" >&2; exit 2; }
+mkdir -p "$2"
+out=$(cd "$2" && pwd)
+cd "$(dirname "$0")/.." || exit 2
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
+"$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA device: nothing to run here")' || exit 2
+failed=0
+step() { # step NAME SECONDS COMMAND...
+  local name=$1 limit=$2; shift 2
+  echo "== $name"
+  timeout "$limit" "$@" 2>&1 | tee "$out/$name.log"
+  [ "${PIPESTATUS[0]}" = 0 ] || { echo "== $name failed"; failed=1; }
+}
+step tests 180 "$python" -m pytest -m gpu --junitxml "$out/tests.xml"
+step profile_ofa_resnet50 300 "$python" -m subnetact.profile --device cuda --family ofa_resnet50 --subnets 8 \
+  --batch-sizes 1 2 4 8 16 32 --min-time-ms 300 --out "$out/ofa_resnet50.json"
+step profile_digits 60 "$python" -m subnetact.profile --device cuda --subnets 8 --min-time-ms 100 \
+  --out "$out/digits.json"
+exit $failed

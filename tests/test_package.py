@@ -1,0 +1,149 @@
+"""The package as users install and import it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ofa_adapters
+import subnetact
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str, **kwargs: object) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, **kwargs)
+    assert not done.stderr
+    return done.stdout.strip()
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    assert sorted(subnetact.__all__) == list(subnetact.__all__) or "__version__" in subnetact.__all__
+    for name in subnetact.__all__:
+        value = getattr(subnetact, name)
+        assert name == "__version__" or value.__doc__, name
+    for name in ofa_adapters.__all__:
+        assert getattr(ofa_adapters, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        subnetact.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(str(p.relative_to(ROOT)) for r in ("subnetact", "ofa_adapters") for p in (ROOT / r).rglob("*.py")),
+)
+def test_dunder_all_names_what_the_module_has(name: str) -> None:
+    tree = ast.parse((ROOT / name).read_text())
+    listed = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        and isinstance(node.value, ast.List) and all(isinstance(e, ast.Constant) for e in node.value.elts)
+    ]  # fmt: skip
+    bound = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            bound |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            bound.add(node.target.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    for names in listed:
+        assert set(names) <= bound
+
+
+def test_importing_is_quiet_and_initialises_nothing() -> None:
+    code = "import sys, subnetact, subnetact.serving, subnetact.latency; print('torch' in sys.modules)"
+    assert python(code) == "False"
+    code = (
+        "import sys, torch, subnetact, ofa_adapters; subnetact.Supernet, subnetact.Engine;"
+        "print(torch.cuda.is_initialized(), [m for m in ('torchvision', 'timm', 'sklearn', 'matplotlib', 'scipy')"
+        " if m in sys.modules])"
+    )
+    assert python(code) == "False []"
+
+
+def test_serving_never_imports_torch() -> None:
+    for path in [*(ROOT / "subnetact" / "serving").rglob("*.py"), ROOT / "subnetact" / "latency.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(n.split(".")[0] == "torch" for n in names), path
+
+
+def test_profiling_is_a_folder_and_not_a_package() -> None:
+    assert (ROOT / "profiling").is_dir()
+    assert not (ROOT / "profiling" / "__init__.py").exists()
+
+
+def test_the_embedded_weights_are_small_and_their_origin_is_noted() -> None:
+    data = ROOT / "subnetact" / "data"
+    assert (data / "digits_supernet.safetensors").stat().st_size <= 4_000_000
+    assert "train_digits_supernet.py" in (data / "digits_supernet.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An sdist of the checkout and a wheel made from that sdist."""
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {"sdist": next(out.glob("*.tar.gz")), "wheel": next(out.glob("*.whl"))}
+
+
+@pytest.mark.slow
+def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
+    wheel = set(zipfile.ZipFile(archives["wheel"]).namelist())
+    for needed in (
+        "subnetact/py.typed",
+        "ofa_adapters/py.typed",
+        "subnetact/data/digits_supernet.safetensors",
+        "subnetact/data/traces/maf2019_per_minute.npz",
+        "subnetact/serving/batcher.py",
+    ):
+        assert needed in wheel
+    tops = {name.split("/")[0] for name in wheel}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"subnetact", "ofa_adapters"}
+    inside = {n.split("/", 1)[1] for n in tarfile.open(archives["sdist"]).getnames() if "/" in n}
+    for needed in (
+        "profiling/on_gpu.sh",
+        "tests/conftest.py",
+        "benchmarks/memory.py",
+        "LICENSE",
+        "constraints.txt",
+    ):
+        assert needed in inside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["folder", "editable", "sdist", "wheel"])
+def test_every_way_to_install_works_in_and_outside_the_checkout(
+    archives: dict[str, Path], tmp_path: Path, how: str
+) -> None:
+    source = {"folder": [str(ROOT)], "editable": ["-e", str(ROOT)]}.get(how) or [str(archives[how])]
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
+    inner = str(tmp_path / "v" / "bin" / "python")
+    # The new environment sees this one's dependencies, but not its installation of the package.
+    site = next((tmp_path / "v" / "lib").glob("python*")) / "site-packages"
+    here = [p for p in sys.path if p.endswith("site-packages")]
+    (site / "dependencies.pth").write_text("\n".join(here) + "\n")
+    options = ["--no-deps", "--no-build-isolation", "--ignore-installed", "--quiet"]
+    subprocess.run([inner, "-m", "pip", "install", *options, *source], check=True, capture_output=True)
+    code = (
+        "import subnetact, ofa_adapters, subnetact.digits as d; s = d.load_digits_supernet();"
+        "print(subnetact.__file__, s.space.size(), ofa_adapters.families()[0])"
+    )
+    for folder in (tmp_path, ROOT):
+        done = subprocess.run([inner, "-c", code], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        where, size, family = done.stdout.split()
+        assert (size, family) == ("864", "ofa_resnet50")
+        if folder == tmp_path:
+            assert (str(ROOT) in where) == (how == "editable")
