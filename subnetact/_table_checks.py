@@ -23,6 +23,11 @@ def number(value: object, name: str) -> float:
     return float(value)
 
 
+def percentage(value: object, i: int) -> float:
+    unknown = isinstance(value, float | np.floating) and math.isnan(value)
+    return math.nan if unknown else number(value, f"accuracy[{i}]")
+
+
 def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:
     sizes: list[int] = []
     for i, size in enumerate(batch_sizes):

@@ -26,6 +26,7 @@ from subnetact._table_checks import (
     checked_levels,
     json_copy,
     number,
+    percentage,
     with_nans,
     with_nulls,
 )
@@ -45,7 +46,7 @@ class LatencyTable:
 
     Attributes:
         subnets: readable key of each subnet, in id order.
-        accuracy: profiled accuracy of each subnet, percent.
+        accuracy: profiled accuracy of each subnet, percent; NaN where it is not known.
         batch_sizes: profiled batch sizes, ascending.
         latency_ms: read-only float64 array, shape (subnets, batch sizes).
         statistics: further read-only arrays of that shape, such as "std", "p50" or "p99", ms.
@@ -95,7 +96,7 @@ class LatencyTable:
 
         Args:
             subnets: one unique key a subnet.
-            accuracy: percent, one a subnet.
+            accuracy: percent, one a subnet; NaN = not known (see `known_accuracy`).
             batch_sizes: positive, ascending.
             latency_ms: shape (subnets, batch sizes); NaN = not measurable.
             statistics: further arrays of the same shape, ms.
@@ -112,11 +113,11 @@ class LatencyTable:
         repeated = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
         if repeated:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
-        percents = tuple(number(value, f"accuracy[{i}]") for i, value in enumerate(accuracy))
+        percents = tuple(percentage(value, i) for i, value in enumerate(accuracy))
         if len(percents) != len(keys):
             raise TableError(f"accuracy: {len(percents)} values for {len(keys)} subnets; give one a subnet")
         for key, percent in zip(keys, percents, strict=True):
-            if not 0.0 <= percent <= 100.0:
+            if percent < 0.0 or percent > 100.0:
                 raise TableError(f"accuracy of {key!r}: {percent} is not a percentage; give 0 to 100")
         sizes = ascending_sizes(batch_sizes)
         shape = (len(keys), len(sizes))
@@ -168,6 +169,30 @@ class LatencyTable:
     def fastest_ms(self) -> float:
         """The least latency of any cell, ms."""
         return float(np.nanmin(self.latency_ms))
+
+    def known_accuracy(self) -> tuple[float, ...]:
+        """The accuracy of every subnet, for those who choose by it.
+
+        Raises:
+            TableError: naming a subnet whose accuracy is not known.
+        """
+        for key, percent in zip(self.subnets, self.accuracy, strict=True):
+            if math.isnan(percent):
+                raise TableError(f"accuracy of {key!r} is not known; give it with table.with_accuracy([...])")
+        return self.accuracy
+
+    def with_accuracy(self, accuracy: Sequence[float]) -> LatencyTable:
+        """The same latencies with other accuracies, percent, one a subnet."""
+        return LatencyTable.from_arrays(
+            self.subnets,
+            accuracy,
+            self.batch_sizes,
+            self.latency_ms,
+            self.statistics,
+            self.stamp,
+            self.interference,
+            self.contended_ms if self.interference else None,
+        )
 
     def monotone(self) -> LatencyTable:
         """The same table with latencies that never fall as the batch grows.
@@ -268,9 +293,10 @@ class LatencyTable:
         return _from_document, (self._document(),)
 
     def __repr__(self) -> str:
-        low, high = min(self.accuracy), max(self.accuracy)
+        known = [percent for percent in self.accuracy if not math.isnan(percent)]
+        span = f"{min(known):g}-{max(known):g} %" if known else "accuracy not known"
         return (
-            f"LatencyTable({len(self.subnets)} subnets, {low:g}-{high:g} %, "
+            f"LatencyTable({len(self.subnets)} subnets, {span}, "
             f"batch sizes {list(self.batch_sizes)}, fastest {self.fastest_ms:.3g} ms)"
         )
 
@@ -279,7 +305,7 @@ class LatencyTable:
             "kind": KIND,
             "schema": SCHEMA,
             "subnets": list(self.subnets),
-            "accuracy": list(self.accuracy),
+            "accuracy": [None if math.isnan(percent) else percent for percent in self.accuracy],
             "batch_sizes": list(self.batch_sizes),
             "latency_ms": with_nulls(self.latency_ms),
             "statistics": {name: with_nulls(values) for name, values in self.statistics.items()},
@@ -334,7 +360,7 @@ class LatencyTable:
 def _from_document(document: Mapping[str, Any]) -> LatencyTable:
     return LatencyTable.from_arrays(
         document["subnets"],
-        document["accuracy"],
+        with_nans(document["accuracy"]),
         document["batch_sizes"],
         with_nans(document["latency_ms"]),
         {name: with_nans(values) for name, values in document["statistics"].items()},

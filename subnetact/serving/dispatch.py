@@ -60,7 +60,7 @@ class Dispatcher(Generic[Item]):
         self.arrivals = ArrivalMeter()
         self._on_drop = on_drop or _forget
         self._latency: list[list[float]] = table.latency_ms.tolist()
-        self._accuracy = table.accuracy
+        self._accuracy = table.known_accuracy()
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
         self._fastest = table.fastest_ms

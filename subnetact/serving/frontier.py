@@ -27,6 +27,7 @@ def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> lis
         column: index into `table.batch_sizes`.
         floor: least accuracy, percent, of a subnet that counts.
     """
+    table.known_accuracy()
     size = table.batch_sizes[column]
     options = sorted(
         (Option(latency, table.accuracy[subnet], subnet, size) for subnet, latency in _column(table, column)),
