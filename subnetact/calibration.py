@@ -12,6 +12,7 @@ from subnetact.binding import bind
 from subnetact.errors import SpecError
 from subnetact.norm_table import NormRow
 from subnetact.operators import CollectingNorm, SubnetNorm
+from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
@@ -23,27 +24,35 @@ def calibrate(
     specs: Iterable[SubnetSpec],
     batches: Iterable[Tensor],
     progress: bool = True,
+    rule: str | None = None,
 ) -> None:
     """Fill `supernet.norms` with the statistics of every given subnet, in one pass over the data.
 
-    Each subnet normalises each batch with that batch's own statistics; means and biased variances
-    are averaged with the batch sizes as weights (OFA `set_running_statistics`). No subnet disturbs
-    another, and nothing changes unless the whole pass succeeds.
+    Each subnet normalises each batch with that batch's own statistics. `weighted_biased` averages
+    means and biased variances with the batch sizes as weights (OFA `set_running_statistics`);
+    `cumulative_unbiased` gives every batch the same weight and averages unbiased variances
+    (AttentiveNAS, Slimmable Networks). No subnet disturbs another, and nothing changes unless the
+    whole pass succeeds.
 
     Args:
         supernet: the supernet; only its norm table changes.
         specs: the subnets; those already calibrated are calibrated afresh.
         batches: inputs of shape (N, C, H, W) like those to be served; sizes may differ. Read once.
         progress: whether to show a progress bar.
+        rule: `weighted_biased` or `cumulative_unbiased`; default: the rule of the supernet's family,
+            `weighted_biased` for an own network.
 
     Raises:
-        SpecError: a specification is not of this supernet, or there are no batches.
+        SpecError: a specification is not of this supernet, the rule is unknown, or there are no
+            batches.
     """
+    if rule is not None and rule not in CALIBRATION_RULES:
+        raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
     wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))
     if not supernet.norm_operators():
         return
     device = next(supernet.network.parameters()).device
-    collectors = [_Collector(supernet, spec) for spec in wanted]
+    collectors = [_Collector(supernet, spec, rule) for spec in wanted]
     seen = 0
     with torch.no_grad():
         for batch in tqdm(batches, desc=f"calibrating {len(wanted)} subnets", disable=not progress):
@@ -59,13 +68,14 @@ def calibrate(
 class _Collector:
     """One subnet's network with its norms replaced by collecting ones."""
 
-    def __init__(self, supernet: Supernet, spec: SubnetSpec) -> None:
+    def __init__(self, supernet: Supernet, spec: SubnetSpec, rule: str | None) -> None:
+        self.rule = rule
         self.sizes = supernet.space.resolve(spec)
         self.norms: dict[str, tuple[SubnetNorm, CollectingNorm]] = {}
         self.network = bind(supernet.network, self.sizes, self._collecting)
 
     def _collecting(self, norm: SubnetNorm) -> nn.Module:
-        collecting = CollectingNorm(norm, self.sizes)
+        collecting = CollectingNorm(norm, self.sizes, self.rule or norm.rule)
         self.norms[norm.path] = norm, collecting
         return collecting
 

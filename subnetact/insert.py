@@ -49,7 +49,11 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
             operator.path: str(elastic.get(operator.path, Elastic(SubnetNorm, {})))
             for operator in operators.values()
         },
-        fixed=tuple(p for p, m in modules.items() if m not in operators and len(list(m.parameters(recurse=False)))),
+        fixed=tuple(
+            path
+            for path, module in modules.items()
+            if module not in operators and list(module.parameters(recurse=False))
+        ),
     )
     for module in modules.values():
         for name, child in module._modules.items():

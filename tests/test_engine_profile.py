@@ -56,7 +56,7 @@ def test_inputs_are_checked(engine: subnetact.Engine) -> None:
 
 def test_uncalibrated_and_repeated_subnets_are_refused(digits: Supernet) -> None:
     specs = [digits.space.smallest(), digits.space.largest()]
-    with pytest.raises(NotCalibrated, match="2 of 2 subnets .* allow_uncalibrated"):
+    with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated"):
         subnetact.Engine(digits, specs, example=EXAMPLE)
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
         assert len(subnetact.Engine(digits, specs, example=EXAMPLE, allow_uncalibrated=True)) == 2
@@ -109,7 +109,8 @@ def test_the_command_writes_a_table(tmp_path: Path) -> None:
     out = tmp_path / "table.json"
     constructor = {"width_mult_list": [0.1, 0.2], "n_classes": 3}
     done = run_profile(
-        "--family", "ofa_resnet50", "--constructor", json.dumps(constructor), "--input-shape", "3", "32", "32",
+        "--family", "ofa_resnet50", "--constructor", json.dumps(constructor),
+        "--input-shape", "3", "32", "32",
         "--subnets", "3", "--batch-sizes", "1", "2", "--min-time-ms", "3", "--warmup-ms", "0",
         "--threads", "1", "--device", "cpu", "--out", str(out),
     )  # fmt: skip

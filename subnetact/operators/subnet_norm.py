@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,14 @@ from subnetact.operators.base import Operator
 from subnetact.operators.view import shell
 from subnetact.space import Row
 
-__all__ = ["BATCH_NORMS", "CollectingNorm", "SubnetNorm"]
+__all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CollectingNorm", "SubnetNorm"]
+
+WEIGHTED_BIASED = "weighted_biased"
+CUMULATIVE_UNBIASED = "cumulative_unbiased"
+CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
+"""How statistics of batches are averaged: by batch size with biased variances (OFA
+`set_running_statistics`), or every batch alike with unbiased ones (BatchNorm without momentum, as
+AttentiveNAS and Slimmable Networks calibrate)."""
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -25,7 +32,10 @@ class SubnetNorm(Operator):
     from a `NormTable`; without a row there, from the first entries of the shared running statistics.
     """
 
-    parts = ("channels",)
+    parts: ClassVar[tuple[str, ...]] = ("channels",)
+
+    rule: str = WEIGHTED_BIASED
+    """How calibration averages this norm's batches; one of `CALIBRATION_RULES`."""
 
     def check(self) -> None:
         """Refuse modules that are not BatchNorm with running statistics."""
@@ -55,6 +65,10 @@ class SubnetNorm(Operator):
         var: Any = self.running_var
         return mean.data[:channels].data, var.data[:channels].data
 
+    def batches_tracked(self) -> Tensor | None:
+        """Return the shared counter of training batches."""
+        return self._buffers["num_batches_tracked"]
+
     def bind_with(self, row: Row, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet with the given statistics, each of shape (channels,).
 
@@ -67,7 +81,7 @@ class SubnetNorm(Operator):
         buffers = {
             "running_mean": mean,
             "running_var": var,
-            "num_batches_tracked": self._buffers["num_batches_tracked"],
+            "num_batches_tracked": self.batches_tracked(),
         }
         bound = shell(
             self.template,
@@ -84,27 +98,42 @@ class SubnetNorm(Operator):
 
 
 class CollectingNorm(nn.Module):
-    """Normalises with each batch's own statistics and averages them (OFA `set_running_statistics`).
+    """Normalises with each batch's own mean and biased variance, and averages them by a rule.
 
-    Rule of ofa/imagenet_classification/elastic_nn/utils.py: mean and *biased* variance of every
-    batch, averaged with the batch sizes as weights.
+    Args:
+        norm: the operator it stands for.
+        row: the subnet's sizes.
+        rule: one of `CALIBRATION_RULES`.
     """
 
-    def __init__(self, norm: SubnetNorm, row: Row) -> None:
+    def __init__(self, norm: SubnetNorm, row: Row, rule: str = WEIGHTED_BIASED) -> None:
         super().__init__()
         affine = norm.parameters_of(norm.sizes(row), trainable=False)
         self._weight, self._bias = affine["weight"], affine["bias"]
         self._eps = float(norm.template.eps)
+        self._path = norm.path
+        self._unbiased = rule == CUMULATIVE_UNBIASED
         self.mean: Tensor | None = None
         self.var: Tensor | None = None
-        self.images = 0
+        self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x of shape (N, C, ...) with its own statistics and take them into the average."""
+        """Normalise x of shape (N, C, ...) with its own statistics and take them into the average.
+
+        Raises:
+            SpecError: an unbiased variance of one value per channel.
+        """
         axes = [axis for axis in range(x.dim()) if axis != 1]
         var, mean = torch.var_mean(x, dim=axes, correction=0)
-        self.images += x.shape[0]
-        share = x.shape[0] / self.images
+        values = x.numel() // x.shape[1]
+        if self._unbiased and values < 2:
+            raise SpecError(
+                f"{self._path}: the unbiased variance of a batch needs two values per channel, got "
+                f"{values}; calibrate with larger batches or inputs"
+            )
+        self.seen += 1 if self._unbiased else x.shape[0]
+        share = 1 / self.seen if self._unbiased else x.shape[0] / self.seen
+        stored = var * (values / (values - 1)) if self._unbiased else var
         self.mean = mean if self.mean is None else torch.lerp(self.mean, mean, share)
-        self.var = var if self.var is None else torch.lerp(self.var, var, share)
+        self.var = stored if self.var is None else torch.lerp(self.var, stored, share)
         return F.batch_norm(x, mean, var, self._weight, self._bias, False, 0.0, self._eps)

@@ -121,6 +121,7 @@ def _own(view: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if id(view) in done:
         return done[id(view)]
     cls = type(view).__mro__[2] if is_view(view) else type(view)
+    cls = getattr(cls, "owned_as", cls)
     module: nn.Module = object.__new__(cls)
     done[id(view)] = module
     module.__dict__.update(view.__dict__)

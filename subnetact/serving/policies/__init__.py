@@ -2,6 +2,7 @@
 
 from subnetact.serving.policies.fixed import CheapestFeasible, Fixed
 from subnetact.serving.policies.greedy import MaxAcc, MaxBatch
+from subnetact.serving.policies.hullfit import HullFit
 from subnetact.serving.policies.slackfit import SlackFit
 
-__all__ = ["CheapestFeasible", "Fixed", "MaxAcc", "MaxBatch", "SlackFit"]
+__all__ = ["CheapestFeasible", "Fixed", "HullFit", "MaxAcc", "MaxBatch", "SlackFit"]
