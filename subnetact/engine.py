@@ -28,6 +28,11 @@ class Engine:
         device: where to run; None = where the supernet is.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
 
+    Attributes:
+        specs: the registered subnets, in id order.
+        keys: their readable keys.
+        fingerprint: the hash of the weights they were registered with.
+
     Raises:
         NotCalibrated: a subnet has no statistics of its own.
         SpecError: a specification is of another space, repeated, or there is none.
@@ -59,6 +64,7 @@ class Engine:
         self.supernet = supernet.eval()
         self.example = example.detach().to("cpu")
         self.keys = tuple(spec.key for spec in self.specs)
+        self.fingerprint = supernet.fingerprint()
         self._views = tuple(supernet.subnet(spec) for spec in self.specs)
 
     def __len__(self) -> int:

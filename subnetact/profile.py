@@ -91,7 +91,7 @@ def profile_latency(
     }
     stamp = {
         **machine(engine.device),
-        "supernet": engine.supernet.fingerprint(),
+        "supernet": engine.fingerprint,
         "space": engine.supernet.space.id,
         "dtype": str(next(engine.supernet.parameters()).dtype).removeprefix("torch."),
         "input_shape": list(engine.example.shape),

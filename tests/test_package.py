@@ -111,7 +111,8 @@ def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
         assert needed in wheel
     tops = {name.split("/")[0] for name in wheel}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"subnetact", "ofa_adapters"}
-    inside = {n.split("/", 1)[1] for n in tarfile.open(archives["sdist"]).getnames() if "/" in n}
+    with tarfile.open(archives["sdist"]) as sdist:
+        inside = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
     for needed in (
         "profiling/on_gpu.sh",
         "tests/conftest.py",

@@ -78,6 +78,12 @@ class Batcher:
         keys = tuple(engine.keys)
         if keys != table.subnets:
             raise ProfileMismatch(_differing_keys(keys, table.subnets))
+        stamped = table.stamp.get("supernet")
+        own = getattr(engine, "fingerprint", stamped)
+        if stamped is not None and own != stamped:
+            raise ProfileMismatch(
+                f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
+            )
         check_count(max_queue, "max_queue")
         check_count(workers, "workers")
         usual_slo = slo_ms if slo_ms is not None else getattr(policy, "slo_ms", 36.0)
