@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import pickle
+import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,24 +19,36 @@ from torch import Tensor, nn
 
 from subnetact.errors import CheckpointError
 
-__all__ = ["fill", "read"]
+__all__ = ["fill", "read", "settings", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
+_IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 12
 
 
 def read(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """Return the state_dict in a file, outside its wrappers and without `module.` prefixes.
+    """Return the state_dict in a file, outside its wrappers.
+
+    Args:
+        path: a file, or a directory that holds `model.safetensors` or `pytorch_model.bin`.
 
     Raises:
         CheckpointError: the file is missing, truncated, needs code to be unpickled, or holds no
             state_dict.
     """
+    file = Path(path)
+    if file.is_dir():
+        found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
+        if not found:
+            raise CheckpointError(f"{path}: the directory holds none of {', '.join(_IN_DIRECTORY)}")
+        file = found[0]
     try:
-        if fspath(path).endswith(".safetensors"):
-            content: Any = load_file(path)
+        if fspath(file).endswith(".safetensors"):
+            content: Any = load_file(file)
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            # Training scripts save their command line beside the weights; a Namespace runs no code.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except pickle.UnpicklingError as error:
@@ -42,15 +58,47 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         ) from error
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: truncated or not a checkpoint ({error}); fetch it again") from error
+    return unwrap(content, str(path))
+
+
+def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
+    """Return the state_dict inside `state_dict` and `model` wrappers.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     while isinstance(content, Mapping) and any(isinstance(content.get(w), Mapping) for w in _WRAPPERS):
         content = next(content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping))
-    if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"{path}: holds no state_dict, but {type(content).__name__}")
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
+    others = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if others or not content:
+        what = f"entries that are no tensors: {_some(others)}" if others else "nothing"
+        raise CheckpointError(f"{subject}: holds no state_dict, but {what}")
     return dict(content)
 
 
+def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str, Any]:
+    """Return the constructor arguments in a directory's `config.json`, those that are known.
+
+    Raises:
+        CheckpointError: there is no readable `config.json`.
+    """
+    path = Path(directory) / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {key: value for key, value in content.items() if key in known}
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
+
+
 def fill(
-    network: nn.Module, tensors: Mapping[str, Tensor], rename: Callable[[str], str], subject: str
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    rename: Callable[[str], str],
+    subject: str,
+    unused: str | None = None,
+    looks_like: str | None = None,
 ) -> None:
     """Copy tensors into a network, all or none.
 
@@ -59,6 +107,8 @@ def fill(
         tensors: upstream's names -> tensors; cast to the network's dtype.
         rename: an upstream name -> the network's.
         subject: what the tensors are, for error messages.
+        unused: a regular expression of upstream names that may be there without a use.
+        looks_like: another family whose names these are, for error messages.
 
     Raises:
         CheckpointError: a tensor is missing, extra, given twice, or of another shape; it lists them.
@@ -69,10 +119,13 @@ def fill(
     twice: list[str] = []
     for key, tensor in tensors.items():
         name = rename(key.removeprefix("module."))
+        if name not in own and unused and re.search(unused, key):
+            continue
         if name in given:
             twice.append(f"{key} and {source[name]}")
         given[name], source[name] = tensor, key
-    missing = [n for n in own if n not in given and not n.endswith("num_batches_tracked")]
+    counters = tuple(n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked"))
+    missing = [n for n in own if n not in given and n not in counters]
     extra = [source[n] for n in given if n not in own]
     shapes = [
         f"{source[n]} {tuple(t.shape)} should be {tuple(own[n].shape)}"
@@ -82,9 +135,12 @@ def fill(
     wrong = {"missing": missing, "extra": extra, "of another shape": shapes, "given twice": twice}
     if any(wrong.values()):
         lists = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
-        raise CheckpointError(
-            f"{subject} does not fit: {lists}. Check the family and the constructor arguments it was made with"
-        )
+        hint = "Check the constructor arguments it was made with, and that the file is complete"
+        if looks_like:
+            hint = f"It looks like {looks_like}: load it as that"
+        elif len(extra) == len(given):
+            hint = "It looks like no family known here"
+        raise CheckpointError(f"{subject} does not fit: {lists}. {hint}")
     network.load_state_dict({**own, **given})
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.registry import Family
-from subnetact.errors import IllegalChoice, SpecError
+from ofa_adapters.encoding import ARCH_ENCODER_SIZES, resnet_features
+from ofa_adapters.family import Family, Keys
+from ofa_adapters.notation import upstream_config
+from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
 from subnetact.spec import Value
@@ -137,13 +139,11 @@ class Layout:
 
     def parse(self, config: Any) -> dict[str, Any]:
         """Read upstream's `{"d": 5, "e": 18, "w": 6 indices}`; scalars are meant for every slot."""
-        if not isinstance(config, Mapping) or set(config) != {"d", "e", "w"}:
-            got = sorted(map(str, config)) if isinstance(config, Mapping) else type(config).__name__
-            raise SpecError(f"ofa_resnet50: a configuration has exactly the keys d, e, w; got {got}")
-        w = config["w"]
+        given = upstream_config("ofa_resnet50", config, ("d", "e", "w"))
+        w = given["w"]
         listed = isinstance(w, Sequence) and not isinstance(w, str)
         width = [self._width(index) for index in w] if listed else self._width(w)
-        return {"depth": config["d"], "expand": config["e"], "width": width}
+        return {"depth": given["d"], "expand": given["e"], "width": width}
 
     def _width(self, index: Any) -> float:
         if isinstance(index, bool) or not hasattr(index, "__index__") or not 0 <= index < len(self.widths):
@@ -224,4 +224,18 @@ def rename(key: str) -> str:
     return key.replace(".conv.bn.", ".bn.").replace("classifier.linear.", "classifier.")
 
 
-FAMILY = Family(build, rename, "mit-han-lab/once-for-all (MIT)")
+def looks(keys: Keys) -> bool:
+    """Tell whether the names are of an OFA-ResNet50, or of a network extracted from one."""
+    return keys.some(r"^input_stem\.")
+
+
+FAMILY = Family(
+    build,
+    rename,
+    source="mit-han-lab/once-for-all",
+    licence="MIT",
+    looks=looks,
+    checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
+    image_sizes=ARCH_ENCODER_SIZES,
+    encodings={"arch_encoder": resnet_features},
+)

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import import_module
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ofa_adapters.checkpoint import fill, read
+from ofa_adapters.checkpoint import fill, read, settings, unwrap
+from ofa_adapters.encoding import Features
+from ofa_adapters.family import Family, Keys
+from subnetact.binding import bind
 from subnetact.insert import insert_
-from subnetact.operators import Elastic
-from subnetact.space import SubnetSpace
+from subnetact.norm_table import NormRow
+from subnetact.operators import SubnetNorm
+from subnetact.space import Row, SubnetSpace
+from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
-__all__ = ["Family", "families", "load"]
+__all__ = ["encode", "families", "family_of", "identify", "load"]
 
-_MODULES = ("ofa_resnet50",)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One published family.
-
-    Attributes:
-        build: constructor arguments, by upstream's names -> (plain network, space, elastic description).
-        rename: an upstream state_dict key -> the plain network's key.
-        source: where the architecture is published.
-    """
-
-    build: Callable[..., tuple[nn.Module, SubnetSpace, Mapping[str, Elastic]]]
-    rename: Callable[[str], str]
-    source: str
+_MODULES = (
+    "ofa_resnet50",
+    "ofa_mbv3",
+    "ofa_proxyless",
+    "compofa_mbv3",
+)
+_ALIASES = {"alphanet": "attentivenas"}
 
 
 def families() -> tuple[str, ...]:
@@ -42,34 +38,116 @@ def families() -> tuple[str, ...]:
     return _MODULES
 
 
+def family_of(name: str) -> Family:
+    """Return what is known of a family.
+
+    Raises:
+        ValueError: the family is unknown.
+    """
+    name = _ALIASES.get(name, name)
+    if name not in _MODULES:
+        raise ValueError(f"unknown family {name!r}; choose from {', '.join(_MODULES)}")
+    found: Family = import_module(f"ofa_adapters.{name}").FAMILY
+    return found
+
+
+def identify(tensors: Mapping[str, Any]) -> str | None:
+    """Return the family a state_dict looks like, by its names alone, or None."""
+    keys = Keys(key.removeprefix("module.") for key in tensors)
+    return next((name for name in _MODULES if family_of(name).looks(keys)), None)
+
+
 def load(
     family: str,
-    checkpoint: str | PathLike[str] | Mapping[str, Tensor] | None = None,
+    checkpoint: str | PathLike[str] | Mapping[str, Any] | None = None,
     **constructor: Any,
 ) -> Supernet:
     """Build a family's supernet and fill it with a checkpoint.
 
     Args:
         family: a name of `families()`.
-        checkpoint: a path (`.pth`, `.pt` or `.safetensors`), a state_dict with upstream's names, or
-            None for random weights. Files are read without unpickling code.
+        checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved), a
+            state_dict with upstream's names, or None for random weights. Files are read without
+            unpickling code.
         constructor: upstream's constructor arguments; the published network where left out.
 
     Raises:
         CheckpointError: the file is unreadable, or its tensors are not exactly the family's.
-        ValueError: the family is unknown.
+        ValueError: the family is unknown, or a constructor argument has no meaning.
         TypeError: the family has no such constructor argument.
     """
-    if family not in _MODULES:
-        raise ValueError(f"unknown family {family!r}; choose from {', '.join(_MODULES)}")
-    found: Family = import_module(f"ofa_adapters.{family}").FAMILY
+    found = family_of(family)
+    family = _ALIASES.get(family, family)
     known = inspect.signature(found.build).parameters
     unknown = sorted(set(constructor) - set(known))
     if unknown:
-        raise TypeError(f"{family} has no constructor argument {', '.join(unknown)}; it has {', '.join(known)}")
+        raise TypeError(
+            f"{family} has no constructor argument {', '.join(unknown)}; it has {', '.join(known)}"
+        )
+    subject, tensors = family, None
+    if isinstance(checkpoint, str | PathLike):
+        subject = f"{family}: {checkpoint}"
+        if Path(checkpoint).is_dir():
+            constructor = {**settings(checkpoint, known), **constructor}
+        tensors = read(checkpoint)
+    elif checkpoint is not None:
+        subject = f"{family}: state_dict"
+        tensors = unwrap(checkpoint, subject)
+    if tensors is not None and found.infer is not None:
+        constructor = found.infer(tensors, constructor)
     network, space, elastic = found.build(**constructor)
-    if checkpoint is not None:
-        is_path = isinstance(checkpoint, str | PathLike)
-        tensors = read(checkpoint) if is_path else checkpoint  # type: ignore[arg-type]
-        fill(network, tensors, found.rename, f"{family}: {checkpoint if is_path else 'state_dict'}")  # type: ignore[arg-type]
-    return insert_(network, space, elastic).eval()
+    if tensors is not None:
+        looks_like = identify(tensors)
+        fill(
+            network,
+            tensors,
+            found.rename,
+            subject,
+            found.unused,
+            None if looks_like == family else looks_like,
+        )
+    supernet = insert_(network, space, elastic).eval()
+    for norm in supernet.norm_operators().values():
+        norm.rule = found.calibration
+    if tensors is not None and found.listed_statistics:
+        _adopt(supernet)
+    return supernet
+
+
+def _adopt(supernet: Supernet) -> None:
+    """Take the checkpoint's own statistics of every subnet into the norm table."""
+    rows = {}
+    for spec in supernet.space.enumerate():
+        row = supernet.space.resolve(spec)
+        used: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def take(
+            norm: SubnetNorm, row: Row = row, used: dict[str, tuple[Tensor, Tensor]] = used
+        ) -> nn.Module:
+            used[norm.path] = norm.shared_statistics(row)
+            return norm.bind(row)
+
+        bind(supernet.network, row, take)
+        rows[spec] = NormRow.of(used)
+    supernet.norms.update(rows)
+
+
+def encode(space: SubnetSpace, spec: SubnetSpec, image_size: int, encoding: str | None = None) -> Features:
+    """Return the features that upstream's accuracy predictor reads, of shape (n_dim,).
+
+    Args:
+        space: the space of a supernet that `load` made.
+        spec: one of its subnets.
+        image_size: height and width of the input, in pixels.
+        encoding: a name of the family's `encodings`; default: its first.
+
+    Raises:
+        ValueError: the family's upstream publishes no such encoding.
+        SpecError: the specification is not of this space, or the image size is none of the encoding's.
+    """
+    encodings = family_of(space.name).encodings
+    name = encoding or next(iter(encodings), None)
+    if name is None or name not in encodings:
+        known = ", ".join(encodings) or "none"
+        raise ValueError(f"{space.name}: no predictor encoding {encoding or ''}; upstream publishes {known}")
+    return encodings[name](space, space.check(spec), image_size)

@@ -1,0 +1,62 @@
+"""The one-hot features that upstream's accuracy predictors read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import IllegalChoice
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec, Value
+
+__all__ = ["Features", "mobile_features", "resnet_features", "tutorial_features"]
+
+Features: TypeAlias = npt.NDArray[np.float32]
+
+ARCH_ENCODER_SIZES = (128, 144, 160, 176, 192, 224, 240, 256)
+TUTORIAL_SIZES = (112, 128, 144, 160, 176, 192, 208, 224)
+
+
+def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int) -> Features:
+    """Encode as `MobileNetArchEncoder`: image size, kernel per block, expansion per block; (n_dim,)."""
+    size = _one_hot(ARCH_ENCODER_SIZES, _known(image_size, ARCH_ENCODER_SIZES))
+    return _features(size, *_axis(space, spec, "kernel"), *_axis(space, spec, "expand"))
+
+
+def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int) -> Features:
+    """Encode as the tutorial's `spec2feats`: kernel and expansion per block, then image size; (n_dim,)."""
+    size = _one_hot(TUTORIAL_SIZES, _known(image_size, TUTORIAL_SIZES))
+    return _features(*_axis(space, spec, "kernel"), *_axis(space, spec, "expand"), size)
+
+
+def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int) -> Features:
+    """Encode as `ResNetArchEncoder`: image size, stem kept, widths, expansion per block; (n_dim,)."""
+    size = _one_hot(ARCH_ENCODER_SIZES, _known(image_size, ARCH_ENCODER_SIZES))
+    (stem, *_), (ends, *_) = spec["depth"], space.axes[0].slots
+    kept = _one_hot((False, True), stem == ends.choices[-1])
+    return _features(size, kept, *_axis(space, spec, "width"), *_axis(space, spec, "expand"))
+
+
+def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[list[float]]:
+    (axis,) = (axis for axis in space.axes if axis.name == name)
+    return [_one_hot(slot.choices, value) for slot, value in zip(axis.slots, spec[name], strict=True)]
+
+
+def _one_hot(choices: Sequence[Value], value: Value | None) -> list[float]:
+    return [float(choice == value) for choice in choices]
+
+
+def _known(image_size: int, sizes: Sequence[int]) -> int:
+    if image_size not in sizes:
+        raise IllegalChoice(
+            f"image_size: {image_size!r} is not a choice of this encoding; "
+            f"choose from {', '.join(map(str, sizes))}"
+        )
+    return image_size
+
+
+def _features(*groups: list[float]) -> Features:
+    return np.array([value for group in groups for value in group], dtype=np.float32)

@@ -1,0 +1,186 @@
+"""ElasticKernel: depthwise convolutions whose kernel size is a choice of the subnet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subnetact.errors import SpecError
+from subnetact.operators.base import Operator
+from subnetact.operators.view import shell
+from subnetact.space import Row
+
+__all__ = ["ElasticKernel", "KernelConv2d"]
+
+
+class KernelConv2d(nn.Conv2d):
+    """A depthwise convolution that also stands for smaller kernels; used as it is, it has the largest.
+
+    Args:
+        channels: inputs and outputs.
+        kernel_sizes: the odd sizes of a kernel.
+        stride: of the convolution.
+        matrices: whether a smaller kernel is the centre of the next larger one times a learned matrix,
+            `7to5_matrix` of shape (25, 25) for example, or the bare centre of the largest.
+    """
+
+    def __init__(
+        self, channels: int, kernel_sizes: Sequence[int], stride: int = 1, matrices: bool = False
+    ) -> None:
+        sizes = tuple(sorted(set(kernel_sizes)))
+        if not sizes or any(k < 1 or k % 2 == 0 for k in sizes):
+            raise ValueError(f"kernel sizes are odd and at least one, got {list(kernel_sizes)}")
+        top = sizes[-1]
+        super().__init__(channels, channels, top, stride, top // 2, groups=channels, bias=False)
+        self.kernel_sizes = sizes
+        self.matrices = matrices
+        if matrices:
+            for small, large in itertools.pairwise(sizes):
+                self.register_parameter(f"{large}to{small}_matrix", nn.Parameter(torch.eye(small * small)))
+
+
+class ElasticKernel(Operator):
+    """Makes the first channels of a smaller kernel (once-for-all, section 3.3 of its paper).
+
+    Follows `channels` and `kernel` of a `KernelConv2d`. A centre crop is a zero-copy slice. A kernel
+    made by matrices is computed once for all channels and shared by every subnet of that size; the
+    views bring it up to date when they run after the weights have changed in place.
+    """
+
+    parts = ("channels", "kernel")
+
+    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
+        super().__init__(template, path, dims)
+        self._computed: dict[int, _Computed] = {}
+
+    def check(self) -> None:
+        """Refuse modules that are not KernelConv2d, and make the template of a subnet's module."""
+        template = self.template
+        if not isinstance(template, KernelConv2d):
+            raise self.refuse("only KernelConv2d stands for several kernel sizes")
+        with torch.device("meta"):
+            plain = _FollowingConv2d(1, 1, 1, template.stride, bias=False)  # type: ignore[arg-type]
+        self.__dict__["_plain"] = plain
+
+    def full(self, part: str) -> int:
+        """Return the channels, or the size of the largest kernel."""
+        return int(self.template.out_channels if part == "channels" else self.template.kernel_sizes[-1])
+
+    def size(self, part: str, row: Row) -> int:
+        """Return a part's size in the subnet.
+
+        Raises:
+            SpecError: it is outside 1 .. the full size, or no kernel size of this convolution.
+        """
+        size = super().size(part, row)
+        if part == "kernel" and size not in self.template.kernel_sizes:
+            sizes = ", ".join(map(str, self.template.kernel_sizes))
+            raise SpecError(f"{self.path}: kernel {size} is not a choice; choose from {sizes}")
+        return size
+
+    def kernel(self, size: int) -> Tensor:
+        """Return the weight of a kernel size for all channels, (channels, 1, size, size)."""
+        weight: Tensor = self.get_parameter("weight")
+        sizes = self.template.kernel_sizes
+        if not self.template.matrices:
+            return _centre(weight, size)
+        for small, large in reversed(list(itertools.pairwise(sizes))):
+            if large <= size:
+                break
+            matrix = self.get_parameter(f"{large}to{small}_matrix")
+            weight = F.linear(_centre(weight, small).flatten(1), matrix).view(-1, 1, small, small)
+        return weight
+
+    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the weight of the first channels, made for the kernel size."""
+        channels, size = sizes
+        return {"weight": self.kernel(size)[:channels], "bias": None}
+
+    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """Return the channel counts, kernel size and padding of the subnet's module."""
+        channels, size = sizes
+        counts = dict.fromkeys(("in_channels", "out_channels", "groups"), channels)
+        reversed_padding = [size // 2] * 4
+        return {
+            **counts,
+            "kernel_size": (size, size),
+            "padding": (size // 2, size // 2),
+            "_reversed_padding_repeated_twice": reversed_padding,
+        }
+
+    def parameters_of(self, sizes: tuple[int, ...], trainable: bool) -> dict[str, Any]:
+        """Return a subnet's parameters: shared, frozen Parameters, or slices that carry gradients."""
+        channels, size = sizes
+        if trainable or not self.template.matrices or size == self.full("kernel"):
+            return super().parameters_of(sizes, trainable)
+        found = self._shared.get(sizes)
+        if found is None:
+            computed = self._computed.get(size) or self._computed.setdefault(size, _Computed(self, size))
+            weight = nn.Parameter(computed.tensor[:channels], requires_grad=False)
+            weight.computed = computed  # type: ignore[attr-defined]
+            found = self._shared.setdefault(sizes, {"weight": weight, "bias": None})
+        return found
+
+    def bind(self, row: Row, trainable: bool = False) -> nn.Module:
+        """Return the convolution of one subnet."""
+        sizes = self.sizes(row)
+        parameters = self.parameters_of(sizes, trainable)
+        return shell(self._plain, parameters=parameters, **self.attributes(sizes))  # type: ignore[arg-type]
+
+    def forget(self) -> None:
+        """Drop the shared tensors, after the parameters have moved to other storage."""
+        super().forget()
+        self._computed.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_computed": {}}
+
+
+class _Computed:
+    """A kernel made by matrices, and the versions of the weights it was made from."""
+
+    def __init__(self, operator: ElasticKernel, size: int) -> None:
+        self.operator = operator
+        self.size = size
+        self.versions = self._versions()
+        with torch.inference_mode(False), torch.no_grad():
+            self.tensor = operator.kernel(size).clone()
+
+    def _versions(self) -> list[int]:
+        weights = self.operator.parameters(recurse=False)
+        return [0 if weight.is_inference() else weight._version for weight in weights]
+
+    def refresh(self) -> None:
+        """Compute again, in place, what changed in place."""
+        versions = self._versions()
+        if versions != self.versions:
+            with torch.inference_mode(False), torch.no_grad():
+                self.tensor.copy_(self.operator.kernel(self.size))
+            self.versions = versions
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a view has its own kernel, which follows nothing
+
+
+class _FollowingConv2d(nn.Conv2d):
+    """The convolution of a view, whose kernel follows the supernet's weights."""
+
+    owned_as: ClassVar[type[nn.Module]] = nn.Conv2d
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (N, channels, H, W) to (N, channels, H / stride, W / stride)."""
+        if not torch.compiler.is_compiling():
+            computed = getattr(self.weight, "computed", None)
+            if computed is not None:
+                computed.refresh()
+        return super().forward(input)
+
+
+def _centre(weight: Tensor, size: int) -> Tensor:
+    start = (weight.shape[-1] - size) // 2
+    return weight[..., start : start + size, start : start + size]

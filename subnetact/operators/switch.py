@@ -1,0 +1,63 @@
+"""Switch: one of several modules, one for each listed subnet."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from subnetact.operators.layer_select import LayerSelect
+from subnetact.space import Row
+
+__all__ = ["Alternatives", "Switch"]
+
+
+class Alternatives(nn.Module):
+    """Modules of which one is used; as it is, the one at `default`.
+
+    Args:
+        modules: the alternatives, named by their positions.
+        default: the position of the full network's.
+    """
+
+    def __init__(self, *modules: nn.Module, default: int) -> None:
+        super().__init__()
+        for i, module in enumerate(modules):
+            self.add_module(str(i), module)
+        self.default = str(default)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the default alternative."""
+        return self._modules[self.default](x)  # type: ignore[misc, no-any-return]
+
+
+class Switch(LayerSelect):
+    """Puts one of an `Alternatives`' modules in its place (Slimmable Networks' switchable BatchNorm).
+
+    `Switch.on(choice="width.position")` follows a dimension that is one more than the position. The
+    alternatives share nothing, affine parameters included.
+    """
+
+    parts = ("choice",)
+
+    def check(self) -> None:
+        """Refuse other modules."""
+        if not isinstance(self.template, Alternatives) or "choice" not in self.dims:
+            raise self.refuse("only Alternatives, with a dimension for 'choice', can be switched")
+
+    def full(self, part: str) -> int:  # noqa: ARG002
+        """Return the number of alternatives."""
+        return len(self._modules)
+
+    def kept(self, row: Row) -> list[str]:
+        """Return the name of the subnet's alternative.
+
+        Raises:
+            SpecError: the dimension is outside 1 .. the number of alternatives.
+        """
+        return [str(self.size("choice", row) - 1)]
+
+    def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
+        """Return the already bound alternative itself."""
+        (chosen,) = layers.values()
+        if chosen is None:
+            raise self.refuse("an alternative is missing")
+        return chosen
