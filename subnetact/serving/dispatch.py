@@ -85,12 +85,7 @@ class Dispatcher(Generic[Item]):
         queued = len(queue)
         if not queued:
             return self._late_batch(now_ms)
-        context = self.context
-        context.now_ms = now_ms
-        context.worker = worker
-        context.queued = queued
-        context.slack_ms = queue.deadline() - now_ms
-        context.floor = queue.floor()
+        context = self.look(now_ms, worker)
         choice = self.policy.decide(context)
         if choice is None:
             return None
@@ -101,6 +96,16 @@ class Dispatcher(Generic[Item]):
                 f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
             )
         return self._form(queue, subnet, size, queued, context.slack_ms)
+
+    def look(self, now_ms: float, worker: int) -> Context:
+        """The context as the policy finds it; the queue holds at least one request."""
+        context, queue = self.context, self.queue
+        context.now_ms = now_ms
+        context.worker = worker
+        context.queued = len(queue)
+        context.slack_ms = queue.deadline() - now_ms
+        context.floor = queue.floor()
+        return context
 
     def _late_batch(self, now_ms: float) -> Batch | None:
         queued = len(self.late)

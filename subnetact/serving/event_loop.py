@@ -86,7 +86,7 @@ class EventLoop:
                 self._worker_event(events.pop())
             if feed.next_ms <= now:
                 self._arrive(now)
-            self._serve()
+            self.serve()
             event_ms = events[-1].t_ms if events else math.inf
             finish_ms = busy[0][0] if busy else math.inf
             if self._parked or self.watches_arrivals:
@@ -109,7 +109,7 @@ class EventLoop:
             if not self._bar.disable:
                 self._bar.update(len(times))
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
         """Give work to idle workers while there is any."""
         if self._parked:
             self.idle.extend(self._parked)
@@ -125,6 +125,14 @@ class EventLoop:
                 self._parked.append(worker)
             else:
                 heappush(idle, worker)
+
+    def take_idle(self) -> int:
+        """The lowest-numbered idle worker, no longer idle."""
+        return heappop(self.idle)
+
+    def return_idle(self, worker: int) -> None:
+        """Make a worker idle that got nothing to do."""
+        heappush(self.idle, worker)
 
     def start(self, worker: int, batch: Batch, remaining_ms: float | None = None) -> None:
         """Run a batch on a worker from now on, for its real latency or for what remains of it."""

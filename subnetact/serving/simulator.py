@@ -12,6 +12,7 @@ from subnetact.latency import LatencyTable
 from subnetact.serving.context import Policy
 from subnetact.serving.event_loop import EventLoop
 from subnetact.serving.metrics import SimulationResult
+from subnetact.serving.preemption import PreemptiveLoop
 from subnetact.serving.scenario import CoRunner, Scenario, WorkerEvent
 
 __all__ = ["CoRunner", "WorkerEvent", "simulate"]
@@ -32,6 +33,8 @@ def simulate(
     switch_ms: float = 0.0,
     events: Sequence[WorkerEvent] = (),
     co_runners: Sequence[CoRunner] = (),
+    resume: bool = False,
+    blocks: int = 1,
     decisions: bool = False,
     requests: bool = False,
     progress: bool = False,
@@ -57,6 +60,8 @@ def simulate(
         switch_ms: added when a worker's subnet differs from its last one; at least `policy.switch_ms`.
         events: workers that go down or come up at given times. A batch on a dying worker is requeued.
         co_runners: pressure from other tenants; needs a table with an interference dimension.
+        resume: a preempted batch is finished later instead of starting anew.
+        blocks: a preempted batch keeps its complete blocks, of so many equal ones (with `resume`).
         decisions: keep every decision in `result.decisions`.
         requests: keep the fate of every request in `result.log`.
         progress: show a progress bar.
@@ -82,12 +87,14 @@ def simulate(
     reset: Any = getattr(policy, "reset", None)
     if reset is not None:
         reset()
-    loop = EventLoop(
-        scenario,
-        hopeless=hopeless,
-        rng=np.random.default_rng(seed),
-        decisions=decisions,
-        requests=requests,
-        progress=progress,
-    )
-    return loop.run()
+    rng = np.random.default_rng(seed)
+    options: dict[str, Any] = {
+        "hopeless": hopeless,
+        "rng": rng,
+        "decisions": decisions,
+        "requests": requests,
+        "progress": progress,
+    }
+    if hasattr(policy, "preempt"):
+        return PreemptiveLoop(scenario, resume=resume, blocks=blocks, **options).run()
+    return EventLoop(scenario, **options).run()

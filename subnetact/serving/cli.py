@@ -1,0 +1,103 @@
+"""The command line of the simulator: one trace, one table, many policies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from subnetact.errors import SubnetActError
+from subnetact.latency import LatencyTable
+from subnetact.serving.datasets import TRACES, load_trace, superserve_a40
+from subnetact.serving.dispatch import HOPELESS_RULES
+from subnetact.serving.fluid import fluid_bound
+from subnetact.serving.metrics import SimulationResult
+from subnetact.serving.plotting import plot_comparison, plot_dynamics
+from subnetact.serving.policies import comparison, make_policy
+from subnetact.serving.simulator import simulate
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison and print it; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        _compare(options)
+    except (SubnetActError, OSError) as error:
+        print(f"error: {error}")
+        return 2
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> None:
+    table = LatencyTable.load(options.table) if options.table else superserve_a40()
+    arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+    names = comparison(table) if "all" in options.policy else options.policy
+    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
+    bound = fluid_bound(arrivals, table, options.workers, options.slo_ms)
+    print(
+        f"{options.trace} x{options.scale:g}: {len(arrivals)} requests, {options.workers} workers, "
+        f"SLO {options.slo_ms:g} ms, hopeless requests: {options.hopeless}"
+    )
+    print(f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}{'to bound':>10}")
+    results: dict[str, SimulationResult] = {}
+    for name, policy in policies.items():
+        result = results[name] = simulate(
+            arrivals,
+            table,
+            policy,
+            slo_ms=options.slo_ms,
+            workers=options.workers,
+            hopeless=options.hopeless,
+            noise=options.noise,
+            overhead_ms=options.overhead_ms,
+            seed=options.seed,
+            decisions=options.plot is not None,
+            progress=options.progress,
+        )
+        print(
+            f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
+            f"{result.effective_accuracy:>10.3f}{result.missed:>10}{bound - result.effective_accuracy:>10.3f}"
+        )
+        if options.plot is not None:
+            options.plot.mkdir(parents=True, exist_ok=True)
+            file = options.plot / f"dynamics_{options.trace}_{name.replace(':', '_')}.png"
+            plot_dynamics(result, arrivals, table, file, f"{name} on {options.trace}")
+            result.decisions = None
+    print(f"{'fluid bound':<16}{'':>12}{'':>10}{bound:>10.3f}")
+    if options.plot is not None:
+        plot_comparison(results, options.plot / f"comparison_{options.trace}.png", options.trace, bound)
+        print(f"figures in {options.plot}")
+    if options.json is not None:
+        summary = {"fluid_bound": bound, "policies": {name: r.summary() for name, r in results.items()}}
+        options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m subnetact.simulate", description="Compare scheduling policies on a trace of arrivals."
+    )
+    parser.add_argument("--table", type=Path, help="latency table (JSON); default: SuperServe's A40 table")
+    parser.add_argument("--trace", default="maf", choices=TRACES, help="default: maf")
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=["all"],
+        help='names, such as "hullfit slackfit:4 fixed:0"; default: all',
+    )
+    parser.add_argument("--slo-ms", type=float, default=36.0)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--hopeless", choices=HOPELESS_RULES, default="serve")
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="relative standard deviation of real latencies"
+    )
+    parser.add_argument("--overhead-ms", type=float, default=0.0, help="added to every real latency")
+    parser.add_argument("--scale", type=float, default=2.0, help="multiplies the trace's rates (default 2.0)")
+    parser.add_argument("--duration-s", type=float, help="keep only the first seconds of the trace")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    return parser

@@ -1,0 +1,56 @@
+"""Policies by name, for command lines and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from subnetact.errors import PolicyError
+from subnetact.latency import LatencyTable
+from subnetact.serving.context import Policy
+from subnetact.serving.policies.fixed import CheapestFeasible, Fixed
+from subnetact.serving.policies.flex import Flex
+from subnetact.serving.policies.greedy import MaxAcc, MaxBatch
+from subnetact.serving.policies.hullfit import HullFit
+from subnetact.serving.policies.slackfit import SlackFit
+from subnetact.serving.policies.switching import Coarse, ModelSwitching
+from subnetact.serving.policies.veltair import Veltair
+
+__all__ = ["POLICIES", "comparison", "make_policy"]
+
+Make = Callable[[LatencyTable, float, int | None], Policy]
+
+#: name -> makes the policy from (table, slo_ms, the number after the colon or None)
+POLICIES: dict[str, Make] = {
+    "hullfit": lambda table, slo_ms, _: HullFit(table, slo_ms),
+    "slackfit": lambda table, slo_ms, buckets: SlackFit(table, slo_ms, 8 if buckets is None else buckets),
+    "maxbatch": lambda table, _, __: MaxBatch(table),
+    "maxacc": lambda table, _, __: MaxAcc(table),
+    "modelswitching": lambda table, slo_ms, _: ModelSwitching(table, slo_ms),
+    "coarse": lambda table, slo_ms, delay: Coarse(table, slo_ms, 100.0 if delay is None else delay),
+    "cheapest": lambda table, _, __: CheapestFeasible(table),
+    "flex": lambda table, _, subnet: Flex(table, subnet),
+    "fixed": lambda table, _, subnet: Fixed(table, 0 if subnet is None else subnet),
+    "veltair": lambda table, slo_ms, _: Veltair(table, lambda level: HullFit(level, slo_ms)),
+}
+
+
+def make_policy(name: str, table: LatencyTable, slo_ms: float = 36.0) -> Policy:
+    """A policy from its name, such as "hullfit", "slackfit:4" (K), "fixed:2" (subnet) or "coarse:100" (ms).
+
+    Raises:
+        PolicyError: an unknown name, or a setting the policy refuses.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in POLICIES:
+        raise PolicyError(f"policy: {name!r} is not known; choose from {', '.join(sorted(POLICIES))}")
+    if number and not number.isdecimal():
+        raise PolicyError(f"policy: {name!r} needs a whole number after the colon")
+    return POLICIES[kind](table, slo_ms, int(number) if number else None)
+
+
+def comparison(table: LatencyTable) -> list[str]:
+    """The names that `all` stands for: every policy that runs on this table, and every fixed subnet."""
+    names = [name for name in POLICIES if name not in ("fixed", "flex", "veltair")]
+    if table.interference:
+        names.append("veltair")
+    return [*names, *(f"fixed:{i}" for i in range(len(table.subnets)))]

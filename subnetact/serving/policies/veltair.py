@@ -1,0 +1,81 @@
+"""A policy that reads the latency table at the interference it feels (VELTAIR, ASPLOS'22, section 4)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from subnetact.errors import PolicyError
+from subnetact.latency import LatencyTable
+from subnetact.serving.checks import check_margin
+from subnetact.serving.context import Context, Policy
+from subnetact.serving.policies.slackfit import SlackFit
+
+__all__ = ["Veltair"]
+
+
+class Veltair:
+    """Any policy, made once per measured level of interference, and asked at the level estimated now.
+
+    Every batch tells how much longer it took than the profile of the undisturbed device says. At each level
+    the table knows that ratio for every cell, so the level whose ratio is nearest to the measured one is
+    the estimate; it is smoothed over recent batches with a decay per batch.
+
+    Args:
+        table: a profile with an interference dimension.
+        make: makes the policy of one level from that level's table; None = SlackFit with its defaults.
+        decay: weight of the past when a new estimate arrives, in [0, 1).
+
+    Raises:
+        PolicyError: the table has no interference dimension, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        table: LatencyTable,
+        make: Callable[[LatencyTable], Policy] | None = None,
+        decay: float = 0.7,
+    ) -> None:
+        if not table.interference:
+            raise PolicyError("table: it has no interference dimension; profile it under co-runners first")
+        if check_margin(decay, "decay") >= 1:
+            raise PolicyError(f"decay: {decay} must be in [0, 1)")
+        self.table = table
+        self.decay = decay
+        make = make or SlackFit
+        self._levels = table.interference
+        self._tables = [table.at_interference(level).latency_ms.tolist() for level in self._levels]
+        self._policies = [make(table.at_interference(level)) for level in self._levels]
+        self._columns = {size: column for column, size in enumerate(table.batch_sizes)}
+        self.slo_ms = float(getattr(self._policies[0], "slo_ms", 36.0))
+        self.reset()
+
+    def reset(self) -> None:
+        """Assume an undisturbed device again."""
+        self.pressure = self._levels[0]
+        for policy in self._policies:
+            if hasattr(policy, "reset"):
+                policy.reset()
+
+    def decide(self, context: Context) -> tuple[int, int] | None:
+        """Answer (subnet, batch size), by the policy of the least level that is not below the estimate."""
+        level = min(bisect_left(self._levels, self.pressure), len(self._levels) - 1)
+        return self._policies[level].decide(context)
+
+    def observe(self, subnet: int, batch_size: int, expected_ms: float, measured_ms: float) -> None:
+        """Learn from one batch; `expected_ms` is the undisturbed profile's."""
+        column = self._columns[batch_size]
+        base = self._tables[0][subnet][column]
+        ratios = [level[subnet][column] / base for level in self._tables]
+        ratio = measured_ms / expected_ms
+        felt = self._levels[-1]
+        for i in range(1, len(ratios)):
+            if ratio < ratios[i]:
+                share = (
+                    (ratio - ratios[i - 1]) / (ratios[i] - ratios[i - 1])
+                    if ratios[i] > ratios[i - 1]
+                    else 1.0
+                )
+                felt = self._levels[i - 1] + max(share, 0.0) * (self._levels[i] - self._levels[i - 1])
+                break
+        self.pressure = self.decay * self.pressure + (1.0 - self.decay) * felt
