@@ -7,7 +7,7 @@ import math
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
 
-__all__ = ["check_count", "check_margin", "check_slo"]
+__all__ = ["check_accuracy", "check_count", "check_margin", "check_slo"]
 
 
 def check_count(value: object, name: str) -> int:
@@ -21,12 +21,27 @@ def check_count(value: object, name: str) -> int:
     return value
 
 
+def check_accuracy(table: LatencyTable) -> LatencyTable:
+    """The table, if the accuracy of every subnet is known.
+
+    Raises:
+        PolicyError: naming the first subnet whose accuracy is NaN.
+    """
+    for key, accuracy in zip(table.subnets, table.accuracy, strict=True):
+        if math.isnan(accuracy):
+            raise PolicyError(
+                f"accuracy of {key!r}: unknown (NaN); a scheduler needs it, so measure it first"
+            )
+    return table
+
+
 def check_slo(slo_ms: float, table: LatencyTable) -> float:
     """`slo_ms` as a float.
 
     Raises:
         PolicyError: not finite, or below the fastest option of the table.
     """
+    check_accuracy(table)
     if not (math.isfinite(slo_ms) and slo_ms > 0):
         raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
     if slo_ms < table.fastest_ms:

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
+from subnetact.serving.checks import check_accuracy
 from subnetact.serving.context import ArrivalMeter, Context, Policy
 from subnetact.serving.frontier import cheapest
 from subnetact.serving.queue import NO_FLOOR, EDFQueue
@@ -53,7 +54,7 @@ class Dispatcher(Generic[Item]):
                 f"hopeless: {hopeless!r} is not a rule; choose from {', '.join(HOPELESS_RULES)}"
             )
         self.policy = policy
-        table = table or policy.table
+        table = check_accuracy(table or policy.table)
         self.hopeless = hopeless
         self.queue: EDFQueue[Item] = EDFQueue()
         self.late: EDFQueue[Item] = EDFQueue()

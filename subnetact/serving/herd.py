@@ -116,7 +116,7 @@ def _solve(
     headroom: float,
     time_limit_s: float,
 ) -> tuple[list[int], list[int]] | None:
-    """A grouping with at least `headroom`, or None. Variables: x[stream, group] binary, then workers[group]."""
+    """A grouping with at least `headroom`, or None; variables x[stream, group], then workers[group]."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     count = len(loads)

@@ -75,7 +75,8 @@ def plot_dynamics(
 
 def _ratio(above: npt.NDArray[Any], below: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     ratio: npt.NDArray[np.float64] = np.full(len(above), np.nan)
-    return np.divide(above, below, out=ratio, where=below > 0)
+    np.divide(above, below, out=ratio, where=below > 0)
+    return ratio
 
 
 def _figure(rows: int) -> tuple[Any, Any]:

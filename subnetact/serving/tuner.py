@@ -112,7 +112,7 @@ class Tuner:
         """Workers in proportion to the window whose traffic exceeds its plan the most."""
         times = self._times
         counts = [len(times) - bisect_right(times, now_ms - width) for width in self.windows_ms]
-        ratio = max(count / plan for count, plan in zip(counts, self.planned.tolist(), strict=True))
+        ratio: float = max(count / plan for count, plan in zip(counts, self.planned.tolist(), strict=True))
         return min(max(1, math.ceil(self._per_worker * ratio - 1e-9)), self.most_workers)
 
     def schedule(

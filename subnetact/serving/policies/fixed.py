@@ -7,6 +7,7 @@ from bisect import bisect_right
 
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
+from subnetact.serving.checks import check_accuracy
 from subnetact.serving.context import Context
 from subnetact.serving.frontier import cheapest
 
@@ -29,7 +30,7 @@ class Fixed:
             raise PolicyError(
                 f"subnet: {subnet!r} is not in the table; choose 0 to {len(table.subnets) - 1} or {shown}"
             )
-        self.table = table
+        self.table = check_accuracy(table)
         self.subnet = index
         self._limits, self._sizes = batch_limits(table, index)
 
@@ -45,7 +46,7 @@ class CheapestFeasible:
     """
 
     def __init__(self, table: LatencyTable) -> None:
-        self.table = table
+        self.table = check_accuracy(table)
         self._plans: dict[float, tuple[int, list[float], list[int]]] = {}
 
     def decide(self, context: Context) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
+from subnetact.serving.checks import check_accuracy
 from subnetact.serving.context import Context
 from subnetact.serving.frontier import cheapest
 from subnetact.serving.policies.fixed import batch_limits, largest_within
@@ -48,7 +49,7 @@ class Flex:
             raise PolicyError(f"factor: {factor} must be finite and > 1")
         if subnet is not None and not 0 <= subnet < len(table.subnets):
             raise PolicyError(f"subnet: {subnet} is not in the table; choose 0 to {len(table.subnets) - 1}")
-        self.table = table
+        self.table = check_accuracy(table)
         self.subnet = cheapest(table) if subnet is None else subnet
         self.factor = float(factor)
         self._limits, self._sizes = batch_limits(table, self.subnet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from subnetact.latency import LatencyTable
+from subnetact.serving.checks import check_accuracy
 from subnetact.serving.context import Context
 from subnetact.serving.policies.base import Floored
 from subnetact.serving.policies.fixed import batch_limits, largest_within
@@ -18,7 +19,7 @@ class MaxBatch:
     """
 
     def __init__(self, table: LatencyTable) -> None:
-        self.table = table
+        self.table = check_accuracy(table)
         self._fronts = Floored(table)
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
 
@@ -42,7 +43,7 @@ class MaxAcc:
     """
 
     def __init__(self, table: LatencyTable) -> None:
-        self.table = table
+        self.table = check_accuracy(table)
         self._fronts = Floored(table)
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
 

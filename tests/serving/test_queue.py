@@ -1,0 +1,124 @@
+from bisect import insort
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from subnetact.serving.queue import NO_FLOOR, EDFQueue
+
+DEADLINES = st.integers(0, 20).map(float)
+FLOORS = st.sampled_from([NO_FLOOR, NO_FLOOR, 70.0, 75.0])
+
+
+class QueueModel(RuleBasedStateMachine):
+    """The queue beside a plain sorted list of (deadline, order of arrival, floor)."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = EDFQueue()
+        self.model = []
+        self.count = 0
+
+    def add(self, deadline, floor):
+        insort(self.model, (deadline, self.count, floor))
+        self.count += 1
+
+    @rule(deadline=DEADLINES, floor=FLOORS)
+    def push(self, deadline, floor):
+        self.queue.push(deadline, self.count, floor)
+        self.add(deadline, floor)
+
+    @rule(entries=st.lists(st.tuples(DEADLINES, FLOORS), min_size=1, max_size=30), ascending=st.booleans())
+    def extend(self, entries, ascending):
+        if ascending:
+            entries = sorted(entries)
+        floors = [floor for _, floor in entries]
+        given_floors = floors if any(floors) else None
+        self.queue.extend(
+            [deadline for deadline, _ in entries], range(self.count, self.count + len(entries)), given_floors
+        )
+        for deadline, floor in entries:
+            self.add(deadline, floor)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def take(self, data):
+        k = data.draw(st.integers(1, len(self.model)))
+        deadlines, items = self.queue.take(k)
+        expected, self.model = self.model[:k], self.model[k:]
+        assert items == [item for _, item, _ in expected]
+        assert deadlines == [deadline for deadline, _, _ in expected]
+
+    @precondition(lambda self: self.model)
+    @rule(k=st.integers(1, 8), accuracy=st.sampled_from([60.0, 70.0, 80.0]))
+    def take_satisfied(self, k, accuracy):
+        deadlines, items = self.queue.take_satisfied(k, accuracy)
+        expected = [entry for entry in self.model if entry[2] <= accuracy][:k]
+        self.model = [entry for entry in self.model if entry not in expected]
+        assert items == [item for _, item, _ in expected]
+        assert deadlines == [deadline for deadline, _, _ in expected]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data):
+        entry = data.draw(st.sampled_from(self.model))
+        assert self.queue.remove(entry[0], entry[1])
+        assert not self.queue.remove(entry[0], entry[1])
+        self.model.remove(entry)
+
+    @invariant()
+    def agrees(self):
+        assert len(self.queue) == len(self.model)
+        assert self.queue.classes() == [(deadline, floor) for deadline, _, floor in self.model]
+        assert self.queue.demanding == sum(floor > NO_FLOOR for _, _, floor in self.model)
+        for i, (deadline, _, floor) in enumerate(self.model):
+            assert self.queue.deadline(i) == deadline
+            assert self.queue.floor(i) == floor
+        assert self.queue.deadlines(1, 3) == [deadline for deadline, _, _ in self.model[1::3]]
+
+
+TestQueueModel = QueueModel.TestCase
+TestQueueModel.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_equal_deadlines_leave_in_order_of_arrival():
+    queue = EDFQueue()
+    for item in "abc":
+        queue.push(5.0, item)
+    queue.push(4.0, "first")
+    assert queue.take(4) == ([4.0, 5.0, 5.0, 5.0], ["first", "a", "b", "c"])
+
+
+def test_taken_items_are_released():
+    class Input:
+        pass
+
+    import weakref
+
+    queue = EDFQueue()
+    x = Input()
+    seen = weakref.ref(x)
+    queue.push(1.0, x)
+    for i in range(2000):
+        queue.push(2.0 + i, None)
+    queue.take(1)
+    del x
+    assert seen() is None
+
+
+def test_long_queues_are_compacted():
+    queue = EDFQueue()
+    for block in range(200):
+        queue.extend([float(block)] * 100, range(block * 100, block * 100 + 100))
+        queue.take(100 if block % 2 else 99)
+    assert len(queue._deadlines) < 4000
+    assert len(queue) == 100
+
+
+@pytest.mark.parametrize("missing", [(3.0, "a"), (1.0, "b")])
+def test_removing_what_is_not_queued_says_so(missing):
+    queue = EDFQueue()
+    queue.push(1.0, "a")
+    assert not queue.remove(*missing)
+    assert len(queue) == 1
