@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-import subnetact
+from subnetact.calibration import calibrate
 from subnetact.digits import Digits, distort, new_digits_supernet, read_digits
+from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
 
@@ -47,7 +48,7 @@ def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) ->
     """Leave the largest subnet's statistics in the checkpoint, as published supernets do."""
     largest = supernet.space.largest()
     calibrated = copy.deepcopy(supernet)
-    subnetact.calibrate(calibrated, [largest], batches, progress=False)
+    calibrate(calibrated, [largest], batches, progress=False)
     row = calibrated.norms.get(largest)
     for name, norm in supernet.norm_operators().items():
         if row is not None and name in row:
@@ -56,7 +57,7 @@ def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) ->
             norm.get_buffer("running_var").copy_(var)
 
 
-def accuracy(supernet: Supernet, spec: subnetact.SubnetSpec, data: Digits) -> float:
+def accuracy(supernet: Supernet, spec: SubnetSpec, data: Digits) -> float:
     with torch.no_grad():
         right = supernet(data.images, subnet=spec).argmax(1) == data.labels
         return 100 * float(right.float().mean())
@@ -65,7 +66,7 @@ def accuracy(supernet: Supernet, spec: subnetact.SubnetSpec, data: Digits) -> fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("digits_supernet.safetensors"))
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -79,7 +80,7 @@ def main() -> None:
     test = Digits(distort(held_out.images, generator), held_out.labels)
     space = supernet.space
     specs = [space.smallest(), *(space.sample(seed) for seed in range(4)), space.largest()]
-    subnetact.calibrate(supernet, specs, batches)
+    calibrate(supernet, specs, batches)
     for spec in specs:
         print(f"{accuracy(supernet, spec, test):5.1f} %  {spec}")
     save_file(

@@ -1,0 +1,71 @@
+"""The embedded trained supernet: real accuracy, its collapse on shared statistics, and the demo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import subnetact
+from subnetact.digits import distort, load_digits_supernet, read_digits
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+
+def accuracy(supernet: Supernet, spec: subnetact.SubnetSpec, images: torch.Tensor, labels: torch.Tensor) -> float:
+    with torch.inference_mode():
+        return 100 * float((supernet(images, subnet=spec).argmax(1) == labels).float().mean())
+
+
+def test_training_and_held_out_digits_are_apart() -> None:
+    training, held_out = read_digits()
+    assert len(training.labels) + len(held_out.labels) == 1797
+    assert training.images.shape[1:] == (1, 8, 8)
+    seen = {image.numpy().tobytes() for image in training.images}
+    assert sum(image.numpy().tobytes() in seen for image in held_out.images) == 0
+
+
+def test_distortion_is_repeatable_and_distorts() -> None:
+    _, held_out = read_digits()
+    one, other = (distort(held_out.images[:5], torch.Generator().manual_seed(s)) for s in (0, 0))
+    assert torch.equal(one, other)
+    assert one.shape == (5, 1, 16, 16)
+    assert not torch.equal(one, distort(held_out.images[:5], torch.Generator().manual_seed(1)))
+
+
+def test_subnets_trade_accuracy_and_subnet_norm_repairs_them() -> None:
+    supernet = load_digits_supernet()
+    training, held_out = read_digits()
+    generator = torch.Generator().manual_seed(7)
+    images = torch.cat([distort(held_out.images, generator) for _ in range(2)])
+    labels = held_out.labels.repeat(2)
+    space = supernet.space
+    smallest, middle, largest = space.smallest(), space.spec(depth=2, expand=0.25, width=0.5), space.largest()
+    shared = [accuracy(supernet, spec, images, labels) for spec in (smallest, middle)]
+    batches = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
+    subnetact.calibrate(supernet, [smallest, middle, largest], batches, progress=False)
+    low, mid, high = (accuracy(supernet, spec, images, labels) for spec in (smallest, middle, largest))
+    assert high - low >= 8
+    assert low < mid < high
+    assert shared[0] < low - 20
+    assert shared[1] < mid - 20
+
+
+@pytest.mark.slow
+def test_the_demo_runs_and_draws(tmp_path: Path) -> None:
+    out = tmp_path / "demo.png"
+    done = subprocess.run(
+        [sys.executable, "-m", "subnetact.demo", "--candidates", "6", "--seconds", "1.5", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("shared statistics", "Pareto set", "SlackFit, all subnets", "fixed, largest", "fixed, smallest"):
+        assert words in done.stdout
+    assert out.stat().st_size > 10_000
