@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -31,6 +30,7 @@ from subnetact._table_checks import (
     with_nulls,
 )
 from subnetact.errors import FileFormatError, TableError
+from subnetact.files import replacing
 
 __all__ = ["LatencyTable"]
 
@@ -318,16 +318,9 @@ class LatencyTable:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON; an interrupted write leaves any earlier file intact."""
-        target = Path(path)
         text = json.dumps(self._document(), indent=1, allow_nan=False)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with replacing(path) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
