@@ -12,7 +12,7 @@ __all__ = ["replacing"]
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it replaces `path`, on error it is removed."""
     target = Path(path)
     handle, name = mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -47,7 +47,8 @@ def test_dunder_all_names_what_the_module_has(name: str) -> None:
         and isinstance(node.value, ast.List) and all(isinstance(e, ast.Constant) for e in node.value.elts)
     ]  # fmt: skip
     bound = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    for node in tree.body:
+    guarded = [inner for node in tree.body if isinstance(node, ast.If) for inner in node.body]
+    for node in [*tree.body, *guarded]:
         if isinstance(node, ast.Assign):
             bound |= {t.id for t in node.targets if isinstance(t, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
