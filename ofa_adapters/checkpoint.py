@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import CheckpointError
 
-__all__ = ["fill", "read", "settings", "unwrap"]
+__all__ = ["fill", "match", "read", "settings", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
@@ -92,13 +92,53 @@ def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str,
         raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
 
 
+def match(
+    own: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    rename: Callable[[str], str],
+    unused: str | None = None,
+) -> tuple[dict[str, Tensor], str]:
+    """Return tensors under a network's names, and what is wrong with them, nothing where all fit.
+
+    Args:
+        own: the network's state_dict.
+        tensors: upstream's names -> tensors.
+        rename: an upstream name -> the network's.
+        unused: a regular expression of upstream names that may be there without a use.
+    """
+    given: dict[str, Tensor] = {}
+    source: dict[str, str] = {}
+    twice: list[str] = []
+    for key, tensor in tensors.items():
+        bare = key.removeprefix("module.")
+        name = rename(bare)
+        if name not in own and unused and re.search(unused, bare):
+            continue
+        if name in given:
+            twice.append(f"{key} and {source[name]}")
+        given[name], source[name] = tensor, key
+    counters = {n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked")}
+    shapes = [
+        f"{source[n]} {tuple(t.shape)} should be {tuple(own[n].shape)}"
+        for n, t in given.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    wrong = {
+        "missing": [n for n in own if n not in given and n not in counters],
+        "extra": [source[n] for n in given if n not in own],
+        "of another shape": shapes,
+        "given twice": twice,
+    }
+    return given, "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
+
+
 def fill(
     network: nn.Module,
     tensors: Mapping[str, Tensor],
     rename: Callable[[str], str],
     subject: str,
     unused: str | None = None,
-    looks_like: str | None = None,
+    hint: str = "Check the constructor arguments it was made with, and that the file is complete",
 ) -> None:
     """Copy tensors into a network, all or none.
 
@@ -108,39 +148,15 @@ def fill(
         rename: an upstream name -> the network's.
         subject: what the tensors are, for error messages.
         unused: a regular expression of upstream names that may be there without a use.
-        looks_like: another family whose names these are, for error messages.
+        hint: the next step where they do not fit.
 
     Raises:
         CheckpointError: a tensor is missing, extra, given twice, or of another shape; it lists them.
     """
     own = network.state_dict()
-    given: dict[str, Tensor] = {}
-    source: dict[str, str] = {}
-    twice: list[str] = []
-    for key, tensor in tensors.items():
-        name = rename(key.removeprefix("module."))
-        if name not in own and unused and re.search(unused, key):
-            continue
-        if name in given:
-            twice.append(f"{key} and {source[name]}")
-        given[name], source[name] = tensor, key
-    counters = tuple(n for n in own if n.rpartition(".")[2].startswith("num_batches_tracked"))
-    missing = [n for n in own if n not in given and n not in counters]
-    extra = [source[n] for n in given if n not in own]
-    shapes = [
-        f"{source[n]} {tuple(t.shape)} should be {tuple(own[n].shape)}"
-        for n, t in given.items()
-        if n in own and t.shape != own[n].shape
-    ]
-    wrong = {"missing": missing, "extra": extra, "of another shape": shapes, "given twice": twice}
-    if any(wrong.values()):
-        lists = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
-        hint = "Check the constructor arguments it was made with, and that the file is complete"
-        if looks_like:
-            hint = f"It looks like {looks_like}: load it as that"
-        elif len(extra) == len(given):
-            hint = "It looks like no family known here"
-        raise CheckpointError(f"{subject} does not fit: {lists}. {hint}")
+    given, wrong = match(own, tensors, rename, unused)
+    if wrong:
+        raise CheckpointError(f"{subject} does not fit: {wrong}. {hint}")
     network.load_state_dict({**own, **given})
 
 

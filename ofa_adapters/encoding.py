@@ -12,7 +12,7 @@ from subnetact.errors import IllegalChoice
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec, Value
 
-__all__ = ["Features", "mobile_features", "resnet_features", "tutorial_features"]
+__all__ = ["Features", "mobile_features", "raw_features", "resnet_features", "tutorial_features"]
 
 Features: TypeAlias = npt.NDArray[np.float32]
 
@@ -20,24 +20,34 @@ ARCH_ENCODER_SIZES = (128, 144, 160, 176, 192, 224, 240, 256)
 TUTORIAL_SIZES = (112, 128, 144, 160, 176, 192, 208, 224)
 
 
-def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int) -> Features:
+def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
     """Encode as `MobileNetArchEncoder`: image size, kernel per block, expansion per block; (n_dim,)."""
     size = _one_hot(ARCH_ENCODER_SIZES, _known(image_size, ARCH_ENCODER_SIZES))
     return _features(size, *_axis(space, spec, "kernel"), *_axis(space, spec, "expand"))
 
 
-def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int) -> Features:
+def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
     """Encode as the tutorial's `spec2feats`: kernel and expansion per block, then image size; (n_dim,)."""
     size = _one_hot(TUTORIAL_SIZES, _known(image_size, TUTORIAL_SIZES))
     return _features(*_axis(space, spec, "kernel"), *_axis(space, spec, "expand"), size)
 
 
-def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int) -> Features:
+def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
     """Encode as `ResNetArchEncoder`: image size, stem kept, widths, expansion per block; (n_dim,)."""
     size = _one_hot(ARCH_ENCODER_SIZES, _known(image_size, ARCH_ENCODER_SIZES))
     (stem, *_), (ends, *_) = spec["depth"], space.axes[0].slots
     kept = _one_hot((False, True), stem == ends.choices[-1])
     return _features(size, kept, *_axis(space, spec, "width"), *_axis(space, spec, "expand"))
+
+
+def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
+    """Encode as AttentiveNAS: every value as it is, axis by axis, the resolution first; (n_dim,)."""
+    (resolution,) = spec["resolution"]
+    if image_size is not None and image_size != resolution:
+        raise IllegalChoice(
+            f"image_size: {image_size!r} is not the subnet's resolution; choose from {resolution}"
+        )
+    return _features(*([float(v or 0) for v in spec[axis.name]] for axis in space.axes))
 
 
 def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[list[float]]:
@@ -49,8 +59,8 @@ def _one_hot(choices: Sequence[Value], value: Value | None) -> list[float]:
     return [float(choice == value) for choice in choices]
 
 
-def _known(image_size: int, sizes: Sequence[int]) -> int:
-    if image_size not in sizes:
+def _known(image_size: int | None, sizes: Sequence[int]) -> int:
+    if image_size is None or image_size not in sizes:
         raise IllegalChoice(
             f"image_size: {image_size!r} is not a choice of this encoding; "
             f"choose from {', '.join(map(str, sizes))}"

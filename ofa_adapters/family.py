@@ -61,4 +61,6 @@ class Family:
     calibration: str = WEIGHTED_BIASED
     listed_statistics: bool = False
     image_sizes: tuple[int, ...] = ()
-    encodings: Mapping[str, Callable[[SubnetSpace, SubnetSpec, int], Features]] = field(default_factory=dict)
+    encodings: Mapping[str, Callable[[SubnetSpace, SubnetSpec, int | None], Features]] = field(
+        default_factory=dict
+    )

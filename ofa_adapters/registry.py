@@ -29,6 +29,11 @@ _MODULES = (
     "ofa_mbv3",
     "ofa_proxyless",
     "compofa_mbv3",
+    "autoformer",
+    "dynabert",
+    "attentivenas",
+    "slimmable_resnet50",
+    "us_mobilenet_v2",
 )
 _ALIASES = {"alphanet": "attentivenas"}
 
@@ -97,21 +102,22 @@ def load(
         constructor = found.infer(tensors, constructor)
     network, space, elastic = found.build(**constructor)
     if tensors is not None:
-        looks_like = identify(tensors)
-        fill(
-            network,
-            tensors,
-            found.rename,
-            subject,
-            found.unused,
-            None if looks_like == family else looks_like,
-        )
+        hint = _hint(identify(tensors), family)
+        fill(network, tensors, found.rename, subject, found.unused, hint)
     supernet = insert_(network, space, elastic).eval()
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:
         _adopt(supernet)
     return supernet
+
+
+def _hint(looks_like: str | None, family: str) -> str:
+    if looks_like == family:
+        return "Check the constructor arguments it was made with, and that the file is complete"
+    if looks_like is None:
+        return f"It looks like no family known here; those are {', '.join(_MODULES)}"
+    return f"It looks like {looks_like}: load it as that"
 
 
 def _adopt(supernet: Supernet) -> None:
@@ -132,13 +138,15 @@ def _adopt(supernet: Supernet) -> None:
     supernet.norms.update(rows)
 
 
-def encode(space: SubnetSpace, spec: SubnetSpec, image_size: int, encoding: str | None = None) -> Features:
+def encode(
+    space: SubnetSpace, spec: SubnetSpec, image_size: int | None = None, encoding: str | None = None
+) -> Features:
     """Return the features that upstream's accuracy predictor reads, of shape (n_dim,).
 
     Args:
         space: the space of a supernet that `load` made.
         spec: one of its subnets.
-        image_size: height and width of the input, in pixels.
+        image_size: height and width of the input, in pixels; None where it is an axis of the space.
         encoding: a name of the family's `encodings`; default: its first.
 
     Raises:

@@ -19,15 +19,18 @@ class ListedBatchNorm2d(nn.Module):
     """BatchNorm over (N, C, H, W) that stores statistics of several widths; as it is, the widest's.
 
     Args:
+        num_features: channels of the full network.
         listed: the channel count of every listed width, in the order of the list.
         eps: added to the variance.
         momentum: of the running statistics in training.
     """
 
-    def __init__(self, listed: Sequence[int], eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(
+        self, num_features: int, listed: Sequence[int], eps: float = 1e-5, momentum: float = 0.1
+    ) -> None:
         super().__init__()
         self.listed = tuple(listed)
-        self.num_features = max(listed)
+        self.num_features = num_features
         self.eps, self.momentum = eps, momentum
         self.weight = nn.Parameter(torch.ones(self.num_features))
         self.bias = nn.Parameter(torch.zeros(self.num_features))
@@ -35,7 +38,7 @@ class ListedBatchNorm2d(nn.Module):
             self.register_buffer(f"running_mean_{i}", torch.zeros(channels))
             self.register_buffer(f"running_var_{i}", torch.ones(channels))
             self.register_buffer(f"num_batches_tracked_{i}", torch.tensor(0))
-        self.widest = self.listed.index(self.num_features)
+        self.widest = self.listed.index(max(self.listed))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise with the statistics of the widest."""
