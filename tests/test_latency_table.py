@@ -30,7 +30,9 @@ def tables(draw):
     rows = draw(st.integers(1, 5))
     sizes = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=5)))
     cell = st.one_of(st.just(math.nan), st.floats(1e-3, 1e4))
-    cells = draw(st.lists(st.lists(cell, min_size=len(sizes), max_size=len(sizes)), min_size=rows, max_size=rows))
+    cells = draw(
+        st.lists(st.lists(cell, min_size=len(sizes), max_size=len(sizes)), min_size=rows, max_size=rows)
+    )
     cells[0][0] = 1.5
     accuracy = draw(st.lists(st.floats(0, 100), min_size=rows, max_size=rows))
     return LatencyTable.from_arrays([f"s{i}" for i in range(rows)], accuracy, sizes, cells)

@@ -25,13 +25,9 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
     """The table, if the accuracy of every subnet is known.
 
     Raises:
-        PolicyError: naming the first subnet whose accuracy is NaN.
+        TableError: naming a subnet whose accuracy is NaN.
     """
-    for key, accuracy in zip(table.subnets, table.accuracy, strict=True):
-        if math.isnan(accuracy):
-            raise PolicyError(
-                f"accuracy of {key!r}: unknown (NaN); a scheduler needs it, so measure it first"
-            )
+    table.known_accuracy()
     return table
 
 

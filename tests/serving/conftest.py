@@ -1,0 +1,8 @@
+import pytest
+
+from subnetact.serving.datasets import superserve_a40
+
+
+@pytest.fixture(scope="session")
+def a40():
+    return superserve_a40()

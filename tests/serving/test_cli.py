@@ -1,0 +1,50 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from subnetact.serving.cli import main
+from subnetact.serving.datasets import superserve_a40
+
+
+def test_the_comparison_is_printed_drawn_and_written(tmp_path, capsys):
+    table = tmp_path / "t.json"
+    superserve_a40().save(table)
+    plots, figures = tmp_path / "plots", tmp_path / "r.json"
+    arguments = ["--table", table, "--duration-s", 1, "--plot", plots, "--json", figures]
+    assert main([*map(str, arguments), "--policy", "hullfit", "slackfit:4", "fixed:5"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("hullfit", "slackfit:4", "fixed:5", "fluid bound"):
+        assert name in printed
+    names = {path.name for path in plots.iterdir()}
+    assert names == {
+        "comparison_maf.png",
+        "dynamics_maf_hullfit.png",
+        "dynamics_maf_slackfit_4.png",
+        "dynamics_maf_fixed_5.png",
+    }
+    assert all((plots / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    document = json.loads(figures.read_text())
+    assert document["policies"]["hullfit"]["missed"] == 0
+    assert document["fluid_bound"] >= document["policies"]["hullfit"]["effective_accuracy"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--policy", "nonsense"], ["--slo-ms", "1"], ["--table", "/nonexistent/t.json"], ["--workers", "0"]],
+)
+def test_bad_arguments_end_with_one_line(arguments, capsys):
+    assert main(["--duration-s", "0.2", *arguments]) == 2
+    assert capsys.readouterr().out.startswith("error: ")
+
+
+def test_the_module_runs_and_does_not_hide_the_function():
+    command = [sys.executable, "-m", "subnetact.simulate", "--duration-s", "0.2", "--policy", "all"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "coarse" in out
+    assert "fixed:5" in out
+    code = "import subnetact.simulate, subnetact; print(callable(subnetact.simulate))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "True"
+    )

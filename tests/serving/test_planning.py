@@ -1,0 +1,124 @@
+import numpy as np
+import pytest
+
+from subnetact.errors import PolicyError, TraceError
+from subnetact.serving.herd import Stream, group_streams
+from subnetact.serving.planner import plan
+from subnetact.serving.policies import Fixed, HullFit
+from subnetact.serving.simulator import simulate
+from subnetact.serving.traces import bursty, poisson
+from subnetact.serving.tuner import Tuner, arrival_envelope
+
+
+def test_the_plan_is_the_least_that_meets_the_target(a40):
+    trace = bursty(1500, 4900, 4, 4, seed=3)
+    found = plan(trace, a40, 36.0, 0.999, candidates={"hullfit": HullFit})
+    slower = a40.scaled(1.1)
+    assert simulate(trace, slower, HullFit(slower), workers=found.workers).attainment >= 0.999
+    assert simulate(trace, slower, HullFit(slower), workers=found.workers - 1).attainment < 0.999
+    assert found.tried["hullfit", found.workers] == found.result.attainment
+
+
+def test_the_plan_prefers_fewer_workers_then_accuracy(a40):
+    trace = poisson(1500, 3, seed=0)
+    found = plan(
+        trace,
+        a40,
+        candidates={
+            "large": lambda t: Fixed(t, 5),
+            "small": lambda t: Fixed(t, 0),
+            "better": lambda t: Fixed(t, 1),
+        },
+    )
+    assert (found.policy, found.workers) == ("better", 1)
+    accurate = plan(
+        trace, a40, min_mean_accuracy=79.0, candidates={"s": lambda t: Fixed(t, 0), "hull": HullFit}
+    )
+    assert accurate.policy == "hull"
+    assert accurate.result.mean_accuracy >= 79.0
+
+
+def test_an_unreachable_target_is_an_error(a40):
+    with pytest.raises(PolicyError, match="not reached with 2 workers"):
+        plan(poisson(20_000, 1, seed=0), a40, most_workers=2, candidates={"hull": HullFit})
+    with pytest.raises(PolicyError, match="attainment"):
+        plan([0.0], a40, attainment=1.5)
+    with pytest.raises(TraceError):
+        plan([], a40)
+
+
+def test_the_envelope_counts_the_fullest_window():
+    times = [0.0, 1.0, 2.0, 10.0, 10.5]
+    assert arrival_envelope(times, [1.0, 2.5, 100.0]).tolist() == [2.0, 3.0, 5.0]
+
+
+def test_the_tuner_adds_at_once_and_removes_after_its_patience(a40):
+    base = poisson(2000, 10, seed=0)
+    tuner = Tuner(base, 2, a40, longest_ms=10_000.0)
+    now, history = 0.0, []
+    rng = np.random.default_rng(1)
+    for second in range(60):
+        rate = 9000 if 10 <= second < 15 else 1000 if second < 40 else 100
+        for _ in range(10):
+            times = np.sort(now + rng.random(rng.poisson(rate / 10)) * 100.0)
+            now += 100.0
+            history.append((now, tuner.step(now, times.tolist())))
+    calm = [workers for t, workers in history if t <= 10_000]
+    assert set(calm) == {2}
+    assert dict(history)[10_500.0] >= 6
+    busy = max(workers for _, workers in history)
+    assert busy <= 12
+    until = max(t for t, workers in history if workers == busy)
+    assert 15_000 <= until - 15_000.0 <= 17_000
+    assert history[-1][1] == 1
+
+
+def test_tuned_workers_save_an_unplanned_surge(a40):
+    surge = np.concatenate([poisson(2000, 4, seed=1), 4000 + poisson(9000, 4, seed=2)])
+    planned = poisson(2000, 10, seed=3)
+    events = Tuner(planned, 1, a40, most_workers=12).schedule(surge)
+    tuned = simulate(surge, a40, HullFit(a40), workers=12, events=events)
+    fixed = simulate(surge, a40, HullFit(a40), workers=1)
+    assert tuned.attainment > 0.95
+    assert fixed.attainment < 0.5
+
+
+def test_groups_share_workers_by_load():
+    streams = [Stream(100, 50, memory_mb=10), Stream(300, 50, memory_mb=10), Stream(50, 50, memory_mb=30)]
+    grouping = group_streams(streams, workers=9, groups=3, memory_mb=30)
+    assert sum(grouping.workers) == 9
+    for group in range(3):
+        members = [stream for stream, g in zip(streams, grouping.group_of, strict=True) if g == group]
+        assert sum(stream.memory_mb for stream in members) <= 30
+        if members:
+            load = sum(stream.load for stream in members)
+            assert grouping.workers[group] >= grouping.headroom * load - 1e-6
+    assert grouping.headroom == pytest.approx(1.0)
+    assert grouping.group_of[2] not in grouping.group_of[:2]
+
+
+def test_groups_are_optimal_on_small_instances():
+    from itertools import product
+
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        streams = [Stream(float(rate), 10.0) for rate in rng.uniform(5, 60, 4)]
+        best = 0.0
+        for assignment in product(range(2), repeat=4):
+            loads = [
+                sum(s.load for s, g in zip(streams, assignment, strict=True) if g == j) for j in range(2)
+            ]
+            for first in range(8):
+                shares = (first, 7 - first)
+                rooms = [share / load for share, load in zip(shares, loads, strict=True) if load > 0]
+                best = max(best, min(rooms))
+        assert group_streams(streams, 7, 2).headroom == pytest.approx(best, rel=2e-3)
+
+
+def test_groups_that_cannot_be_are_refused():
+    with pytest.raises(PolicyError, match="memory"):
+        group_streams([Stream(1, 1, memory_mb=10)] * 3, 4, 2, memory_mb=15)
+    with pytest.raises(TraceError, match="empty"):
+        group_streams([], 1, 1)
+    with pytest.raises(TraceError, match="capacity_qps"):
+        Stream(1.0, 0.0)

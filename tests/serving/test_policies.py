@@ -1,0 +1,340 @@
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subnetact.errors import PolicyError, TableError
+from subnetact.latency import LatencyTable
+from subnetact.serving.context import ArrivalMeter, Context, Policy
+from subnetact.serving.frontier import pareto_of_batch, time_per_request, upper_hull
+from subnetact.serving.policies import (
+    CheapestFeasible,
+    Coarse,
+    Fixed,
+    Flex,
+    HullFit,
+    MaxAcc,
+    MaxBatch,
+    ModelSwitching,
+    SlackFit,
+    Tuning,
+    Veltair,
+    comparison,
+    make_policy,
+)
+from subnetact.serving.queue import EDFQueue
+from subnetact.serving.simulator import CoRunner, simulate
+from subnetact.serving.traces import bursty, poisson
+
+
+def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, workers=8, shed=None):
+    """What a policy answers to a queue of equal deadlines."""
+    queue = EDFQueue()
+    for i in range(queued):
+        queue.push(now_ms + slack_ms, i, floor)
+    meter = ArrivalMeter()
+    if len(arrivals):
+        meter.extend(list(arrivals))
+    context = Context(queue, meter, [now_ms] * workers, 36.0, shed)
+    context.now_ms, context.queued, context.slack_ms, context.floor = now_ms, queued, slack_ms, floor
+    return policy.decide(context)
+
+
+@st.composite
+def tables(draw):
+    rows, sizes = draw(st.integers(1, 6)), [1, 2, 4, 8]
+    cells = draw(
+        st.lists(st.lists(st.integers(20, 400), min_size=4, max_size=4), min_size=rows, max_size=rows)
+    )
+    accuracy = draw(st.lists(st.integers(600, 900), min_size=rows, max_size=rows))
+    return LatencyTable.from_arrays(
+        [f"s{i}" for i in range(rows)], np.array(accuracy) / 10, sizes, np.array(cells) / 10
+    )
+
+
+def slackfit_by_the_book(table, slo, buckets, slack, queued):
+    """SlackFit straight from its definition, over all options at every decision."""
+    sizes, accuracy = table.batch_sizes, table.accuracy
+    options = []
+    for j, size in enumerate(sizes):
+        for s in range(len(table.subnets)):
+            mine = table.latency_ms[s, j]
+            better = any(
+                (table.latency_ms[o, j], -accuracy[o]) < (mine, -accuracy[s]) and accuracy[o] >= accuracy[s]
+                for o in range(len(table.subnets))
+                if o != s
+            )
+            if mine <= slo and not better:
+                options.append((mine, size, accuracy[s], s))
+    low, high = min(o[0] for o in options), max(o[0] for o in options)
+    width = (high - low) / buckets
+    edges = [low + width * (b + 1) for b in range(buckets - 1)] + [high]
+    padded = table.padded(min(queued, sizes[-1]))
+    kept = chosen = None
+    for b in range(buckets):
+        inside = [
+            o
+            for o in options
+            if min(int((o[0] - low) / width) if width else 0, buckets - 1) == b and o[1] <= padded
+        ]
+        best = max(inside, key=lambda o: (o[1], o[2], -o[3]), default=None)
+        if best is not None and (kept is None or best[1] >= kept[1]):
+            kept = best
+        if edges[b] <= slack:
+            chosen = kept
+    if chosen is None:
+        fits = [
+            (size, accuracy[s], -table.latency_ms[s, j], s)
+            for j, size in enumerate(sizes)
+            for s in range(len(table.subnets))
+            if size <= padded and table.latency_ms[s, j] <= slack
+        ]
+        if not fits:
+            return None
+        best = max(fits)
+        return best[1], best[0]
+    return chosen[2], chosen[1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    table=tables(),
+    slo=st.integers(41, 60),
+    buckets=st.integers(1, 12),
+    slack=st.floats(0, 60),
+    queued=st.integers(1, 12),
+)
+def test_slackfit_is_its_definition(table, slo, buckets, slack, queued):
+    expected = slackfit_by_the_book(table, slo, buckets, slack, queued)
+    subnet, size = asked(SlackFit(table, slo, buckets), slack, queued)
+    if expected is None:
+        assert size == 8
+        assert time_per_request(table)[subnet][0] == min(tau for tau, _ in time_per_request(table))
+    else:
+        assert (table.accuracy[subnet], size) == expected
+
+
+def test_slackfit_keeps_its_margin(a40):
+    tight = SlackFit(a40, margin_ms=2.0, margin=0.1)
+    for slack in np.arange(0.0, 40.0, 0.37):
+        assert asked(tight, slack, 16) == asked(SlackFit(a40), (slack - 2.0) / 1.1, 16)
+
+
+def test_slackfit_serves_a_light_load_with_accurate_subnets(a40):
+    result = simulate(poisson(1500, 10, seed=0), a40, SlackFit(a40, slo_ms=8.0), slo_ms=8.0)
+    assert result.mean_accuracy > 79.5
+
+
+@settings(max_examples=200, deadline=None)
+@given(table=tables(), slack=st.floats(0, 60), queued=st.integers(1, 12))
+def test_greedy_policies_are_their_definitions(table, slack, queued):
+    latency, sizes = table.latency_ms, table.batch_sizes
+    taus = [tau for tau, _ in time_per_request(table)]
+
+    subnet, size = asked(MaxAcc(table), slack, queued)
+    fits = [s for s in range(len(taus)) if latency[s, 0] <= slack]
+    if fits:
+        assert table.accuracy[subnet] == max(table.accuracy[s] for s in fits)
+        assert latency[subnet, sizes.index(size)] <= slack
+        assert size == max(b for j, b in enumerate(sizes) if latency[subnet, j] <= slack)
+    else:
+        assert (taus[subnet], size) == (min(taus), 8)
+
+    subnet, size = asked(MaxBatch(table), slack, queued)
+    small = min(range(len(taus)), key=lambda s: (taus[s], -table.accuracy[s], s))
+    sized = [b for j, b in enumerate(sizes) if latency[small, j] <= slack]
+    if sized:
+        column = min(sizes.index(max(sized)), table.pad_index[min(queued, 8)])
+        fits = [s for s in range(len(taus)) if latency[s, column] <= slack]
+        if fits:
+            assert size == sizes[column]
+            assert table.accuracy[subnet] == max(table.accuracy[s] for s in fits)
+
+    fixed = len(taus) - 1
+    subnet, size = asked(Fixed(table, fixed), slack, queued)
+    fitting = [b for j, b in enumerate(sizes) if latency[fixed, j] <= slack]
+    assert (subnet, size) == (fixed, max(fitting, default=8))
+
+    floor = sorted(table.accuracy)[len(taus) // 2]
+    subnet, _ = asked(CheapestFeasible(table), slack, queued, floor)
+    assert table.accuracy[subnet] >= floor
+    assert taus[subnet] == min(tau for tau, a in zip(taus, table.accuracy, strict=True) if a >= floor)
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=tables(), data=st.data())
+def test_every_policy_meets_the_floor_it_is_asked_for(table, data):
+    floor = data.draw(st.sampled_from(table.accuracy))
+    slack, queued = data.draw(st.floats(-5, 60)), data.draw(st.integers(1, 40))
+    for name in ("hullfit", "slackfit", "maxbatch", "maxacc", "cheapest"):
+        subnet, size = asked(make_policy(name, table, 41.0), slack, queued, floor)
+        assert table.accuracy[subnet] >= floor
+        assert size in table.batch_sizes
+
+
+@settings(max_examples=100, deadline=None)
+@given(points=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12))
+def test_the_hull_is_concave_and_above_every_point(points):
+    hull = upper_hull([(x, y, i) for i, (x, y) in enumerate(points)])
+    xs, ys = [p[0] for p in hull], [p[1] for p in hull]
+    assert all(points[label] == (x, y) for x, y, label in hull)
+    slopes = np.diff(ys) / np.diff(xs)
+    assert np.all(slopes > 0)
+    assert np.all(np.diff(slopes) < 0)
+    for x, y in points:
+        assert x >= xs[0]
+        assert np.interp(x, xs, ys) >= y - 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(table=tables())
+def test_fronts_hold_exactly_what_is_not_dominated(table):
+    for column in range(4):
+        front = pareto_of_batch(table, column)
+        points = list(zip(table.latency_ms[:, column], table.accuracy, strict=True))
+        best = {p for p in points if not any((q[0] <= p[0] and q[1] >= p[1] and q != p) for q in points)}
+        assert {(o.latency_ms, o.accuracy) for o in front} == best
+
+
+def test_hullfit_spends_idle_time_on_accuracy_and_busy_time_on_speed(a40):
+    idle = asked(HullFit(a40), 36.0, 1)
+    assert idle == (5, 1)
+    now = 1000.0
+    flood = np.arange(0.0, now, 1000.0 / 19000)
+    subnet, size = asked(HullFit(a40), 20.0, 400, arrivals=flood, now_ms=now)
+    assert (subnet, size) == (0, 16)
+
+
+def test_hullfit_sheds_only_where_it_may(a40):
+    shed = []
+    asked(HullFit(a40), 4.0, 100, shed=shed.append)
+    assert shed == [84]
+    shed.clear()
+    asked(HullFit(a40), 7.0, 100, shed=shed.append)
+    assert shed == []
+
+
+def test_hullfit_misses_nothing_where_slackfit_does(a40):
+    trace = bursty(3000, 11100, 8, 6, seed=3)
+    best, other = (simulate(trace, a40, policy) for policy in (HullFit(a40), SlackFit(a40)))
+    assert best.missed == 0
+    assert other.missed > 0
+    assert best.effective_accuracy > other.effective_accuracy
+
+
+def test_hullfit_serves_a_mix_of_floors(a40):
+    trace = poisson(11000, 4, seed=1)
+    draw = np.random.default_rng(0).random(len(trace))
+    floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
+    best = simulate(trace, a40, HullFit(a40), min_accuracy=floors)
+    assert best.attainment > 0.99
+    assert simulate(trace, a40, SlackFit(a40), min_accuracy=floors).attainment < 0.9
+
+
+def test_model_switching_follows_the_rate(a40):
+    slow, fast = poisson(1000, 4, seed=0), 4000 + poisson(11000, 4, seed=1)
+    policy = ModelSwitching(a40)
+    decisions = simulate(np.concatenate([slow, fast]), a40, policy, decisions=True).decisions
+    early = {d.subnet for d in decisions if 1000 < d.t_ms < 4000}
+    late = {d.subnet for d in decisions if d.t_ms > 6000}
+    assert max(a40.accuracy[s] for s in late) < min(a40.accuracy[s] for s in early)
+    changes = [b.t_ms for a, b in pairwise(decisions) if a.subnet != b.subnet]
+    assert np.all(np.diff(changes) >= 1000.0)
+
+
+def test_coarse_pays_for_switching(a40):
+    trace = np.concatenate([poisson(1000, 3, seed=0), 3000 + poisson(11000, 3, seed=1)])
+    assert simulate(trace, a40, Coarse(a40)).attainment < simulate(trace, a40, ModelSwitching(a40)).attainment
+
+
+def test_configurations_limit_the_replicas(a40):
+    policy = ModelSwitching(a40, replicas=[8, 8, 8, 8, 1, 1])
+    decisions = simulate(poisson(2000, 4, seed=0), a40, policy, decisions=True).decisions
+    assert {d.subnet for d in decisions if d.t_ms > 1500} == {3}
+
+
+def test_veltair_feels_co_runners(a40):
+    base = a40.latency_ms
+    table = LatencyTable.from_arrays(
+        a40.subnets,
+        a40.accuracy,
+        a40.batch_sizes,
+        base,
+        interference=[0.0, 1.0, 2.0],
+        contended_ms=[base, 1.5 * base, 2.0 * base],
+    )
+    trace = bursty(1500, 3000, 2, 8, seed=0)
+    runners = [CoRunner(2000.0, 6000.0, 2.0)]
+    aware, blind = (
+        simulate(trace, table, policy, co_runners=runners)
+        for policy in (Veltair(table, lambda t: SlackFit(t, buckets=4)), SlackFit(table, buckets=4))
+    )
+    assert aware.attainment > blind.attainment
+    policy = Veltair(table)
+    for _ in range(40):
+        policy.observe(0, 8, base[0, 3], 1.75 * base[0, 3])
+    assert policy.pressure == pytest.approx(1.5, abs=0.01)
+
+
+def test_a_user_policy_takes_ten_lines(a40):
+    class MostAccurateThatFits:
+        def __init__(self, table):
+            self.table = table
+
+        def decide(self, context):
+            fitting = np.argwhere(self.table.latency_ms <= context.slack_ms)
+            if not len(fitting):
+                return 0, self.table.batch_sizes[-1]
+            subnet, column = max(fitting, key=lambda at: (at[0], at[1]))
+            return int(subnet), self.table.batch_sizes[column]
+
+    policy = MostAccurateThatFits(a40)
+    assert isinstance(policy, Policy)
+    assert simulate(poisson(1000, 1, seed=0), a40, policy).attainment > 0.9
+
+
+def test_the_registry_makes_every_policy(a40):
+    for name in comparison(a40):
+        assert isinstance(make_policy(name, a40), Policy)
+    assert make_policy("slackfit:4", a40).buckets == 4
+    assert make_policy("fixed:3", a40).subnet == 3
+    with pytest.raises(PolicyError, match="choose from"):
+        make_policy("nonsense", a40)
+    with pytest.raises(PolicyError, match="whole number"):
+        make_policy("slackfit:four", a40)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: SlackFit(t, slo_ms=3.0),
+        lambda t: SlackFit(t, slo_ms=math.nan),
+        lambda t: SlackFit(t, buckets=0),
+        lambda t: SlackFit(t, buckets=2.5),
+        lambda t: SlackFit(t, margin_ms=-1.0),
+        lambda t: HullFit(t, slo_ms=1.0),
+        lambda t: HullFit(t, margin=math.inf),
+        lambda t: HullFit(t, tuning=Tuning(shrink_ms=0.0)),
+        lambda t: Fixed(t, 6),
+        lambda t: Fixed(t, "no such subnet"),
+        lambda t: ModelSwitching(t, window_ms=0.0),
+        lambda t: ModelSwitching(t, replicas=[1]),
+        lambda t: Coarse(t, delay_ms=-1.0),
+        lambda t: Flex(t, factor=1.0),
+        lambda t: Flex(t, subnet=17),
+        lambda t: Veltair(t),
+    ],
+)
+def test_bad_settings_are_refused(a40, make):
+    with pytest.raises(PolicyError):
+        make(a40)
+
+
+def test_unknown_accuracy_is_refused(a40):
+    unknown = a40.with_accuracy([math.nan, *a40.accuracy[1:]])
+    for make in (SlackFit, HullFit, MaxBatch, MaxAcc, CheapestFeasible, ModelSwitching):
+        with pytest.raises(TableError, match="not known"):
+            make(unknown)

@@ -1,0 +1,318 @@
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subnetact.errors import PolicyError, ProfileMismatch, TraceError
+from subnetact.latency import LatencyTable
+from subnetact.serving.policies import Fixed, Flex, HullFit, ModelSwitching, SlackFit, make_policy
+from subnetact.serving.simulator import CoRunner, WorkerEvent, simulate
+from subnetact.serving.traces import bursty, poisson
+
+NAMES = ["hullfit", "slackfit", "slackfit:3", "maxbatch", "maxacc", "modelswitching", "coarse", "cheapest"]
+RULES = ["serve", "drop", "defer"]
+
+
+def one_subnet(latency_ms, batch_sizes=(1,)):
+    return LatencyTable.from_arrays(["only"], [80.0], list(batch_sizes), [list(latency_ms)])
+
+
+@st.composite
+def arrivals(draw, most=60):
+    gaps = draw(st.lists(st.floats(0, 6), min_size=1, max_size=most))
+    return np.cumsum(np.round(gaps, 2))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "fixed:5", "flex:0"])
+@settings(max_examples=25, deadline=None)
+@given(times=arrivals(), data=st.data())
+def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times, data):
+    slo = data.draw(st.lists(st.floats(6, 50), min_size=len(times), max_size=len(times)))
+    floors = data.draw(
+        st.one_of(
+            st.none(),
+            st.lists(st.sampled_from([0.0, 78.25, 79.0]), min_size=len(times), max_size=len(times)),
+        )
+    )
+    workers = data.draw(st.integers(1, 3))
+    rule = data.draw(st.sampled_from(RULES))
+    result = simulate(
+        times,
+        a40,
+        make_policy(name, a40),
+        slo,
+        workers,
+        rule,
+        min_accuracy=floors,
+        decisions=True,
+        requests=True,
+    )
+    assert result.met + result.late + result.dropped == result.requests == len(times)
+    assert result.unserved == 0
+    assert rule == "drop" or result.dropped == 0
+    log = result.log
+    served = ~np.isnan(log.finish_ms)
+    assert served.sum() == result.met + result.late == sum(result.served_by)
+    assert np.all(log.start_ms[served] >= times[served])
+    met = log.finish_ms[served] <= times[served] + np.array(slo)[served]
+    assert met.sum() == result.met
+    accuracy = np.array(a40.accuracy)[log.subnet[served]]
+    assert result.accuracy_sum == pytest.approx(accuracy[met].sum())
+    if floors is not None:
+        assert np.all(accuracy >= np.array(floors)[served])
+    takes = [a40.latency_ms[d.subnet, a40.pad_index[d.k]] for d in result.decisions]
+    if not result.preempted:
+        assert sum(d.k for d in result.decisions) == served.sum()
+    assert all(d.batch_size == a40.padded(d.k) for d in result.decisions)
+    if name not in ("coarse", "flex:0"):
+        finish = [d.t_ms + takes_ms for d, takes_ms in zip(result.decisions, takes, strict=True)]
+        assert [d.finish_ms for d in result.decisions] == finish
+        for worker in range(workers):
+            mine = [d for d in result.decisions if d.worker == worker]
+            assert all(a.finish_ms <= b.t_ms for a, b in pairwise(mine))
+
+
+@settings(max_examples=60, deadline=None)
+@given(times=arrivals(), workers=st.integers(1, 3), size=st.integers(0, 5))
+def test_work_is_conserved_and_leaves_in_order_of_deadline(a40, times, workers, size):
+    result = simulate(times, a40, Fixed(a40, size), 36.0, workers, decisions=True, requests=True)
+    starts = result.log.start_ms
+    assert np.all(np.diff(starts) >= 0)
+    moments = {*times, *(d.finish_ms for d in result.decisions)}
+    assert all(d.t_ms in moments for d in result.decisions)
+    for t in times:
+        busy = sum(d.t_ms <= t < d.finish_ms for d in result.decisions)
+        waits = (times <= t) & (starts > t)
+        assert busy == workers or not waits.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_repeat_from_their_seed(a40, name):
+    trace = bursty(1000, 4000, 4, 2, seed=1)
+    runs = [
+        simulate(trace, a40, make_policy(name, a40), noise=0.05, overhead_ms=0.2, seed=seed, decisions=True)
+        for seed in (3, 3, 4)
+    ]
+    assert runs[0].decisions == runs[1].decisions
+    assert runs[0].summary() == runs[1].summary()
+    assert runs[0].decisions != runs[2].decisions
+
+
+def test_a_policy_object_starts_afresh_in_every_simulation(a40):
+    trace = bursty(1000, 4000, 4, 2, seed=1)
+    for policy in (HullFit(a40), ModelSwitching(a40)):
+        first, second = (simulate(trace, a40, policy, decisions=True) for _ in range(2))
+        assert first.decisions == second.decisions
+
+
+def test_an_idle_server_waits_as_md1_queueing_theory_says():
+    service_ms, load = 1.0, 0.7
+    table = one_subnet([service_ms])
+    trace = poisson(1000 * load / service_ms, 900, seed=2)
+    log = simulate(trace, table, Fixed(table, 0), slo_ms=1e6, workers=1, requests=True).log
+    waited = np.mean(log.start_ms - trace)
+    assert waited == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.01)
+
+
+def test_arrivals_at_the_same_time_are_queued_before_the_decision():
+    table = one_subnet([5.0, 6.0], (1, 4))
+    result = simulate([0.0, 0.0, 0.0, 6.0], table, Fixed(table, 0), workers=1, decisions=True)
+    assert [(d.t_ms, d.k, d.finish_ms) for d in result.decisions] == [(0.0, 3, 6.0), (6.0, 1, 11.0)]
+
+
+def test_the_lowest_numbered_idle_worker_goes_first():
+    table = one_subnet([5.0])
+    result = simulate([0.0, 0.0, 0.0, 5.0], table, Fixed(table, 0), workers=3, decisions=True)
+    assert [d.worker for d in result.decisions] == [0, 1, 2, 0]
+
+
+def test_finishing_at_the_deadline_meets_it():
+    table = one_subnet([5.0])
+    assert simulate([0.0], table, Fixed(table, 0), slo_ms=5.0, workers=1).met == 1
+    assert simulate([0.0, 0.0], table, Fixed(table, 0), slo_ms=9.999, workers=1).met == 1
+
+
+def test_hopeless_rules_differ_as_described():
+    table = one_subnet([5.0])
+    trace = [0.0, 0.0, 0.0, 7.0]
+    outcome = {
+        rule: simulate(trace, table, Fixed(table, 0), slo_ms=9.0, workers=1, hopeless=rule, requests=True)
+        for rule in RULES
+    }
+    assert (outcome["serve"].met, outcome["serve"].late, outcome["serve"].dropped) == (1, 3, 0)
+    assert (outcome["drop"].met, outcome["drop"].late, outcome["drop"].dropped) == (2, 0, 2)
+    assert outcome["defer"].log.finish_ms.tolist() == [5.0, 10.0, 20.0, 15.0]
+    assert (outcome["defer"].met, outcome["defer"].late, outcome["defer"].dropped) == (2, 2, 0)
+
+
+def test_a_dead_worker_gives_its_batch_back(a40):
+    table = one_subnet([10.0])
+    events = [WorkerEvent(4.0, 0, False), WorkerEvent(50.0, 0, True)]
+    result = simulate([0.0], table, Fixed(table, 0), 100.0, 1, events=events, requests=True)
+    assert (result.met, result.preempted) == (1, 1)
+    assert result.log.start_ms[0] == 50.0
+    never = simulate([0.0, 60.0], table, Fixed(table, 0), 100.0, 1, events=events[:1])
+    assert (never.met, never.unserved) == (0, 2)
+    fewer = simulate(
+        bursty(1500, 3000, 2, 3, 1),
+        a40,
+        HullFit(a40),
+        events=[WorkerEvent(1000.0, w, False) for w in range(6)],
+    )
+    assert fewer.met + fewer.late == fewer.requests
+
+
+def test_noise_and_overhead_are_real_but_hidden(a40):
+    trace = poisson(500, 4, seed=0)
+    plain = simulate(trace, a40, Fixed(a40, 2), decisions=True)
+    hidden = simulate(trace, a40, Fixed(a40, 2), noise=0.05, overhead_ms=0.3, decisions=True, seed=1)
+    for result, extra, spread in ((plain, 0.0, 0.0), (hidden, 0.3, 0.05)):
+        ratio = [
+            (d.finish_ms - d.t_ms - extra) / a40.latency_ms[d.subnet, a40.pad_index[d.k]]
+            for d in result.decisions
+        ]
+        assert np.mean(ratio) == pytest.approx(1.0, abs=0.01)
+        assert np.std(ratio) == pytest.approx(spread, abs=0.01)
+
+
+def test_switching_a_worker_costs_its_delay(a40):
+    class Alternate:
+        table = a40
+
+        def __init__(self):
+            self.turn = 0
+
+        def decide(self, context):
+            self.turn += 1
+            return self.turn % 2, 1
+
+    result = simulate(
+        [0.0, 100.0, 200.0], a40, Alternate(), slo_ms=400.0, workers=1, switch_ms=30.0, decisions=True
+    )
+    took = [d.finish_ms - d.t_ms for d in result.decisions]
+    assert took == pytest.approx([a40.latency_ms[1, 0], a40.latency_ms[0, 0] + 30, a40.latency_ms[1, 0] + 30])
+    assert result.switches == 2
+
+
+def test_co_runners_slow_what_runs_beside_them():
+    table = LatencyTable.from_arrays(
+        ["only"], [80.0], [1], [[5.0]], interference=[0.0, 1.0], contended_ms=[[[5.0]], [[9.0]]]
+    )
+    result = simulate(
+        [0.0, 100.0, 200.0],
+        table,
+        Fixed(table, 0),
+        workers=1,
+        co_runners=[CoRunner(90.0, 150.0, 1.0)],
+        decisions=True,
+    )
+    assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
+
+
+def test_flex_preempts_for_a_batch_worth_more():
+    table = one_subnet([10.0, 10.0], (1, 8))
+    trace = [0.0, 2.0, 2.0, 2.0, 2.0]
+    lost = simulate(
+        trace, table, Flex(table, 0), slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0], workers=1, requests=True
+    )
+    assert lost.preempted == 1
+    assert lost.log.start_ms.tolist() == [12.0, 2.0, 2.0, 2.0, 2.0]
+    assert lost.met == 5
+    kept = simulate(
+        trace,
+        table,
+        Flex(table, 0),
+        slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0],
+        workers=1,
+        requests=True,
+        resume=True,
+        blocks=10,
+    )
+    assert kept.log.finish_ms.tolist() == [20.0, 12.0, 12.0, 12.0, 12.0]
+    patient = simulate(trace, table, Flex(table, 0), slo_ms=30.0, workers=1)
+    assert patient.preempted == 0
+
+
+def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
+    policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1])
+    result = simulate(poisson(100, 2, seed=0), a40, policy, workers=4, decisions=True)
+    assert {d.worker for d in result.decisions} == {0}
+
+    class Never:
+        table = a40
+
+        def decide(self, context):
+            return None
+
+    with pytest.raises(PolicyError, match="waiting"):
+        simulate([0.0], a40, Never())
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([], "empty"),
+        ([1.0, 0.5], r"arrivals_ms\[1\]: 0.5 is before 1.0"),
+        ([0.0, math.nan], r"arrivals_ms\[1\]: nan"),
+        ([0.0, math.inf], "not finite"),
+        ([[0.0]], "one dimension"),
+        (["a"], "not numbers"),
+    ],
+)
+def test_bad_arrivals_are_refused(a40, times, message):
+    with pytest.raises(TraceError, match=message):
+        simulate(times, a40, SlackFit(a40))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"slo_ms": 3.0}, TraceError, "below the fastest"),
+        ({"slo_ms": [36.0, 36.0]}, TraceError, "slo_ms: shape"),
+        ({"slo_ms": math.nan}, TraceError, "slo_ms"),
+        ({"min_accuracy": 99.0}, TraceError, "above the best"),
+        ({"min_accuracy": -1.0}, TraceError, "min_accuracy"),
+        ({"workers": 0}, PolicyError, "workers"),
+        ({"hopeless": "shrug"}, PolicyError, "serve, drop, defer"),
+        ({"noise": -0.1}, PolicyError, "noise"),
+        ({"overhead_ms": math.nan}, PolicyError, "overhead_ms"),
+        ({"events": [WorkerEvent(0.0, 8, False)]}, TraceError, "worker from 0 to 7"),
+        ({"co_runners": [CoRunner(0.0, 1.0, 1.0)]}, TraceError, "no interference dimension"),
+        ({"policy": "slackfit"}, PolicyError, "no method decide"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_start(a40, changes, error, message):
+    arguments = {"arrivals_ms": [0.0], "table": a40, "policy": SlackFit(a40)} | changes
+    with pytest.raises(error, match=message):
+        simulate(**arguments)
+
+
+def test_a_policy_for_another_table_is_refused(a40):
+    with pytest.raises(ProfileMismatch):
+        simulate([0.0], a40, SlackFit(a40.select([0, 1])))
+
+
+@pytest.mark.parametrize("answer", [(9, 1), (-1, 1), (0, 0), (0, 64)])
+def test_impossible_answers_are_named(a40, answer):
+    class Wrong:
+        table = a40
+
+        def decide(self, context):
+            return answer
+
+    with pytest.raises(PolicyError, match="Wrong answered"):
+        simulate([0.0], a40, Wrong())
+
+
+def test_cells_that_cannot_run_are_never_chosen():
+    table = LatencyTable.from_arrays(
+        ["small", "large"], [70.0, 80.0], [1, 4, 16], [[2.0, 3.0, 6.0], [4.0, 9.0, math.nan]]
+    )
+    trace = bursty(300, 900, 4, 3, seed=0)
+    for name in [*NAMES, "fixed:1", "flex:1"]:
+        result = simulate(trace, table, make_policy(name, table), workers=2, hopeless="drop", decisions=True)
+        assert all(not math.isnan(d.finish_ms) for d in result.decisions)
+        assert result.met + result.late + result.dropped == len(trace)

@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+
+from subnetact.errors import TraceError
+from subnetact.serving.datasets import TRACES, about, load_trace, series, superserve_a40
+from subnetact.serving.traces import bursty, from_counts, from_timestamps, poisson, time_varying
+
+
+def cv2(times):
+    gaps = np.diff(times)
+    return gaps.var() / gaps.mean() ** 2
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_bursty_has_its_rate_and_its_burstiness(seed):
+    both = bursty(1000, 4000, 4.0, 60, seed)
+    assert len(both) / 60 == pytest.approx(5000, rel=0.02)
+    assert np.all(np.diff(both) >= 0)
+    assert both[0] >= 0
+    assert both[-1] < 60_000
+    for wanted in (0.5, 1.0, 4.0, 8.0):
+        assert cv2(bursty(0, 4000, wanted, 60, seed)) == pytest.approx(wanted, rel=0.08)
+    np.testing.assert_allclose(np.diff(bursty(500, 0, 1.0, 2)), 2.0)
+    np.testing.assert_allclose(np.diff(bursty(0, 500, 0.0, 2)), 2.0)
+
+
+def test_time_varying_ramps_between_its_rates():
+    times = time_varying(1000, 5000, 1000, cv2=2.0, lead_s=5, tail_s=10, seed=0) / 1000
+    rate = np.histogram(times, [0, 5, 6, 7, 8, 9, 19])[0] / [5, 1, 1, 1, 1, 10]
+    assert rate == pytest.approx([1000, 1500, 2500, 3500, 4500, 5000], rel=0.12)
+    assert times[-1] <= 19
+    down = time_varying(5000, 1000, 4000, cv2=0.0, lead_s=1, tail_s=1)
+    assert len(down) == pytest.approx(5000 + 3000 + 1000, abs=2)
+
+
+def test_seeds_decide():
+    for make in (
+        lambda seed: bursty(10, 500, 2, 3, seed),
+        lambda seed: time_varying(100, 200, 50, seed=seed),
+        lambda seed: from_counts([5, 9, 2], 3, seed=seed),
+        lambda seed: poisson(100, 3, seed),
+    ):
+        np.testing.assert_array_equal(make(1), make(1))
+        assert len(make(1)) != len(make(2)) or np.any(make(1) != make(2))
+
+
+def test_counts_become_arrivals_by_the_process_asked_for():
+    counts = [4, 0, 8]
+    even = from_counts(counts, 3, in_bin="even")
+    np.testing.assert_allclose(even[:4], [125, 375, 625, 875])
+    np.testing.assert_allclose(even[4:], 2000 + 62.5 + 125 * np.arange(8))
+    uniform = from_counts(counts, 3, in_bin="uniform", seed=1)
+    assert np.histogram(uniform, [0, 1000, 2000, 3000])[0].tolist() == counts
+    many = from_counts(np.full(100, 50), 100, in_bin="poisson", seed=0)
+    in_bins = np.histogram(many, np.arange(101) * 1000.0)[0]
+    assert in_bins.var() == pytest.approx(50, rel=0.4)
+    scaled = from_counts(counts, 3, mean_qps=1000, in_bin="uniform")
+    assert np.histogram(scaled, [0, 1000, 2000, 3000])[0].tolist() == [1000, 0, 2000]
+    clipped = from_counts(counts, 3, mean_qps=1000, peak_qps=1500, in_bin="uniform")
+    assert np.histogram(clipped, [0, 1000, 2000, 3000])[0].tolist() == [1000, 0, 1500]
+
+
+def test_timestamps_are_sorted_and_scaled():
+    times = from_timestamps([3.0, 1.0, 2.0], unit_ms=1000.0)
+    np.testing.assert_allclose(times, [0, 1000, 2000])
+    np.testing.assert_allclose(from_timestamps([3.0, 1.0, 2.0], start_at_zero=False), [1, 2, 3])
+    squeezed = from_timestamps(np.arange(0, 5000, 7.0), mean_qps=2000)
+    assert np.diff(squeezed) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bursty(-1, 5, 1, 1),
+        lambda: bursty(1, 5, -1, 1),
+        lambda: bursty(1, 5, 1, 0),
+        lambda: bursty(1, float("nan"), 1, 1),
+        lambda: time_varying(0, 5, 1),
+        lambda: time_varying(1, 5, -1),
+        lambda: from_counts([], 1),
+        lambda: from_counts([0, 0], 1),
+        lambda: from_counts([1, -1], 1),
+        lambda: from_counts([1, float("nan")], 1),
+        lambda: from_counts([1], 1, in_bin="lumpy"),
+        lambda: from_counts([1], 0),
+        lambda: from_timestamps([]),
+        lambda: from_timestamps([1.0, float("inf")]),
+        lambda: from_timestamps([1.0, 1.0], mean_qps=5),
+        lambda: load_trace("unknown"),
+        lambda: load_trace("maf", scale=0),
+    ],
+)
+def test_bad_arguments_are_refused(make):
+    with pytest.raises(TraceError):
+        make()
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_every_shipped_trace_loads(name):
+    times = load_trace(name, duration_s=5.0)
+    assert len(times) > 5000
+    assert np.all(np.diff(times) >= 0)
+    assert times[-1] < 5000.0
+
+
+@pytest.mark.parametrize("name", ["maf", "azure_llm", "servegen"])
+def test_shipped_data_name_their_source_and_licence(name):
+    notes = about(name)
+    assert notes["license"]["redistribution_with_attribution"]
+    assert notes["attribution"]
+    assert all(len(values) > 100 for values in series(name).values())
+
+
+def test_the_maf_trace_has_the_rate_the_paper_quotes():
+    times = load_trace("maf")
+    assert len(times) / 120 == pytest.approx(6390, rel=0.005)
+    assert np.histogram(times, np.arange(0, 120_001, 1000))[0].max() < 8750 * 1.05
+
+
+def test_the_shipped_profile_is_the_published_one():
+    table = superserve_a40()
+    assert table.latency_ms.shape == (6, 5)
+    assert table.accuracy[0] == 73.822
+    assert table.latency_ms[0, 4] == 6.26507
+    assert table.latency_ms[5, 1] < table.latency_ms[4, 1]
+    assert superserve_a40([1, 32]).batch_sizes == (1, 32)
