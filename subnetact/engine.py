@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
+from subnetact.timing import find_device
 
 __all__ = ["Engine"]
 
@@ -36,6 +37,7 @@ class Engine:
     Raises:
         NotCalibrated: a subnet has no statistics of its own.
         SpecError: a specification is of another space, repeated, or there is none.
+        DeviceError: the device cannot be used here.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Engine:
                 "allow_uncalibrated=True to serve them on the shared ones"
             )
         home = next(supernet.parameters()).device
-        self.device = home if device is None else torch.device(device)
+        self.device = home if device is None else find_device(device)
         if self.device != home:
             supernet.to(self.device)
         self.supernet = supernet.eval()

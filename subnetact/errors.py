@@ -8,6 +8,7 @@ SubnetActError
 ├── ViewError (RuntimeError)          something a zero-copy view must not do
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
+├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── TableError (ValueError)           a latency table is malformed
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
@@ -28,6 +29,7 @@ __all__ = [
     "BatcherClosed",
     "CheckpointError",
     "DeadlinePassed",
+    "DeviceError",
     "FileFormatError",
     "ForeignSpec",
     "IllegalChoice",
@@ -77,6 +79,10 @@ class CheckpointError(SubnetActError, ValueError):
 
 class FileFormatError(SubnetActError, ValueError):
     """A file is truncated, tampered with, of another kind, or of a newer schema."""
+
+
+class DeviceError(SubnetActError, RuntimeError):
+    """A device that this machine, or this build of torch, does not have."""
 
 
 class NotCalibrated(SubnetActError, RuntimeError):

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ STATISTICS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+Runs: TypeAlias = dict[str, np.ndarray]
+
+
 def profile_latency(
     engine: Engine,
     batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
@@ -47,7 +50,8 @@ def profile_latency(
     """Measure every registered subnet at every batch size on the engine's device.
 
     Rounds over all cells are interleaved, so that a machine that speeds up or slows down does so for
-    every cell. Times are synchronised host times of `engine(x, subnet)` with x already on the device.
+    every cell. Times are synchronised host times of `engine(x, subnet)` with x already on the device; on
+    cuda the statistics of the time between CUDA events stand beside them as `device_p50` and so on.
 
     Args:
         engine: the subnets.
@@ -67,7 +71,7 @@ def profile_latency(
     if rounds < 1 or any(b < 1 for b in batch_sizes):
         raise TableError(f"rounds and batch sizes must be positive, got {rounds} and {list(batch_sizes)}")
     cells = [(i, b) for i in range(len(engine)) for b in batch_sizes]
-    runs: dict[tuple[int, int], list[np.ndarray]] = {cell: [] for cell in cells}
+    runs: dict[tuple[int, int], list[Runs]] = {cell: [] for cell in cells}
     inputs = {b: torch.stack([engine.example] * b).to(engine.device) for b in batch_sizes}
     for _, (i, b) in tqdm(
         [(r, cell) for r in range(rounds) for cell in cells], desc="profiling", disable=not progress
@@ -83,10 +87,12 @@ def profile_latency(
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
-        runs[i, b].append(taken["host_ms"])
+        runs[i, b].append(taken)
     shape = len(engine), len(batch_sizes)
+    clocks = {"host_ms": "", "device_ms": "device_"} if engine.device.type == "cuda" else {"host_ms": ""}
     statistics = {
-        name: np.array([_of(function, runs[cell]) for cell in cells]).reshape(shape)
+        prefix + name: np.array([_of(function, runs[cell], clock) for cell in cells]).reshape(shape)
+        for clock, prefix in clocks.items()
         for name, function in STATISTICS.items()
     }
     stamp = {
@@ -99,7 +105,10 @@ def profile_latency(
         "warmup_ms": warmup_ms,
         "min_time_ms": min_time_ms,
         "rounds": rounds,
-        "runs_per_cell": [[sum(map(len, runs[i, b])) for b in batch_sizes] for i in range(len(engine))],
+        "runs_per_cell": [
+            [sum(len(taken["host_ms"]) for taken in runs[i, b]) for b in batch_sizes]
+            for i in range(len(engine))
+        ],
         "subnetact": __version__,
         "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -109,8 +118,8 @@ def profile_latency(
     )
 
 
-def _of(function: Callable[[Any], Any], runs: list[np.ndarray]) -> float:
-    return float(function(np.concatenate(runs))) if runs else float("nan")
+def _of(function: Callable[[Any], Any], runs: list[Runs], clock: str) -> float:
+    return float(function(np.concatenate([taken[clock] for taken in runs]))) if runs else float("nan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

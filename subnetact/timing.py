@@ -11,7 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["machine", "measure", "synchronize"]
+from subnetact.errors import DeviceError
+
+__all__ = ["find_device", "machine", "measure", "synchronize"]
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """Return a device that exists.
+
+    Raises:
+        DeviceError: it is no device, or torch cannot reach it here.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(
+            f"device {device!r} cannot be used ({error}); torch {torch.__version__} here has cpu"
+            f"{' and cuda' if torch.cuda.is_available() else ', and no cuda device'}"
+        ) from error
+    return torch.device(device)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -126,6 +126,7 @@ def test_the_command_writes_a_table(tmp_path: Path) -> None:
 def test_the_command_explains_wrong_arguments(tmp_path: Path) -> None:
     for arguments, words in (
         (["--family", "resnet"], "choose from"),
+        (["--device", "nonsense"], "device 'nonsense' cannot be used"),
         (["--family", "ofa_resnet50", "--checkpoint", str(tmp_path / "no.pth")], "no such file"),
     ):
         done = run_profile(*arguments, "--out", str(tmp_path / "table.json"))
@@ -190,3 +191,39 @@ def test_unknown_accuracy_survives_on_disk_and_is_refused_by_schedulers(tmp_path
             use(loaded)
     known = loaded.with_accuracy([60.0, 70.0])
     assert subnetact.simulate([0.0], known, subnetact.SlackFit(known)).attainment == 1.0
+
+
+def test_cuda_is_timed_by_events_around_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    taken = measure(lambda: order.append("call"), torch.device("cuda"), 0, 0, min_runs=2)
+    assert order == ["call", "wait"] + 2 * ["event", "call", "event", "wait"]
+    assert taken["device_ms"].tolist() == [1.5, 1.5]
+    assert taken["host_ms"].shape == (2,)
+
+
+def test_cells_that_run_out_of_memory_are_left_out(
+    engine: subnetact.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(x: torch.Tensor, subnet: int) -> None:
+        if len(x) == 4 and subnet == 2:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(subnetact.Engine, "__call__", lambda self, x, subnet: run(x, subnet))
+    table = subnetact.profile_latency(
+        engine, [1, 4], [1.0, 2.0, 3.0], warmup_ms=0, min_time_ms=1, progress=False
+    )
+    assert np.isnan(table.latency_ms).tolist() == [[False, False], [False, False], [False, True]]
+    assert table.stamp["runs_per_cell"][2][1] == 0

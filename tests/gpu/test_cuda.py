@@ -59,6 +59,8 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
     assert table.stamp["device"] == "cuda"
     assert table.stamp["device_name"] == torch.cuda.get_device_name()
     assert (table.latency_ms > 0).all()
+    assert (table.statistics["device_p50"] > 0).all()
+    assert (table.statistics["device_p50"] <= table.statistics["p99"]).all()
     outputs = engine.run(0, list(torch.zeros(3, 3, 64, 64)), 4)
     assert len(outputs) == 3
     assert outputs[0].device.type == "cpu"
