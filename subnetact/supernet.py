@@ -55,6 +55,7 @@ class Supernet(nn.Module):
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
         self.network = network
+        self.training = network.training
         self.space = space
         self.report = report
         self._norms = NormTable(space.id)

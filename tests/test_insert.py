@@ -198,6 +198,7 @@ def test_torchvision_resnet18_is_made_elastic() -> None:
     plain = resnet18().eval()
     plain.load_state_dict(network.state_dict())
     supernet, x = insert_(network, space, elastic), torch.randn(2, 3, 64, 64)
+    assert not supernet.training
     torch.testing.assert_close(supernet(x), plain(x), rtol=0, atol=0)
     spec = space.spec(hidden=0.25, keep=[1, 0, 1, 0])
     torch.testing.assert_close(supernet(x, subnet=spec), supernet.extract(spec)(x), rtol=0, atol=0)
