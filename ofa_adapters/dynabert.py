@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def build(
             f"dynabert: multipliers must leave 1..{num_attention_heads} heads and 1..{num_hidden_layers} "
             f"layers, got widths {widths} and depths {depths}"
         )
-    space = _space(hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths)
+    layout = Layout(hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths)
     layers = [
         Layer(
             hidden_size,
@@ -174,7 +175,7 @@ def build(
         hidden_dropout_prob,
         (1 if pad_token_id is None else pad_token_id) if model_type == "roberta" else None,
     )
-    return network, space, _elastic(num_hidden_layers)
+    return network, layout.space(), _elastic(num_hidden_layers)
 
 
 def kept_layers(depth_mult: float, layers: int) -> list[int]:
@@ -182,25 +183,44 @@ def kept_layers(depth_mult: float, layers: int) -> list[int]:
     return [math.floor(i / depth_mult) for i in range(round(depth_mult * layers))]
 
 
-def _space(
-    width: int, heads: int, hidden: int, layers: int, widths: tuple[float, ...], depths: tuple[float, ...]
-) -> SubnetSpace:
-    def sizes(values: AxisValues) -> dict[str, int]:
+@dataclass(frozen=True)
+class Layout:
+    """The full sizes and the multipliers, and what follows from them."""
+
+    width: int
+    heads: int
+    hidden: int
+    layers: int
+    widths: tuple[float, ...]
+    depths: tuple[float, ...]
+
+    def sizes(self, values: AxisValues) -> dict[str, int]:
+        """Resolve axis values to dimensions."""
+        w: Any
+        d: Any
         (w,), (d,) = values["width"], values["depth"]
-        fraction = round(heads * w) * 1.0 / heads
-        kept = kept_layers(d, layers)
-        keep = {f"layer{i}.keep": int(i in kept) for i in range(layers)}
-        return {"attention": max(1, int(fraction * width)), "neurons": max(1, int(fraction * hidden)), **keep}
+        fraction = round(self.heads * w) * 1.0 / self.heads
+        kept = kept_layers(d, self.layers)
+        sizes = {
+            "attention": max(1, int(fraction * self.width)),
+            "neurons": max(1, int(fraction * self.hidden)),
+        }
+        return sizes | {f"layer{i}.keep": int(i in kept) for i in range(self.layers)}
 
-    def parse(config: Any) -> dict[str, Any]:
-        given = upstream_config("dynabert", config, ("width_mult", "depth_mult"))
-        return {"width": given["width_mult"], "depth": given["depth_mult"]}
+    def space(self) -> SubnetSpace:
+        """Return the space, in upstream's notation `{"width_mult", "depth_mult"}`."""
+        width = Axis("width", (Slot("heads and neurons", self.widths),))
+        depth = Axis("depth", (Slot("layers", self.depths),))
+        return SubnetSpace("dynabert", [width, depth], self.sizes, _parse, _format)
 
-    def format(values: AxisValues) -> dict[str, Any]:
-        return {"width_mult": values["width"][0], "depth_mult": values["depth"][0]}
 
-    axes = [Axis("width", (Slot("heads and neurons", widths),)), Axis("depth", (Slot("layers", depths),))]
-    return SubnetSpace("dynabert", axes, sizes, parse, format)
+def _parse(config: Any) -> dict[str, Any]:
+    given = upstream_config("dynabert", config, ("width_mult", "depth_mult"))
+    return {"width": given["width_mult"], "depth": given["depth_mult"]}
+
+
+def _format(values: AxisValues) -> dict[str, Any]:
+    return {"width_mult": values["width"][0], "depth_mult": values["depth"][0]}
 
 
 def _elastic(layers: int) -> dict[str, Elastic]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ofa_adapters.notation import plain
@@ -27,18 +28,26 @@ def width_space(family: str, multipliers: Sequence[float], sizes: Mapping[str, S
     if not listed or len(set(listed)) != len(listed) or min(listed) <= 0:
         raise ValueError(f"{family}: width multipliers are distinct and positive, got {listed}")
 
-    def resolve(values: AxisValues) -> dict[str, int]:
-        position = listed.index(values["width"][0])
-        return {"position": position + 1, **{name: widths[position] for name, widths in sizes.items()}}
+    layout = _Layout(family, tuple(listed), {name: tuple(widths) for name, widths in sizes.items()})
+    axis = Axis("width", (Slot("network", tuple(sorted(listed))),))
+    return SubnetSpace(family, [axis], layout.resolve, layout.parse, layout.format)
 
-    def parse(config: Any) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class _Layout:
+    family: str
+    listed: tuple[float, ...]
+    sizes: Mapping[str, tuple[int, ...]]
+
+    def resolve(self, values: AxisValues) -> dict[str, int]:
+        position = self.listed.index(values["width"][0])
+        return {"position": position + 1, **{name: widths[position] for name, widths in self.sizes.items()}}
+
+    def parse(self, config: Any) -> dict[str, Any]:
         if isinstance(config, Mapping) and set(config) != {"width_mult"}:
             got = sorted(map(str, config))
-            raise SpecError(f"{family}: a configuration has exactly the key width_mult; got {got}")
+            raise SpecError(f"{self.family}: a configuration has exactly the key width_mult; got {got}")
         return {"width": plain(config["width_mult"] if isinstance(config, Mapping) else config)}
 
-    def format(values: AxisValues) -> dict[str, Any]:
+    def format(self, values: AxisValues) -> dict[str, Any]:
         return {"width_mult": values["width"][0]}
-
-    axis = Axis("width", (Slot("network", tuple(sorted(listed))),))
-    return SubnetSpace(family, [axis], resolve, parse, format)

@@ -1,0 +1,65 @@
+"""What the tests of all families share: their goldens, and one loaded supernet each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ofa_adapters import load
+from subnetact.supernet import Supernet
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One family's upstream outputs."""
+
+    family: str
+    folder: Path
+    facts: dict[str, Any]
+    io: dict[str, torch.Tensor]
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        names = self.facts.get("inputs")
+        return {name: self.io[name] for name in names} if names else {"x": self.io["input"]}
+
+    @property
+    def cases(self) -> list[dict[str, Any]]:
+        return self.facts["cases"]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "state_dict.safetensors")
+
+    def load(self) -> Supernet:
+        return load(self.family, self.state(), **self.facts["constructor"])
+
+    def batches(self) -> list[torch.Tensor]:
+        return [self.io[name].float() for name in sorted(self.io) if name.startswith("calib.")]
+
+
+@cache
+def read_golden(family: str) -> Golden:
+    folder = GOLDEN / family
+    facts = json.loads((folder / "cases.json").read_text())
+    return Golden(family, folder, facts, load_file(folder / "io.safetensors"))
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Golden]:
+    return read_golden
+
+
+@pytest.fixture(scope="session")
+def supernet_of() -> Callable[[str], Supernet]:
+    """The golden supernet of a family; tests do not change it."""
+    return cache(lambda family: read_golden(family).load())

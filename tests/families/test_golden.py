@@ -1,0 +1,290 @@
+"""Every family with upstream outputs: actuated equals extracted equals upstream."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import subnetact
+from ofa_adapters import encode, load
+from ofa_adapters.registry import family_of
+from subnetact.operators import ElasticKernel
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+GOLDEN = Path(__file__).parent.parent / "golden"
+FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/cases.json"))
+CASES = [
+    (family, case["name"])
+    for family in FAMILIES
+    for case in json.loads((GOLDEN / family / "cases.json").read_text())["cases"]
+]
+NORMED = [family for family in FAMILIES if family not in ("autoformer", "dynabert")]
+PLAIN = {"atol": 5e-5, "rtol": 1e-5}
+
+
+def test_all_six_families_have_goldens() -> None:
+    assert FAMILIES == [
+        "autoformer",
+        "compofa_mbv3",
+        "dynabert",
+        "ofa_mbv3",
+        "ofa_proxyless",
+        "ofa_resnet50",
+    ]
+
+
+def outputs(network: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return network(**inputs)
+
+
+def find(cases: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(case for case in cases if case["name"] == name)
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_views_and_extracted_networks_equal_upstream(
+    golden: Any, supernet_of: Callable[[str], Supernet], family: str, name: str
+) -> None:
+    upstream, supernet = golden(family), supernet_of(family)
+    case = find(upstream.cases, name)
+    spec = supernet.space.parse(case["config"])
+    view, extracted = supernet.subnet(spec), supernet.extract(spec)
+    expected = upstream.io[f"{name}.dynamic"]
+    static = upstream.io.get(f"{name}.static", expected)
+    torch.testing.assert_close(outputs(view, upstream.inputs), expected, **PLAIN)
+    torch.testing.assert_close(outputs(extracted, upstream.inputs), static, **PLAIN)
+    for key in ("static_params", "sampled_params_numel"):
+        if key in case:
+            assert sum(p.numel() for p in view.parameters()) == case[key]
+            assert sum(p.numel() for p in extracted.parameters()) == case[key]
+    if f"{name}.features" in upstream.io:
+        for network in (view, extracted):
+            with torch.no_grad():
+                features = network.forward_features(**upstream.inputs)
+            torch.testing.assert_close(features, upstream.io[f"{name}.features"], **PLAIN)
+    if f"{name}.hidden" in upstream.io:
+        for network in (view, extracted):
+            with torch.no_grad():
+                hidden = network.encode(**upstream.inputs)
+            torch.testing.assert_close(hidden, upstream.io[f"{name}.hidden"], **PLAIN)
+
+
+@pytest.fixture(scope="module")
+def calibrated(golden: Any) -> Callable[[str], Supernet]:
+    done: dict[str, Supernet] = {}
+
+    def make(family: str) -> Supernet:
+        if family not in done:
+            upstream, supernet = golden(family), golden(family).load()
+            specs = [supernet.space.parse(case["config"]) for case in upstream.cases]
+            subnetact.calibrate(supernet, specs, upstream.batches(), progress=False)
+            done[family] = supernet
+        return done[family]
+
+    return make
+
+
+@pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] in NORMED])
+def test_calibrated_subnets_equal_upstream(golden: Any, calibrated: Any, family: str, name: str) -> None:
+    upstream, supernet = golden(family), calibrated(family)
+    spec = supernet.space.parse(find(upstream.cases, name)["config"])
+    for network in (supernet.subnet(spec), supernet.extract(spec)):
+        output = outputs(network, upstream.inputs)
+        torch.testing.assert_close(output, upstream.io[f"{name}.calibrated"], atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", [f for f in NORMED if (GOLDEN / f / "bn_stats.safetensors").exists()])
+@pytest.mark.parametrize("name", ["smallest", "random0"])
+def test_calibrated_statistics_equal_upstream(calibrated: Any, golden: Any, family: str, name: str) -> None:
+    supernet = calibrated(family)
+    rename = family_of(family).rename
+    expected = {
+        rename(key.removeprefix(f"{name}.")): value
+        for key, value in load_file(GOLDEN / family / "bn_stats.safetensors").items()
+        if key.startswith(f"{name}.")
+    }
+    spec = supernet.space.parse(find(golden(family).cases, name)["config"])
+    own = supernet.extract(spec).state_dict()
+    assert len(expected) == 2 * sum(key.endswith("running_mean") for key in own)
+    for key, value in expected.items():
+        torch.testing.assert_close(own[key], value, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configurations_round_trip(golden: Any, supernet_of: Any, family: str) -> None:
+    space = supernet_of(family).space
+    for case in golden(family).cases:
+        spec = space.parse(case["config"])
+        assert space.parse(space.format(spec)) == spec
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_one_keeps_its_batch_axis(golden: Any, supernet_of: Any, family: str) -> None:
+    upstream, supernet = golden(family), supernet_of(family)
+    one = {name: tensor[:1] for name, tensor in upstream.inputs.items()}
+    for spec in (supernet.space.smallest(), supernet.space.largest()):
+        whole = outputs(supernet.subnet(spec), upstream.inputs)
+        torch.testing.assert_close(outputs(supernet.subnet(spec), one), whole[:1], atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_views_are_zero_copy(supernet_of: Any, family: str) -> None:
+    supernet = supernet_of(family)
+    weights = {t.untyped_storage().data_ptr() for t in supernet.state_dict().values()}
+    buffers = {b.untyped_storage().data_ptr() for b in supernet.network.buffers()}
+    computed = {
+        kernel.tensor.untyped_storage().data_ptr()
+        for operator in supernet.network.modules()
+        if isinstance(operator, ElasticKernel)
+        for kernel in operator._computed.values()
+    }
+    for seed in range(3):
+        spec = supernet.space.sample(seed)
+        view = supernet.subnet(spec)
+        computed |= {
+            kernel.tensor.untyped_storage().data_ptr()
+            for operator in supernet.network.modules()
+            if isinstance(operator, ElasticKernel)
+            for kernel in operator._computed.values()
+        }
+        for name, tensor in [*view.named_parameters(), *view.named_buffers()]:
+            storage = tensor.untyped_storage().data_ptr()
+            if re.search(r"depth_conv\.weight$", name):
+                assert storage in weights | computed, name
+            else:
+                assert storage in weights | buffers, name
+        own = {t.untyped_storage().data_ptr() for t in supernet.extract(spec).state_dict().values()}
+        assert not own & (weights | buffers | computed)
+
+
+def test_kernels_made_by_matrices_are_shared_by_all_subnets(supernet_of: Any) -> None:
+    supernet = supernet_of("ofa_mbv3")
+    for seed in range(40):
+        supernet.subnet(supernet.space.sample(seed))
+    kernels = [m for m in supernet.network.modules() if isinstance(m, ElasticKernel)]
+    assert len(kernels) == 20
+    extra = sum(c.tensor.numel() for k in kernels for c in k._computed.values())
+    assert all(set(kernel._computed) <= {3, 5} for kernel in kernels)
+    full = sum(kernel.get_parameter("weight").numel() for kernel in kernels)
+    assert 0 < extra <= full * (25 + 9) / 49
+
+
+# -- full size ---------------------------------------------------------------------------------------
+
+
+def macs(network: torch.nn.Module, size: int) -> int:
+    """Count the multiply-accumulates of every convolution and linear layer, on meta tensors."""
+    total = 0
+
+    def count(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        nonlocal total
+        total += output.numel() * module.weight[0].numel()
+
+    for module in network.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        network.to("meta")(torch.empty(1, 3, size, size, device="meta"))
+    return total
+
+
+COUNTS = [
+    pytest.param(family, i, id=f"{family}-{i}")
+    for family in NORMED
+    if (GOLDEN / family / "full_size_counts.json").exists()
+    for i in range(len(json.loads((GOLDEN / family / "full_size_counts.json").read_text())["cases"]))
+]
+
+
+@pytest.fixture(scope="module")
+def published() -> Callable[[str], Supernet]:
+    done: dict[str, Supernet] = {}
+    return lambda family: done.setdefault(family, load(family))
+
+
+@pytest.mark.parametrize(("family", "index"), COUNTS)
+def test_parameters_and_macs_at_full_size(published: Any, family: str, index: int) -> None:
+    case = json.loads((GOLDEN / family / "full_size_counts.json").read_text())["cases"][index]
+    supernet = published(family)
+    extracted = supernet.extract(supernet.space.parse(case["config"]))
+    assert sum(p.numel() for p in extracted.parameters()) == case["params"]
+    assert macs(extracted, case["image_size"]) == case["conv_linear_macs"]
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("ofa_resnet50", 48_105_992),
+        ("ofa_mbv3", 7_678_880),
+        ("ofa_proxyless", 7_956_882),
+        ("compofa_mbv3", 7_664_760),
+        ("autoformer", 11_669_224),
+        ("slimmable_resnet50", 25_557_032 + 2 * 26_560 * 3 // 2),
+        ("us_mobilenet_v2", 3_504_872),
+    ],
+)
+def test_published_networks_are_the_default(family: str, parameters: int) -> None:
+    with torch.device("meta"):
+        network, _, _ = family_of(family).build()
+    assert sum(p.numel() for p in network.parameters()) == parameters
+
+
+AUTOFORMERS = json.loads((GOLDEN / "autoformer" / "full_size_counts.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", AUTOFORMERS, ids=lambda c: f"{c['model']}-{c['sampled_params_numel']}")
+def test_parameters_of_published_autoformers(case: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        supernet = load("autoformer", None, **case["constructor"])
+        view = supernet.subnet(supernet.space.parse(case["config"]))
+    assert sum(p.numel() for p in view.parameters()) == case["sampled_params_numel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "parameters"),
+    [
+        ("AutoFormer-T", {}, 5_867_944),
+        ("AutoFormer-S", {"embed_dim": 448, "num_heads": 7}, 22_891_432),
+        ("AutoFormer-B", {"embed_dim": 640, "num_heads": 10, "depth": 16}, 53_691_688),
+    ],
+)
+def test_released_autoformers_by_name(name: str, sizes: dict[str, int], parameters: int) -> None:
+    with torch.device("meta"):
+        supernet = load("autoformer", None, **sizes)
+        view = supernet.subnet(supernet.space.parse(name))
+    assert sum(p.numel() for p in view.parameters()) == parameters
+
+
+# -- encodings of upstream's accuracy predictors ------------------------------------------------------
+
+FEATURES = [
+    pytest.param(family, kind, i, id=f"{family}-{kind}-{i}")
+    for family in NORMED
+    if (GOLDEN / family / "arch_features.json").exists()
+    for kind in ("cases", "tutorial128")
+    for i in range(len(json.loads((GOLDEN / family / "arch_features.json").read_text()).get(kind, [])))
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "index"), FEATURES)
+def test_predictor_features_equal_upstream(published: Any, family: str, kind: str, index: int) -> None:
+    facts = json.loads((GOLDEN / family / "arch_features.json").read_text())
+    case, space = facts[kind][index], published(family).space
+    size = case["arch"].get("image_size") or case["arch"]["r"]
+    spec = space.parse(case["arch"])
+    features = encode(space, spec, size, "tutorial" if kind == "tutorial128" else None)
+    assert features.shape == (facts["n_dim"],)
+    assert features.nonzero()[0].tolist() == case["one_indices"]
+    assert set(features) <= {0.0, 1.0}
+    assert (
+        case["arch"] == json.loads((GOLDEN / family / "arch_features.json").read_text())[kind][index]["arch"]
+    )
