@@ -1,0 +1,143 @@
+"""OFA-MobileNetV3 and OFA-ProxylessNAS at full size against the live upstream package."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import subnetact
+from ofa_adapters import encode, load
+from subnetact.supernet import Supernet
+
+pytest.importorskip("ofa", reason="parity with the upstream package needs it")
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+FAMILIES = {"ofa_mbv3": ("OFAMobileNetV3", 1.0), "ofa_proxyless": ("OFAProxylessNASNets", 1.3)}
+LISTS = {"ks_list": [3, 5, 7], "expand_ratio_list": [3, 4, 6], "depth_list": [2, 3, 4]}
+
+
+def randomise(module: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in module.state_dict().items():
+        if name.endswith("running_var"):
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("running_mean") or (tensor.dim() == 1 and name.endswith("bias")):
+            tensor.normal_(0, 0.1, generator=generator)
+        elif name.endswith("_matrix"):
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        elif tensor.dim() == 1 and tensor.is_floating_point():
+            tensor.uniform_(0.5, 1.5, generator=generator)
+
+
+def upstream_network(family: str, width_mult: float, n_classes: int = 10) -> Any:
+    from ofa.imagenet_classification.elastic_nn import networks
+
+    torch.manual_seed(0)
+    lists = {name: list(values) for name, values in LISTS.items()}
+    cls = getattr(networks, FAMILIES[family][0])
+    network = cls(n_classes=n_classes, dropout_rate=0, width_mult=width_mult, **lists).eval()
+    randomise(network)
+    return network
+
+
+@pytest.fixture(scope="module")
+def both() -> Callable[[str], tuple[Any, Supernet]]:
+    done: dict[str, tuple[Any, Supernet]] = {}
+
+    def make(family: str) -> tuple[Any, Supernet]:
+        if family not in done:
+            upstream = upstream_network(family, FAMILIES[family][1])
+            done[family] = upstream, load(family, upstream.state_dict(), n_classes=10)
+        return done[family]
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_random_subnets_at_full_size(both: Any, family: str) -> None:
+    upstream, supernet = both(family)
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))
+    rng = random.Random(4)
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    specs += [supernet.space.sample(rng) for _ in range(50)]
+    spread = []
+    for spec in specs:
+        upstream.set_active_subnet(**supernet.space.format(spec))
+        with torch.no_grad():
+            expected, view = upstream(x), supernet.subnet(spec)(x)
+            static = upstream.get_active_subnet(preserve_weight=True).eval()
+            torch.testing.assert_close(view, expected, atol=5e-5, rtol=1e-5)
+            extracted = supernet.extract(spec)
+            torch.testing.assert_close(extracted(x), static(x), atol=5e-5, rtol=1e-5)
+        assert sum(p.numel() for p in extracted.parameters()) == sum(p.numel() for p in static.parameters())
+        assert expected.std() > 1e-3
+        spread.append(expected.flatten()[:4])
+    assert torch.stack(spread).std(0).min() > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calibration_equals_upstream(family: str) -> None:
+    from ofa.imagenet_classification.elastic_nn.utils import set_running_statistics
+
+    upstream = upstream_network(family, 0.3, 4)
+    supernet = load(family, upstream.state_dict(), n_classes=4, width_mult=0.3)
+    spec = supernet.space.sample(3)
+    upstream.set_active_subnet(**supernet.space.format(spec))
+    batches = [torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(n)) for n in (7, 12)]
+    set_running_statistics(upstream, [(batch, torch.zeros(len(batch))) for batch in batches])
+    subnetact.calibrate(supernet, [spec], batches, progress=False)
+    with torch.no_grad():
+        expected = upstream(batches[0])
+    torch.testing.assert_close(supernet(batches[0], subnet=spec), expected, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_crops_without_matrices_equal_upstream(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ofa.imagenet_classification.elastic_nn.modules.dynamic_op import DynamicSeparableConv2d
+
+    monkeypatch.setattr(DynamicSeparableConv2d, "KERNEL_TRANSFORM_MODE", None)
+    upstream = upstream_network(family, 0.3, 4)
+    assert not any("matrix" in name for name in upstream.state_dict())
+    supernet = load(family, upstream.state_dict(), n_classes=4, width_mult=0.3, kernel_transform_mode=None)
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(5))
+    for seed in range(3):
+        spec = supernet.space.sample(seed)
+        upstream.set_active_subnet(**supernet.space.format(spec))
+        with torch.no_grad():
+            expected = upstream(x)
+        torch.testing.assert_close(supernet(x, subnet=spec), expected, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_an_extracted_upstream_network_are_known(both: Any, family: str) -> None:
+    from ofa_adapters import identify
+    from ofa_adapters.registry import family_of
+
+    upstream, supernet = both(family)
+    spec = supernet.space.largest()
+    upstream.set_active_subnet(**supernet.space.format(spec))
+    state = upstream.get_active_subnet(preserve_weight=True).state_dict()
+    assert identify(state) == family
+    assert {family_of(family).rename(key) for key in state} == set(supernet.extract(spec).state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_predictor_features_equal_the_live_encoder(both: Any, family: str) -> None:
+    from ofa.nas.accuracy_predictor.arch_encoder import MobileNetArchEncoder
+
+    class Encoder(MobileNetArchEncoder):
+        SPACE_TYPE = {"ofa_mbv3": "mbv3", "ofa_proxyless": "mbv2"}[family]
+
+    sizes = [128, 144, 160, 176, 192, 224, 240, 256]
+    encoder = Encoder(image_size_list=sizes)
+    space = both(family)[1].space
+    for seed in range(20):
+        spec = space.sample(seed)
+        arch = {**space.format(spec), "image_size": sizes[seed % 8]}
+        expected = encoder.arch2feature(arch)
+        np.testing.assert_array_equal(encode(space, spec, sizes[seed % 8]), expected)
