@@ -77,39 +77,66 @@ class HullFit:
         """Answer (subnet, batch size)."""
         if context.queue.demanding or self._floors.active:
             return self._floors.decide(context)
-        pricing, queued, now = self.pricing, context.queued, context.now_ms
+        pricing, now = self.pricing, context.now_ms
         market = pricing.market
         others = pricing.others_free(context)
         point = pricing.pick_point(context, len(others) + 1, market.taus.__getitem__)
         price = market.prices[point]
         value = market.values[point] - price * market.taus[point]
-        limit = pricing.time_limit(context.slack_ms)
         spare = pricing.surge_spare(context, others, market.taus[0])
-        best: tuple[float, int, Option] | None = None
-        candidates: list[tuple[float, int, Option]] = []
-        for column in range(market.column_for(queued) + 1):
-            k = min(market.sizes[column], queued)
-            option = market.best(column, k, price, limit, spare + k * market.taus[0])
-            if option is not None:
-                candidates.append((k * (option.accuracy - value) - price * option.latency_ms, column, option))
-        drains: dict[int, float] = {}
-        while candidates:
-            best = max(candidates)
-            candidates.remove(best)
-            _, column, option = best
-            k = min(market.sizes[column], queued)
-            if k not in drains:
-                drains[k] = self._drain_limit(context, others, k)
-            allowed = drains[k]
-            if option.latency_ms <= allowed:
-                return option.subnet, option.batch_size
-            luxury = min(spare + k * market.taus[0], allowed)
-            slower = market.best(column, k, price, min(limit, allowed), luxury)
-            if slower is not None:
-                candidates.append((k * (slower.accuracy - value) - price * slower.latency_ms, column, slower))
+        option = self._best_offer(context, others, price, value, spare)
+        if option is not None:
+            return option.subnet, option.batch_size
         if context.may_shed:
             context.shed(self._in_the_way(context, now + market.full_ms))
         return market.rescue(context.slack_ms)
+
+    def _best_offer(
+        self, context: Context, others: list[float], price: float, value: float, spare: float
+    ) -> Option | None:
+        """The option of greatest gain, k * (accuracy - value) - price * latency, that passes every guard.
+
+        Batch sizes are looked at from the largest; one whose gain cannot exceed the best found is skipped.
+        """
+        market, queued = self.pricing.market, context.queued
+        top = market.column_for(queued)
+        counts = [size if size < queued else queued for size in market.sizes[: top + 1]]
+        drains = {counts[top]: self._drain_limit(context, others, counts[top])}
+        # A smaller batch leaves more behind, so no batch may take longer than the largest one.
+        limit = min(self.pricing.time_limit(context.slack_ms), drains[counts[top]])
+        if limit < market.fastest_ms:
+            return None
+        tau, most = market.taus[0], market.values[-1] - value
+        bounds = [k * most - price * least for k, least in zip(counts, market.least_ms, strict=False)]
+        offers: dict[int, Option] = {}
+
+        def look(column: int, within: float, luxury: float) -> None:
+            k = counts[column]
+            option = market.best(column, k, price, within, luxury)
+            if option is None:
+                bounds[column] = -math.inf
+                offers.pop(column, None)
+            else:
+                bounds[column] = k * (option.accuracy - value) - price * option.latency_ms
+                offers[column] = option
+
+        while True:
+            best, at = -math.inf, -1
+            for column in range(top, -1, -1):
+                if bounds[column] > best:
+                    if column not in offers:
+                        look(column, limit, spare + counts[column] * tau)
+                    if bounds[column] > best:
+                        best, at = bounds[column], column
+            if at < 0:
+                return None
+            k, option = counts[at], offers[at]
+            if k not in drains:
+                drains[k] = self._drain_limit(context, others, k)
+            allowed = min(limit, drains[k])
+            if option.latency_ms <= allowed:
+                return option
+            look(at, allowed, min(spare + k * tau, allowed))
 
     def _drain_limit(self, context: Context, others: list[float], k: int) -> float:
         """The longest latency of a batch of k after which the rest of the queue still drains in time.
@@ -128,11 +155,20 @@ class HullFit:
         tail_ms = market.drain_ms(rest - (chunks - 1) * size)
         limit = math.inf
         if chunks > _MANY_CHUNKS:
-            latest = np.array(due) - (reserve + full)
+            latest = np.array(due)
+            latest -= reserve + full
             latest[-1] += full - tail_ms
-            seats = np.floor((latest[:, None] - np.array(others)[None, :]) / full) + 1.0
-            missing = np.arange(1, chunks + 1) - np.maximum(seats, 0.0).sum(axis=1)
-            return float(np.min(latest - now - (missing - 1.0) * full, where=missing > 0, initial=math.inf))
+            seats = np.subtract.outer(latest, others)
+            seats /= full
+            seats += 1.0
+            np.floor(seats, out=seats)
+            np.maximum(seats, 0.0, out=seats)
+            missing = np.arange(1.0, chunks + 1.0)
+            missing -= np.add.reduce(seats, axis=1)
+            short = missing > 0.0
+            if not short.any():
+                return math.inf
+            return float((latest[short] - (now - full) - missing[short] * full).min())
         for i, deadline in enumerate(due):
             latest_start = deadline - reserve - (full if i < chunks - 1 else tail_ms)
             lacking = i + 1

@@ -6,6 +6,8 @@ import math
 from bisect import bisect_right
 from itertools import pairwise
 
+import numpy as np
+
 from subnetact.latency import LatencyTable
 from subnetact.serving.frontier import Option, pareto_of_batch, time_per_request, upper_hull
 
@@ -26,6 +28,8 @@ class Market:
         cheap_row: its latency per batch size, ms; inf where it cannot run.
         full_ms: its latency at its largest batch size.
         full_size: that batch size.
+        fastest_ms: the least latency of any cell of the table.
+        least_ms: the least latency of any cell of each column; inf where nothing runs.
     """
 
     def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
@@ -57,6 +61,8 @@ class Market:
             for latency, size in zip(self.cheap_row[::-1], self.sizes[::-1], strict=True)
             if latency < math.inf
         )
+        self.fastest_ms = table.fastest_ms
+        self.least_ms = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms).min(axis=0).tolist()
         self._fronts = [pareto_of_batch(table, column, floor) for column in range(len(self.sizes))]
         self._front_ms = [[option.latency_ms for option in front] for front in self._fronts]
         chains = [
@@ -91,7 +97,7 @@ class Market:
             limit_ms: every subnet must be this fast.
             luxury_ms: every subnet but the cheapest must be this fast, too.
         """
-        within = min(limit_ms, luxury_ms)
+        within = limit_ms if limit_ms < luxury_ms else luxury_ms
         hull = self._hulls[column]
         if not hull:
             return None
