@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,6 +25,15 @@ __all__ = ["fill", "match", "read", "settings", "unwrap"]
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 12
+_SCALAR: Any = np.float64(0).__reduce__()[0]
+_INERT: list[Any] = [
+    argparse.Namespace,
+    (_SCALAR, "numpy.core.multiarray.scalar"),
+    (_SCALAR, "numpy._core.multiarray.scalar"),
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64", "bool")),
+]
+"""What training scripts save beside the weights (their command line, a best accuracy); no code."""
 
 
 def read(path: str | PathLike[str]) -> dict[str, Tensor]:
@@ -46,8 +56,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         if fspath(file).endswith(".safetensors"):
             content: Any = load_file(file)
         else:
-            # Training scripts save their command line beside the weights; a Namespace runs no code.
-            with torch.serialization.safe_globals([argparse.Namespace]):
+            with torch.serialization.safe_globals(_INERT):
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error

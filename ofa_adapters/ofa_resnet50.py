@@ -74,7 +74,7 @@ class ResNet50D(nn.Module):
         self.input_stem = stem
         self.max_pooling = nn.MaxPool2d(3, 2, 1)
         self.blocks = blocks
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(float(dropout))
         self.classifier = classifier
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -137,6 +138,38 @@ def test_gradients_reach_what_the_subnet_uses(family: str) -> None:
     assert reached
     assert all(p.grad.isfinite().all() for p in supernet.parameters() if p.grad is not None)
     assert len(reached) >= len([*view.parameters()])
+
+
+EXPORTS: dict[str, Callable[[torch.nn.Module, Any], Any]] = {
+    "fx": lambda network, inputs: torch.fx.GraphModule(network, LeafTracer().trace(network, absent(network)))(
+        *inputs
+    ),
+    "export": lambda network, inputs: torch.export.export(network, inputs).module()(*inputs),
+    "script": lambda network, inputs: torch.jit.script(network)(*inputs),
+    "trace": lambda network, inputs: torch.jit.trace(network, inputs)(*inputs),
+}
+
+
+class LeafTracer(torch.fx.Tracer):
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        return super().is_leaf_module(m, module_qualified_name) or type(m).__name__ == "Resize"
+
+
+def absent(network: torch.nn.Module) -> dict[str, Any] | None:
+    optional = {"attention_mask": None, "token_type_ids": None}
+    return optional if hasattr(network, "encode") else None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("family", families())
+def test_subnets_can_be_traced_scripted_and_exported(family: str, how: str) -> None:
+    supernet, inputs = small(family), inputs_of(family)
+    spec = supernet.space.sample(1)
+    network = supernet.extract(spec) if how in ("export", "script") else supernet.subnet(spec)
+    with torch.no_grad():
+        expected = supernet.subnet(spec)(*inputs)
+        torch.testing.assert_close(EXPORTS[how](network, inputs), expected, atol=5e-5, rtol=1e-5)
 
 
 # -- spaces ------------------------------------------------------------------------------------------
@@ -367,7 +400,11 @@ def test_a_command_line_saved_beside_the_weights_is_no_code(tmp_path: Path) -> N
     import argparse
 
     torch.save(
-        {"model": golden_state("autoformer"), "args": argparse.Namespace(gp=True, lr=1e-3)},
+        {
+            "model": golden_state("autoformer"),
+            "args": argparse.Namespace(gp=True, lr=1e-3),
+            "best": np.float64(74.7),
+        },
         tmp_path / "supernet.pth",
     )
     supernet = load("autoformer", tmp_path / "supernet.pth", **constructor_of("autoformer"))
