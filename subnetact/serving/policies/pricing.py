@@ -71,7 +71,7 @@ class Pricing:
         capacity = ahead + sum([ahead - (free - now) for free in others if free - now < ahead])
         return capacity - (context.queued + expected) * tau_ms
 
-    def pick_point(self, context: Context, workers: int, tau: Callable[[int], float]) -> int:
+    def pick_point(self, context: Context, workers: float, tau: Callable[[int], float]) -> int:
         """The point of the hull that the load leaves time for; neighbours alternate by sigma-delta.
 
         Args:
