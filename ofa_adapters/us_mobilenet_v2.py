@@ -1,6 +1,6 @@
 """Universally slimmable MobileNetV2 (US-Nets, ICCV'19): one affine, statistics for every listed width.
 
-Written from a description of the architecture. Upstream's code and checkpoints are licensed for
+Upstream's code and checkpoints are licensed for
 non-commercial use (CC-BY-NC-4.0); none of either is in this package.
 """
 

@@ -1,4 +1,4 @@
-"""AttentiveNAS against an independent functional reference, written from the architecture's description."""
+"""AttentiveNAS against an independent functional reference."""
 
 from __future__ import annotations
 
@@ -298,12 +298,27 @@ def test_configurations_and_features(supernet: Supernet) -> None:
         encode(space, space.largest(), 33)
 
 
-def test_the_published_space_is_the_default() -> None:
+def test_the_default_space_covers_the_published_ranges() -> None:
     with torch.device("meta"):
         network, space, _ = family_of("attentivenas").build()
     assert [len(axis.slots) for axis in space.axes] == [1, 9, 7, 7, 7]
-    assert space.axes[0].slots[0].choices == (192, 224, 256, 288)
-    assert len(network.blocks) == 2 + 5 + 6 + 6 + 8 + 8 + 2
+    ends = {a.name: [(s.choices[0], s.choices[-1]) for s in a.slots] for a in space.axes}
+    assert ends["resolution"] == [(192, 288)]
+    widths = [
+        (16, 24),
+        (16, 24),
+        (24, 32),
+        (32, 40),
+        (64, 72),
+        (112, 128),
+        (192, 216),
+        (216, 224),
+        (1792, 1984),
+    ]
+    assert ends["width"] == widths
+    assert [ends["depth"][i] for i in (0, 1, 2, 4, 6)] == [(1, 2), (3, 5), (3, 6), (3, 8), (1, 2)]
+    assert [ends["expand"][i] for i in (0, 1, 5, 6)] == [(1, 1), (4, 6), (6, 6), (6, 6)]
+    assert [block.stride for block in network.blocks if block.stride > 1] == [2, 2, 2, 2]
     assert load("alphanet", None, supernet_cfg=CONFIG).space.name == "attentivenas"
 
 

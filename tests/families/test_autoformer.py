@@ -1,4 +1,4 @@
-"""AutoFormer's variants that have no goldens, against a reference from its description; its slices."""
+"""AutoFormer's variants that have no goldens, against an independent reference; its slices."""
 
 from __future__ import annotations
 
