@@ -1,4 +1,4 @@
-"""What holds for every registered family: spaces, refusals, checkpoints, the command line."""
+"""What holds for every registered family: views, gradients, exports, spaces, refusals."""
 
 from __future__ import annotations
 
@@ -6,64 +6,22 @@ import json
 import math
 import pickle
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
-from ofa_adapters import encode, families, identify, load
-from ofa_adapters.__main__ import main
+from ofa_adapters import encode, families, load
 from ofa_adapters.registry import family_of
-from subnetact.errors import CheckpointError, SpecError
+from subnetact.errors import SpecError
 from subnetact.operators import CALIBRATION_RULES, ElasticKernel
 from subnetact.space import SubnetSpace
-from subnetact.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 GOLDEN = Path(__file__).parent.parent / "golden"
-STAGE = {"k": [3, 5], "t": [2, 3], "s": 2, "act_func": "swish", "se": True}
-SMALL: dict[str, dict[str, Any]] = {
-    "attentivenas": {
-        "n_classes": 5,
-        "supernet_cfg": {
-            "use_v3_head": True,
-            "resolutions": [32, 48],
-            "first_conv": {"c": [8, 16], "s": 2, "act_func": "swish"},
-            **{f"mb{i}": {**STAGE, "c": [8, 16, 24], "d": [1, 2], "s": 1 + i % 2} for i in range(1, 8)},
-            "last_conv": {"c": [24, 32], "act_func": "swish"},
-        },
-    },
-    "slimmable_resnet50": {"num_classes": 5, "width_mult_list": [0.0625, 0.125]},
-    "us_mobilenet_v2": {
-        "num_classes": 5,
-        "width_mult_list": [0.5, 0.75, 1.0],
-        "width_mult_range": [0.25, 0.5],
-    },
-}
-
-
-def constructor_of(family: str) -> dict[str, Any]:
-    path = GOLDEN / family / "cases.json"
-    return json.loads(path.read_text())["constructor"] if path.exists() else SMALL[family]
-
-
-@cache
-def small(family: str) -> Supernet:
-    torch.manual_seed(0)
-    return load(family, None, **constructor_of(family))
-
-
-def inputs_of(family: str, n: int = 2) -> tuple[torch.Tensor, ...]:
-    if family == "dynabert":
-        return (torch.randint(1, 90, (n, 9), generator=torch.Generator().manual_seed(0)),)
-    size = 32 if family == "autoformer" else 64
-    return (torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(0)),)
 
 
 def test_the_registry() -> None:
@@ -83,7 +41,7 @@ def test_the_registry() -> None:
 
 
 @pytest.mark.parametrize("family", families())
-def test_what_is_known_of_a_family(family: str) -> None:
+def test_what_is_known_of_a_family(family: str, small: Any) -> None:
     known = family_of(family)
     assert known.source
     assert known.checkpoints
@@ -95,7 +53,7 @@ def test_what_is_known_of_a_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", families())
-def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str) -> None:
+def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str, small: Any) -> None:
     supernet = small(family)
     shared = {t.untyped_storage().data_ptr() for t in supernet.state_dict().values()}
     shared |= {b.untyped_storage().data_ptr() for b in supernet.network.buffers()}
@@ -116,7 +74,9 @@ def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str) 
 
 
 @pytest.mark.parametrize("family", families())
-def test_actuated_equals_extracted_and_gives_one_row_per_input(family: str) -> None:
+def test_actuated_equals_extracted_and_gives_one_row_per_input(
+    family: str, small: Any, inputs_of: Any
+) -> None:
     supernet = pickle.loads(pickle.dumps(small(family)))
     x, one = inputs_of(family), inputs_of(family, 1)
     specs = [supernet.space.smallest(), supernet.space.largest(), supernet.space.sample(1)]
@@ -129,7 +89,7 @@ def test_actuated_equals_extracted_and_gives_one_row_per_input(family: str) -> N
 
 
 @pytest.mark.parametrize("family", families())
-def test_gradients_reach_what_the_subnet_uses(family: str) -> None:
+def test_gradients_reach_what_the_subnet_uses(family: str, small: Any, inputs_of: Any) -> None:
     supernet = pickle.loads(pickle.dumps(small(family))).train()
     spec = supernet.space.smallest()
     supernet(*inputs_of(family, 4), subnet=spec).square().mean().backward()
@@ -163,7 +123,9 @@ def absent(network: torch.nn.Module) -> dict[str, Any] | None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("how", EXPORTS)
 @pytest.mark.parametrize("family", families())
-def test_subnets_can_be_traced_scripted_and_exported(family: str, how: str) -> None:
+def test_subnets_can_be_traced_scripted_and_exported(
+    family: str, how: str, small: Any, inputs_of: Any
+) -> None:
     supernet, inputs = small(family), inputs_of(family)
     spec = supernet.space.sample(1)
     network = supernet.extract(spec) if how in ("export", "script") else supernet.subnet(spec)
@@ -323,7 +285,7 @@ def test_upstreams_other_notations() -> None:
     assert slim.parse(0.5) == slim.parse({"width_mult": 0.5})
 
 
-def test_elastic_compofa_has_a_kernel_axis() -> None:
+def test_elastic_compofa_has_a_kernel_axis(constructor_of: Any) -> None:
     constructor = {**constructor_of("compofa_mbv3"), "fixed_kernel": False, "kernel_transform_mode": 1}
     supernet = load("compofa_mbv3", None, **constructor)
     assert [axis.name for axis in supernet.space.axes] == ["depth", "kernel"]
@@ -369,189 +331,3 @@ def test_features_of_unknown_encodings_and_sizes() -> None:
         encode(space, space.largest(), 128, "acc")
     with pytest.raises(ValueError, match="upstream publishes none"):
         encode(published("dynabert"), published("dynabert").largest(), 128)
-
-
-# -- checkpoints -------------------------------------------------------------------------------------
-
-GOLDENS = sorted(path.parent.name for path in GOLDEN.glob("*/cases.json"))
-
-
-def golden_state(family: str) -> dict[str, torch.Tensor]:
-    return load_file(GOLDEN / family / "state_dict.safetensors")
-
-
-@pytest.mark.parametrize("family", GOLDENS)
-@pytest.mark.parametrize("wrap", ["state_dict", "model", "both", "module"])
-def test_wrappers_and_prefixes_load(family: str, wrap: str, tmp_path: Path) -> None:
-    state: Any = golden_state(family)
-    expected = load(family, state, **constructor_of(family)).fingerprint()
-    if wrap == "module":
-        state = {f"module.{name}": tensor for name, tensor in state.items()}
-    elif wrap == "both":
-        state = {"model": {"state_dict": state, "epoch": 3}, "optimizer": {}}
-    else:
-        state = {wrap: state, "epoch": 3}
-    assert load(family, state, **constructor_of(family)).fingerprint() == expected
-    torch.save(state, tmp_path / "checkpoint.pth")
-    assert load(family, tmp_path / "checkpoint.pth", **constructor_of(family)).fingerprint() == expected
-
-
-def test_a_command_line_saved_beside_the_weights_is_no_code(tmp_path: Path) -> None:
-    import argparse
-
-    torch.save(
-        {
-            "model": golden_state("autoformer"),
-            "args": argparse.Namespace(gp=True, lr=1e-3),
-            "best": np.float64(74.7),
-        },
-        tmp_path / "supernet.pth",
-    )
-    supernet = load("autoformer", tmp_path / "supernet.pth", **constructor_of("autoformer"))
-    assert supernet.fingerprint() == small_fingerprint("autoformer")
-
-
-def small_fingerprint(family: str) -> str:
-    return load(family, golden_state(family), **constructor_of(family)).fingerprint()
-
-
-@pytest.mark.parametrize("family", ["ofa_mbv3", "ofa_proxyless"])
-def test_old_names_load(family: str) -> None:
-    state = golden_state(family)
-    old = {
-        k.replace(".conv.", ".mobile_inverted_conv.", 1) if k.startswith("blocks.") else k: t
-        for k, t in state.items()
-    }
-    assert any(".mobile_inverted_conv." in name for name in old)
-    assert load(family, old, **constructor_of(family)).fingerprint() == small_fingerprint(family)
-    assert identify(old) == family
-
-
-def test_new_names_and_stray_matrices_load_as_compofa() -> None:
-    state = golden_state("compofa_mbv3")
-    new = {k.replace(".mobile_inverted_conv.", ".conv."): t for k, t in state.items()}
-    new["blocks.1.conv.depth_conv.conv.5to3_matrix"] = torch.eye(9)
-    constructor = constructor_of("compofa_mbv3")
-    assert load("compofa_mbv3", new, **constructor).fingerprint() == small_fingerprint("compofa_mbv3")
-
-
-@pytest.mark.parametrize("family", GOLDENS)
-@pytest.mark.parametrize("other", GOLDENS)
-def test_another_familys_checkpoint_is_refused_by_name(family: str, other: str) -> None:
-    state = golden_state(other)
-    assert identify(state) == other
-    if family == other:
-        return
-    with pytest.raises(CheckpointError) as error:
-        load(family, state, **({} if family == "dynabert" else constructor_of(family)))
-    message = str(error.value)
-    assert message.startswith(f"{family}: state_dict does not fit: ")
-    assert f"It looks like {other}: load it as that" in message
-    assert "missing: " in message or "extra: " in message or "of another shape: " in message
-
-
-@pytest.mark.parametrize("family", GOLDENS)
-def test_partial_and_misshaped_checkpoints_are_listed(family: str) -> None:
-    state = golden_state(family)
-    weights = [name for name in state if name.endswith("weight")]
-    gone = weights[len(weights) // 2]
-    misshaped = weights[1]
-    del state[gone]
-    state[misshaped] = torch.zeros(2, 3)
-    state["foo.bar"] = torch.zeros(1)
-    with pytest.raises(CheckpointError) as error:
-        load(family, state, **constructor_of(family))
-    message = str(error.value)
-    assert f"1 missing: {family_of(family).rename(gone)}" in message
-    assert "1 extra: foo.bar" in message
-    assert f"1 of another shape: {misshaped} (2, 3) should be (" in message
-    assert "Check the constructor arguments" in message
-
-
-@pytest.mark.parametrize("family", families())
-def test_foreign_tensors_are_refused(family: str) -> None:
-    foreign = {"layer1.weight": torch.zeros(3, 3), "layer1.bias": torch.zeros(3)}
-    assert identify(foreign) is None
-    with pytest.raises(CheckpointError, match=r"2 extra: layer1.weight, layer1.bias. It looks like no"):
-        load(family, foreign, **constructor_of(family))
-    for empty in ({}, {"state_dict": {}}, {"epoch": 3}, {"weight": [1.0]}):
-        with pytest.raises(CheckpointError, match="holds no state_dict"):
-            load(family, empty, **constructor_of(family))
-
-
-@pytest.mark.parametrize("family", families())
-def test_truncated_files_are_refused(family: str, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.pth"
-    torch.save({"state_dict": small(family).state_dict()}, path)
-    whole = path.read_bytes()
-    for cut in (0, 100, len(whole) // 2, len(whole) - 50):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointError, match="checkpoint"):
-            load(family, path, **constructor_of(family))
-    save_file({k: v.contiguous() for k, v in small(family).state_dict().items()}, tmp_path / "c.safetensors")
-    data = (tmp_path / "c.safetensors").read_bytes()
-    (tmp_path / "c.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="truncated"):
-        load(family, tmp_path / "c.safetensors", **constructor_of(family))
-
-
-# -- command line ------------------------------------------------------------------------------------
-
-
-def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    text = capsys.readouterr().out
-    for family in families():
-        assert f"{family}: " in text
-        for name in family_of(family).checkpoints:
-            assert name in text
-    for fact in (
-        "ofa_mbv3: 7,678,880 parameters",
-        "axis         depth[6]: 2, 3, 4 | 1",
-        "calibration  cumulative_unbiased",
-        "compofa_mbv3: 7,664,760 parameters, 243 subnets",
-        "us_mobilenet_v2: 3,504,872 parameters, 27 subnets",
-    ):
-        assert fact in text
-
-
-@pytest.mark.parametrize("family", GOLDENS)
-def test_inspect(family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = str(GOLDEN / family / "state_dict.safetensors")
-    assert main(["inspect", path]) == 0
-    text = capsys.readouterr().out
-    assert f"looks like {family}, published at {family_of(family).source}" in text
-    assert "constructor arguments" in text
-    torch.save(
-        {"state_dict": {f"module.{k}": v for k, v in golden_state(family).items()}}, tmp_path / "c.pth"
-    )
-    assert main(["inspect", str(tmp_path / "c.pth")]) == 0
-    assert f"looks like {family}" in capsys.readouterr().out
-
-
-def test_inspect_of_a_published_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "m.pth"
-    torch.save(load("us_mobilenet_v2", None).state_dict(), path)
-    assert main(["inspect", str(path)]) == 1  # own names are no upstream names
-    text = capsys.readouterr().out
-    assert "of no family known here; its first names: stem_conv.weight" in text
-    from ofa.imagenet_classification.elastic_nn.networks import OFAMobileNetV3
-
-    torch.manual_seed(0)
-    lists = {"ks_list": [3, 5, 7], "expand_ratio_list": [3, 4, 6], "depth_list": [2, 3, 4]}
-    torch.save({"state_dict": OFAMobileNetV3(**lists).state_dict()}, path)
-    assert main(["inspect", str(path)]) == 0
-    assert f"fits: ofa_adapters.load('ofa_mbv3', {str(path)!r})" in capsys.readouterr().out
-
-
-def test_inspect_runs_no_code_and_explains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-            return (tmp_path / "ran").touch, ()
-
-    torch.save({"state_dict": Evil()}, tmp_path / "evil.pth")
-    assert main(["inspect", str(tmp_path / "evil.pth")]) == 2
-    assert not (tmp_path / "ran").exists()
-    assert "holds more than tensors" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "absent.pth")]) == 2
-    assert "no such file" in capsys.readouterr().err
