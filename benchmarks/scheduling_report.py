@@ -57,7 +57,7 @@ def _suite(section: dict[str, Any]) -> list[str]:
         "",
         *_table(["trace", "requests", "hullfit", *COLUMNS, "best fixed", "hullfit to fluid bound"], rows),
         "",
-        f"HullFit misses at most {summary['most_missed_share_hullfit']:.1e} of the requests of any trace, is at "
+        f"HullFit misses at most {summary['most_missed_share_hullfit']:.1e} of a trace's requests, is at "
         f"most {summary['largest_gap_to_bound']:.3f} points below the fluid bound, and at least "
         f"{summary['least_lead_over_next']:.3f} points above the next policy.",
         "",
