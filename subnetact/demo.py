@@ -72,8 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2:
+        parser.error("--out needs a folder that exists, --seconds a positive number, --candidates at least 2")
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
     sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
+    try:
+        _demonstrate(args)
+    finally:
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(interval)
+    return 0
+
+
+def _demonstrate(args: argparse.Namespace) -> None:
     supernet = load_digits_supernet()
     parameters = sum(p.numel() for p in supernet.parameters())
     print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {_machine()}")
@@ -124,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _draw(args.out, table, runs[0], arrivals_ms, capacity_qps)
     print(f"Figure: {args.out}")
-    return 0
 
 
 def _machine() -> str:
