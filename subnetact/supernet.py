@@ -50,7 +50,11 @@ class Supernet(nn.Module):
         space: its search space.
         norms: the statistics of calibrated subnets.
         report: what was made elastic and what was left fixed.
+        origin: how to build it again: `{"name": family, "constructor": arguments}`; None = only the
+            caller knows.
     """
+
+    origin: dict[str, Any] | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
@@ -111,6 +115,19 @@ class Supernet(nn.Module):
                 self._views.move_to_end(spec)
                 return view
         return self._build(self.space.check(spec))
+
+    def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
+        """Return a new view that nobody else holds, and the row of statistics it runs on, or None.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        row, statistics = self.space.resolve(spec), self._norms.get(spec)
+        if statistics is None:
+            self._warn_uncalibrated(spec)
+            return bind(self.network, row, lambda norm: norm.bind(row)), None
+        pairs = statistics.pairs()
+        return bind(self.network, row, lambda norm: norm.bind_with(row, *pairs[norm.path])), statistics
 
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
@@ -176,13 +193,7 @@ class Supernet(nn.Module):
     # -- inner parts ------------------------------------------------------------------------------
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
-        row, statistics = self.space.resolve(spec), self._norms.get(spec)
-        if statistics is None:
-            self._warn_uncalibrated(spec)
-            view = bind(self.network, row, lambda norm: norm.bind(row))
-        else:
-            pairs = statistics.pairs()
-            view = bind(self.network, row, lambda norm: norm.bind_with(row, *pairs[norm.path]))
+        view, statistics = self.private_view(spec)
         with self._lock:
             self._views[spec] = view, statistics
             while len(self._views) > CACHED_VIEWS:
@@ -196,7 +207,7 @@ class Supernet(nn.Module):
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _drop_views(self) -> None:
