@@ -5,7 +5,8 @@
 
 Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one
 process, interleaved; a ratio is the median of the ratios within a round, against upstream's extracted
-network in eager mode. `--plot` draws a JSON that was measured before.
+network in eager mode (`extracted_eager`). `--report` draws
+a JSON that was measured before and puts its figures into README.md.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 from subnetact.timing import machine, synchronize
 
-BASE = "upstream_extracted"
+BASE = "extracted_eager"
 ROOMY_MB = 2048.0
+BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
 
 
 def resident_mb() -> float:
@@ -69,22 +71,29 @@ def contenders(
     supernet: Supernet, upstream: Any, spec: SubnetSpec, x: Tensor, with_compile: bool
 ) -> dict[str, Callable[[], Any]]:
     device = x.device
-    upstream.set_active_subnet(**supernet.space.format(spec))
-    extracted = upstream.get_active_subnet(preserve_weight=True).eval().to(device)
+    extracted: Any
+    if upstream is None:
+        extracted = supernet.extract(spec)
+    else:
+        upstream.set_active_subnet(**supernet.space.format(spec))
+        extracted = upstream.get_active_subnet(preserve_weight=True).eval().to(device)
     in_channels_last = copy.deepcopy(extracted).to(memory_format=torch.channels_last)
     x_last = x.contiguous(memory_format=torch.channels_last)
     runs: dict[str, Callable[[], Any]] = {
         BASE: lambda: extracted(x),
-        "upstream_dynamic": lambda: upstream(x),
         "extracted_channels_last": lambda: in_channels_last(x_last),
     }
+    if upstream is not None:
+        runs["upstream_dynamic"] = lambda: upstream(x)
     scripting: Any = torch.jit
-    scripted = scripting.optimize_for_inference(scripting.freeze(scripting.trace(extracted, x)))
+    scripted = scripting.freeze(scripting.trace(extracted, x))
+    if device.type == "cpu":
+        scripted = scripting.optimize_for_inference(scripted)
     runs["torchscript_frozen"] = lambda: scripted(x)
     if with_compile:
         mode = "max-autotune" if device.type == "cuda" else "default"
-        compiled = torch.compile(extracted, mode=mode, dynamic=False)
-        runs["torch_compile"] = lambda: compiled(x)  # type: ignore[no-untyped-call]
+        compiled: Any = torch.compile(extracted, mode=mode, dynamic=False)
+        runs["torch_compile"] = lambda: compiled(x)
     runs["view"] = lambda: supernet(x, subnet=spec)
     for name, budget in (("zero_copy", 0.0), ("slice_cache", ROOMY_MB), ("hot", ROOMY_MB)):
         engine = subnetact.Engine(
@@ -99,8 +108,14 @@ def contenders(
 
 
 def forward(args: argparse.Namespace, family: str) -> list[dict[str, Any]]:
-    upstream = upstream_network(family).to(args.device)
-    supernet = load(family, upstream.state_dict()).to(args.device)
+    try:
+        upstream = upstream_network(family).to(args.device)
+        supernet = load(family, upstream.state_dict()).to(args.device)
+    except ImportError:
+        print(
+            "ofa is not installed: extracted networks are made by this package, which are the same networks"
+        )
+        upstream, supernet = None, load(family).to(args.device)
     cells = []
     for size, spec in sizes_of(supernet).items():
         for batch in args.batch_sizes:
@@ -324,6 +339,51 @@ def plot(result: dict[str, Any], out: Path) -> None:
         figure.savefig(out.with_name(f"{out.stem}_{family}.png"), dpi=110)
 
 
+def report(result: dict[str, Any], out: Path) -> None:
+    """Draw what was measured, and put it into benchmarks/README.md."""
+    plot(result, out)
+    on = result["machine"]
+    lines = [
+        f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, {result['pixels']} px, "
+        "float32. Time as a share of upstream's extracted network in eager mode; medians of interleaved rounds.",
+    ]
+    for family, cells in result["forward"].items():
+        names = [name for name in cells[0]["ratio"] if name != BASE]
+        lines += ["", f"| {family} | ms | {' | '.join(names)} |", f"|{'---|' * (len(names) + 2)}"]
+        for cell in cells:
+            ratios = " | ".join(f"{cell['ratio'][name]:.2f}" for name in names)
+            lines.append(
+                f"| {cell['size']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.1f} | {ratios} |"
+            )
+    for family, found in result.get("switch", {}).items():
+        lines += ["", f"| time to switch, {family} | |", "|---|---|"]
+        lines += [f"| {name.replace('_', ' ')} | {value:.3g} |" for name, value in found.items()]
+    for family, found in result.get("memory", {}).items():
+        lines += [
+            "",
+            f"| {family}, weights {found['weights_MiB']:.0f} MiB; resident subnets | beyond weights and "
+            "norm table, MiB | norm table, MiB | copies, MiB |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {count} | {m['engine_MiB']:.1f} | {m['norm_table_MiB']:.1f} | {m['copies_MiB']:.0f} |"
+            for count, m in found["resident"].items()
+        ]
+    for found in result.get("hammer", {}).values():
+        lines += [
+            "",
+            f"Eight threads over 50 subnets for {found['seconds']:.0f} s, while "
+            f"{found['registered_and_removed']} were removed and registered again and others pinned and evicted: {found['answers']} answers, "
+            f"{found['wrong']} wrong; resident memory grew by "
+            f"{found['rss_peak_MiB'] - found['rss_before_serving_MiB']:.0f} MiB under a budget of "
+            f"{found['budget_MiB']:.0f} MiB.",
+        ]
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--families", nargs="+", default=["ofa_resnet50", "ofa_mbv3"])
@@ -336,12 +396,12 @@ def main() -> None:
     parser.add_argument("--hammer-seconds", type=float, default=60.0)
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which takes minutes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
-    parser.add_argument("--plot", action="store_true", help="draw --out and stop")
+    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.plot:
-        return plot(result, args.out)
+    if args.report:
+        return report(result, args.out)
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
     warnings.simplefilter("ignore", DeprecationWarning)

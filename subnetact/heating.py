@@ -63,8 +63,9 @@ class Heater:
             if hot.fresh(bound):
                 return hot.program
             self._cache.drop((self.KIND, subnet.id))
+            subnet.uses = HOT_AFTER
         subnet.uses += 1
-        wanted = subnet.uses >= HOT_AFTER or subnet.id in self._pinned
+        wanted = subnet.uses >= HOT_AFTER
         if wanted and example is not None and not subnet.refused and self._working.acquire(blocking=False):
             since, subnet.since, subnet.uses = subnet.since, self._cache.now, 0
             Thread(target=self._later, args=(subnet, bound, example, since), daemon=True).start()
@@ -78,7 +79,10 @@ class Heater:
             if hot is not None and hot.fresh(bound):
                 self._cache.pin((self.KIND, subnet.id), True)
                 return True
-            return self._make(subnet, bound, example, self.EVICTS)
+            made = self._make(subnet, bound, example, self.EVICTS)
+            if not made:
+                self._pinned.discard(subnet.id)
+            return made
 
     def unpin(self, subnet: int) -> None:
         """Let a program make room for others."""
@@ -120,9 +124,9 @@ class Heater:
             self._warned = True
             _log.log(level, "%s cannot be specialised and runs as a view: %s", subnet, error)
             return False
-        pinned = subnet.id in self._pinned
-        kept = self._cache.put(key, _Hot(program, bound, versions), program.nbytes, self.KIND, evicts, pinned)
+        nbytes, pinned = program.nbytes, subnet.id in self._pinned
         program.reserve = partial(self._cache.grow, key, evicts={SliceCache.KIND: math.inf})
+        kept = self._cache.put(key, _Hot(program, bound, versions), nbytes, self.KIND, evicts, pinned)
         if subnet.bound is None:
             self._cache.drop(key)
         return kept

@@ -81,7 +81,9 @@ def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> No
         subnetact.Engine.load(tmp_path, supernet=digits)
 
 
-@pytest.mark.parametrize("name", ["bundle.json", "weights.safetensors", "norms.safetensors", "latency-0.json"])
+@pytest.mark.parametrize(
+    "name", ["bundle.json", "weights.safetensors", "norms.safetensors", "latency-0.json"]
+)
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
 def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name: str, damage: str) -> None:
     engine.save(tmp_path)
