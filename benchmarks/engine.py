@@ -345,7 +345,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     on = result["machine"]
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, {result['pixels']} px, "
-        "float32. Time as a share of upstream's extracted network in eager mode; medians of interleaved rounds.",
+        "float32. Time as a share of upstream's extracted network in eager mode; medians of interleaved "
+        "rounds.",
     ]
     for family, cells in result["forward"].items():
         names = [name for name in cells[0]["ratio"] if name != BASE]
@@ -373,7 +374,8 @@ def report(result: dict[str, Any], out: Path) -> None:
         lines += [
             "",
             f"Eight threads over 50 subnets for {found['seconds']:.0f} s, while "
-            f"{found['registered_and_removed']} were removed and registered again and others pinned and evicted: {found['answers']} answers, "
+            f"{found['registered_and_removed']} were removed and registered again and others pinned and "
+            f"evicted: {found['answers']} answers, "
             f"{found['wrong']} wrong; resident memory grew by "
             f"{found['rss_peak_MiB'] - found['rss_before_serving_MiB']:.0f} MiB under a budget of "
             f"{found['budget_MiB']:.0f} MiB.",

@@ -22,6 +22,12 @@ __all__ = ["SliceCache", "quicken_"]
 
 SMALL_MAP = 128
 """Output pixels up to which unfolding the input is cheaper than packing the weight in the call."""
+LARGE_MAP = 4096
+"""Pixels from which packing a 1x1 weight in the call is cheaper than a product with the strided one."""
+
+
+def _no_more(_: int) -> bool:
+    return False
 
 
 class SliceCache:
@@ -69,6 +75,8 @@ class _Quick:
             if y is not None:
                 return y
         if self.kernel_size == (1, 1) and self.padding == (0, 0):
+            if self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1] and can_pack(self.weight):
+                return PackedConv(self, lambda: self.weight, self.bias, _no_more)(x)
             return _pointwise(self, x)
         if x.device.type == "cpu":
             height, width = (

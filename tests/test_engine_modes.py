@@ -156,7 +156,7 @@ def test_odd_networks_are_fused_rightly() -> None:
         close(network(x), expected, folded=False)
 
 
-@pytest.mark.parametrize("side", [3, 11, 40])
+@pytest.mark.parametrize("side", [3, 11, 40, 50])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 def test_quick_layers_equal_plain_ones(kernel: int, stride: int, side: int) -> None:
