@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
     from subnetact.pareto import pareto_front
     from subnetact.profile import profile_latency
-    from subnetact.serving.batcher import Batcher
+    from subnetact.serving.batcher import Answer, Batcher
+    from subnetact.serving.context import Context, Policy
     from subnetact.serving.datasets import load_trace, superserve_a40
     from subnetact.serving.fluid import fluid_bound
     from subnetact.serving.optimum import exact_optimum
@@ -40,11 +41,16 @@ if TYPE_CHECKING:
     )
     from subnetact.serving.simulator import simulate
     from subnetact.serving.tuner import Tuner
-    from subnetact.space import Axis, SubnetSpace
+    from subnetact.space import Axis, Slot, SubnetSpace, UsedWhen
     from subnetact.spec import SubnetSpec
     from subnetact.supernet import Supernet
 
 _HOME = {
+    "UsedWhen": "space",
+    "Slot": "space",
+    "Answer": "serving.batcher",
+    "Context": "serving.context",
+    "Policy": "serving.context",
     "Axis": "space",
     "Batcher": "serving.batcher",
     "CheapestFeasible": "serving.policies",
@@ -82,10 +88,12 @@ _HOME = {
 }
 
 __all__ = [
+    "Answer",
     "Axis",
     "Batcher",
     "CheapestFeasible",
     "Coarse",
+    "Context",
     "Engine",
     "Fixed",
     "Flex",
@@ -96,12 +104,15 @@ __all__ = [
     "MaxBatch",
     "ModelSwitching",
     "NormTable",
+    "Policy",
     "SlackFit",
+    "Slot",
     "SubnetNorm",
     "SubnetSpace",
     "SubnetSpec",
     "Supernet",
     "Tuner",
+    "UsedWhen",
     "Veltair",
     "WeightSlice",
     "__version__",

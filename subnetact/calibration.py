@@ -50,6 +50,8 @@ def calibrate(
     """
     if rule is not None and rule not in CALIBRATION_RULES:
         raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
+    if any(isinstance(given, SubnetSpec | Tensor) for given in (specs, batches)):
+        raise SpecError("calibrate takes lists of specifications and of batches; write [spec] and [batch]")
     wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))
     if not supernet.norm_operators():
         return

@@ -21,7 +21,8 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
     """Put operators into a network in place and return the supernet around it.
 
     Every BatchNorm with running statistics becomes a SubnetNorm, described or not: a subnet changes
-    what flows through the fixed ones too.
+    what flows through the fixed ones too. Whatever a narrowed module feeds must be described as well:
+    the BatchNorm behind it (`channels=`) and the next convolution or linear layer (`in_=`).
 
     Args:
         network: an ordinary network; its modules are replaced, its parameters keep their names.
@@ -81,8 +82,13 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
     dims = {part: space.dimensions.index(dimension) for part, dimension in entry.follows.items()}
     operator = entry.operator(module, path, dims)
     operator.check()
-    largest = space.resolve(space.largest())
+    smallest, largest = space.resolve(space.smallest()), space.resolve(space.largest())
     for part, index in dims.items():
+        if smallest[index] > largest[index]:
+            raise InsertError(
+                f"{path}: {space.dimensions[index]} is {smallest[index]} in the smallest subnet and "
+                f"{largest[index]} in the largest; list choices from the smallest network to the largest"
+            )
         if largest[index] > operator.full(part):
             raise InsertError(
                 f"{path}: the largest subnet has {largest[index]} at {space.dimensions[index]}, "

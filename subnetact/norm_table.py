@@ -138,7 +138,9 @@ class NormTable:
 
     @classmethod
     def load(cls, path: str | Path) -> NormTable:
-        """Read a table that `save` wrote.
+        """Read a table that `save` wrote; assign it to `supernet.norms` to use it.
+
+        It belongs to the weights it was calibrated with: after others are loaded, calibrate again.
 
         Raises:
             FileFormatError: the file is truncated, of another kind, or of a newer schema.

@@ -128,11 +128,16 @@ def _of(function: Callable[[Any], Any], runs: list[Runs], clock: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 when the table is written, 2 for arguments that cannot work."""
-    parser = argparse.ArgumentParser("python -m subnetact.profile", description=__doc__)
-    parser.add_argument("--family", help="a family of ofa_adapters; default: the embedded digits supernet")
-    parser.add_argument("--checkpoint", help="its weights; default: random ones, which are as fast")
+    parser = argparse.ArgumentParser(
+        "python -m subnetact.profile",
+        description="Measure a latency table, subnet x batch size, and write it as JSON.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--family", help="a family of ofa_adapters; the embedded digits supernet if left out")
+    parser.add_argument("--checkpoint", help="its weights; random ones, as fast, if left out")
     parser.add_argument("--constructor", type=json.loads, default={}, help="its constructor arguments, JSON")
-    parser.add_argument("--subnets", type=int, default=8, help="smallest, largest and random ones between")
+    parser.add_argument("--subnets", type=int, default=8, help="how many: smallest, largest, random ones")
+    parser.add_argument("--accuracy", type=float, nargs="+", help="percent of each subnet, if known")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--input-shape", type=int, nargs="+", help="of one input, 3 224 224 for example")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup-ms", type=float, default=20.0)
     parser.add_argument("--min-time-ms", type=float, default=200.0, help="per cell")
     parser.add_argument("--seed", type=int, default=0, help="of the random subnets")
-    parser.add_argument("--out", type=Path, default=Path("latency.json"))
+    parser.add_argument("--out", type=Path, default=Path("latency.json"), help="file to write")
     args = parser.parse_args(arguments)
     try:
         _check(args)
@@ -194,6 +199,7 @@ def _profile(args: argparse.Namespace) -> LatencyTable:
         return profile_latency(
             engine,
             args.batch_sizes,
+            args.accuracy,
             statistic=args.statistic,
             warmup_ms=args.warmup_ms,
             min_time_ms=args.min_time_ms,

@@ -67,7 +67,13 @@ class Axis:
 
     @classmethod
     def uniform(cls, name: str, slots: Sequence[str], choices: Sequence[Value]) -> Axis:
-        """Make an axis whose slots are all used by every subnet and share their choices."""
+        """Make an axis whose slots are all used by every subnet and share their choices.
+
+        Args:
+            name: of the axis.
+            slots: one name for each decision, a stage or a block for example.
+            choices: from the smallest network to the largest.
+        """
         return cls(name, tuple(Slot(slot, tuple(choices)) for slot in slots))
 
 
@@ -77,9 +83,10 @@ class SubnetSpace:
     Args:
         name: the family, or any name for an own network.
         axes: the decisions.
-        resolve: maps axis values (None in skipped slots) to named sizes, one per *dimension* of the
-            elastic description; a layer's keep flag is a dimension of size 0 or 1. Every
-            specification must give the same names, and the largest one the largest sizes.
+        resolve: maps axis values (axis -> tuple of one value per slot, None in skipped slots) to named
+            sizes, one per *dimension* of the elastic description; a layer's keep flag is a dimension
+            of size 0 or 1. Every specification must give the same names, and the largest one the
+            largest sizes.
         parse: maps the family's own notation to axis values; default: axis values as they are.
         format: maps axis values back to the family's own notation.
 

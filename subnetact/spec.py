@@ -40,6 +40,8 @@ class SubnetSpec:
     def _hash(self) -> int:
         return hash((self.space, self.values))
 
+    __iter__ = None  # indexing by axis does not make it a sequence
+
     def __getitem__(self, axis: str) -> tuple[Value | None, ...]:
         """Return the values of one axis, None where the slot is skipped.
 

@@ -175,6 +175,7 @@ def test_bad_batches_commit_nothing(digits: Supernet) -> None:
         ([BATCHES[0], torch.full((2, 1, 16, 16), float("nan"))], "not finite, first at bn"),
         ([BATCHES[0], torch.zeros(0, 1, 16, 16)], "a calibration batch is a tensor"),
         ([{"image": BATCHES[0]}], "got dict"),
+        (BATCHES[0], "write \\[spec\\] and \\[batch\\]"),
     ):
         with pytest.raises(SpecError, match=message):
             subnetact.calibrate(digits, [spec], batches, progress=False)

@@ -157,6 +157,11 @@ def test_networks_that_would_leave_a_view_are_refused() -> None:
         insert_(network, space_of(c=[2, 8]), {})
 
 
+def test_choices_must_ascend() -> None:
+    with pytest.raises(InsertError, match="c is 8 in the smallest subnet and 2 in the largest"):
+        insert_(nn.Sequential(nn.Conv2d(3, 8, 1)), space_of(c=[8, 2]), {"0": WeightSlice.on(out="c")})
+
+
 def test_groups_must_stay_whole() -> None:
     network = nn.Sequential(nn.Conv2d(8, 8, 1, groups=4))
     supernet = insert_(network, space_of(c=[3, 8]), {"0": WeightSlice.on(out="c", in_="c")})

@@ -127,4 +127,5 @@ class Operator(nn.Module):
 
     def refuse(self, why: str) -> InsertError:
         """Make the error for a module this operator cannot make elastic."""
-        return InsertError(f"{self.path}: {type(self).__name__} cannot make {self.template!r} elastic: {why}")
+        kind = type(self.template).__name__
+        return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import math
 import threading
 import time
@@ -22,13 +23,15 @@ from subnetact.errors import (
     QueueFull,
 )
 from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_count
+from subnetact.serving.checks import check_count, check_policy
 from subnetact.serving.context import Policy
 from subnetact.serving.dispatch import Batch, Dispatcher
 from subnetact.serving.policies import SlackFit
 from subnetact.serving.requests import Answer, BatcherStats, Decided, Outcome, Request, Runner, settle
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
+
+_log = logging.getLogger(__name__)
 
 
 class Batcher:
@@ -70,6 +73,7 @@ class Batcher:
             if table is None:
                 raise PolicyError("policy: none given; give a policy, or a table to make one from")
             policy = SlackFit(table, slo_ms=36.0 if slo_ms is None else slo_ms)
+        check_policy(policy)
         table = table or policy.table
         if table.subnets != policy.table.subnets or table.batch_sizes != policy.table.batch_sizes:
             raise ProfileMismatch(
@@ -190,6 +194,8 @@ class Batcher:
                 thread.join()
 
     def __enter__(self) -> Batcher:
+        if self._closing:
+            raise BatcherClosed("the batcher is closed; open another one")
         return self
 
     def __exit__(
@@ -198,7 +204,7 @@ class Batcher:
         self.close(drain=error is None)
 
     async def __aenter__(self) -> Batcher:
-        return self
+        return self.__enter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -278,11 +284,11 @@ class Batcher:
         try:
             batch = self._dispatcher.next_batch(now, worker)
         except Exception as error:
-            failed = self._empty_queue()
+            failed = self._dispatcher.taken + self._empty_queue()
+            self._dispatcher.taken = []
             self._counts["failed"] += len(failed)
-            outcomes += [
-                (r, None, _chained(BatchFailed(f"the policy failed: {error}"), error)) for r in failed
-            ]
+            message = f"the policy failed: {type(error).__name__}: {error}"
+            outcomes += [(r, None, _chained(BatchFailed(message), error)) for r in failed]
         if self._dropped_now:
             self._counts["dropped"] += len(self._dropped_now)
             outcomes += [
@@ -350,9 +356,17 @@ class Batcher:
             self._accuracy_sum += met * accuracy
             self._served_by[batch.subnet] += len(requests)
             self._batch_sizes[batch.batch_size] += 1
-            if self._observe is not None:
-                self._observe(batch.subnet, batch.batch_size, batch.expected_ms, finished - started)
         settle(outcomes)
+        if self._observe is not None:
+            self._tell_policy(batch, finished - started)
+
+    def _tell_policy(self, batch: Batch, took_ms: float) -> None:
+        try:
+            with self._changed:
+                self._observe(batch.subnet, batch.batch_size, batch.expected_ms, took_ms)
+        except Exception:
+            _log.exception("the policy's observe(...) raised; it is not called again")
+            self._observe = None
 
 
 def _chained(error: BatchFailed, cause: BaseException) -> BatchFailed:

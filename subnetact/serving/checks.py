@@ -7,7 +7,7 @@ import math
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
 
-__all__ = ["check_accuracy", "check_count", "check_margin", "check_slo"]
+__all__ = ["check_accuracy", "check_count", "check_margin", "check_policy", "check_slo"]
 
 
 def check_count(value: object, name: str) -> int:
@@ -29,6 +29,24 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
     """
     table.known_accuracy()
     return table
+
+
+def check_policy(policy: object) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        PolicyError: it is a name or a class, or lacks `table` or `decide`.
+    """
+    hint = 'make one from a table, as SlackFit(table) or make_policy("slackfit", table) do'
+    if isinstance(policy, str | type):
+        raise PolicyError(f"policy: {policy!r} is no policy object; {hint}")
+    if not callable(getattr(policy, "decide", None)):
+        raise PolicyError(f"policy: {policy!r} has no method decide(context); {hint}")
+    if not isinstance(getattr(policy, "table", None), LatencyTable):
+        raise PolicyError(
+            f"policy: {type(policy).__name__} has no attribute 'table'; set self.table to the LatencyTable "
+            "that it decides by"
+        )
 
 
 def check_slo(slo_ms: float, table: LatencyTable) -> float:

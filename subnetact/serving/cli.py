@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy",
         nargs="+",
         default=["all"],
-        help='names, such as "hullfit slackfit:4 fixed:0"; default: all',
+        help="one or more names, such as: hullfit slackfit:4 fixed:0 (default: all)",
     )
     parser.add_argument("--slo-ms", type=float, default=36.0)
     parser.add_argument("--workers", type=int, default=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from subnetact.errors import PolicyError
@@ -61,6 +62,7 @@ class Dispatcher(Generic[Item]):
         self.arrivals = ArrivalMeter()
         self._on_drop = on_drop or _forget
         self._latency: list[list[float]] = table.latency_ms.tolist()
+        self.taken: list[Item] = []
         self._accuracy = table.known_accuracy()
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
@@ -90,7 +92,13 @@ class Dispatcher(Generic[Item]):
         choice = self.policy.decide(context)
         if choice is None:
             return None
-        subnet, size = choice
+        try:
+            subnet, size = map(index, choice)
+        except (TypeError, ValueError) as error:
+            raise PolicyError(
+                f"{type(self.policy).__name__} answered {choice!r}; answer (subnet index, batch size), two "
+                "whole numbers, or None"
+            ) from error
         if not (0 <= subnet < len(self._accuracy) and 1 <= size <= self._sizes[-1]):
             raise PolicyError(
                 f"{type(self.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
@@ -125,6 +133,7 @@ class Dispatcher(Generic[Item]):
         column = self._pad[len(items)]
         expected = self._latency[subnet][column]
         if expected != expected:
+            self.taken = items
             raise PolicyError(
                 f"{type(self.policy).__name__} answered subnet {subnet} for {len(items)} requests, which "
                 "cannot run there (NaN in the table)"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from subnetact.errors import PolicyError, ProfileMismatch, TraceError
 from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_count
+from subnetact.serving.checks import check_count, check_policy
 from subnetact.serving.context import Policy
 
 __all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals"]
@@ -93,8 +93,7 @@ class Scenario:
     ) -> Scenario:
         """Validate; see `simulate` for the arguments and errors."""
         arrivals = checked_arrivals(arrivals_ms)
-        if not callable(getattr(policy, "decide", None)):
-            raise PolicyError(f"policy: {policy!r} has no method decide(context)")
+        check_policy(policy)
         seen = policy.table
         if seen.subnets != table.subnets or seen.batch_sizes != table.batch_sizes:
             raise ProfileMismatch(
