@@ -71,7 +71,7 @@ def inspect(path: str) -> int:
     _, wrong = match(network.state_dict(), tensors, family.rename, family.unused)
     given = ", ".join(f"{key}={value!r}" for key, value in constructor.items())
     if wrong:
-        print(f"differs from the published network, so load needs its constructor arguments: {wrong}")
+        print(f"differs from the default network, so load needs its constructor arguments: {wrong}")
     else:
         print(f"fits: ofa_adapters.load({name!r}, {path!r}{', ' + given if given else ''})")
     return 0

@@ -1,6 +1,6 @@
 """AttentiveNAS (CVPR'21) and AlphaNet (ICML'21): MobileNetV3-like blocks with elastic everything.
 
-Written from a description of the architecture. Upstream's code and checkpoints are licensed for
+Upstream's code and checkpoints are licensed for
 non-commercial use (CC-BY-NC-4.0); none of either is in this package.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.attentivenas_space import PUBLISHED, Layout
+from ofa_adapters.attentivenas_space import DEFAULT, Layout
 from ofa_adapters.encoding import raw_features
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Family, Keys
 from ofa_adapters.mobile import MBConv
@@ -122,12 +122,13 @@ def build(
 
     Arguments are `AttentiveNasDynamicModel`'s own: `supernet_cfg` maps `first_conv`, `mb1` .. `mb7`
     and `last_conv` to the choices `c`, `d`, `k`, `t` and the settings `s`, `act_func`, `se`, and has
-    `resolutions` and `use_v3_head`; default: the published space. `bn_param` is (momentum, eps).
+    `resolutions` and `use_v3_head`. The default covers the published ranges; give the one that a
+    checkpoint was trained with. `bn_param` is (momentum, eps).
 
     Raises:
         ValueError: the configuration lacks a stage or names an unknown activation.
     """
-    layout = Layout.of(PUBLISHED if supernet_cfg is None else supernet_cfg)
+    layout = Layout.of(DEFAULT if supernet_cfg is None else supernet_cfg)
     unknown = {stage.activation for stage in layout.stages.values()} - set(ACTIVATIONS)
     if unknown:
         raise ValueError(

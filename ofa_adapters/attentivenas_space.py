@@ -10,7 +10,7 @@ from ofa_adapters.notation import choices, plain
 from subnetact.errors import SpecError
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, make_divisible
 
-__all__ = ["PUBLISHED", "Block", "Layout", "Stage"]
+__all__ = ["DEFAULT", "Block", "Layout", "Stage"]
 
 KEYS = {
     "resolution": "resolution",
@@ -25,7 +25,7 @@ def _stage(c: list[int], d: list[int], t: list[int], s: int, se: bool) -> dict[s
     return {"c": c, "d": d, "k": [3, 5], "t": t, "s": s, "act_func": "swish", "se": se}
 
 
-PUBLISHED: Mapping[str, Any] = {
+DEFAULT: Mapping[str, Any] = {
     "use_v3_head": True,
     "resolutions": [192, 224, 256, 288],
     "first_conv": {"c": [16, 24], "s": 2, "act_func": "swish"},
@@ -38,7 +38,9 @@ PUBLISHED: Mapping[str, Any] = {
     "mb7": _stage([216, 224], [1, 2], [6], 1, True),
     "last_conv": {"c": [1792, 1984], "act_func": "swish"},
 }
-"""The search space of the AttentiveNAS paper (Table 1 of its appendix)."""
+"""The published ranges. Which choices lie inside a range, and what a stage's range leaves open (its
+kernels, some depths and expansions), is this package's reading and not checked against upstream: give
+`supernet_cfg` with a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Layout:
         names = ("first_conv", *blocks, "last_conv")
         return cls(
             {name: Stage.of(name, config[name]) for name in names},
-            choices(config.get("resolutions", PUBLISHED["resolutions"])),
+            choices(config.get("resolutions", DEFAULT["resolutions"])),
             bool(config.get("use_v3_head", True)),
         )
 

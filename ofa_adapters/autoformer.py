@@ -26,7 +26,7 @@ class InterleavedLinear(nn.Linear):
         """Map (N, T, in_features) to (N, T, out_features): all queries, all keys, all values."""
         rows = F.linear(input, self.weight)
         y = rows.view(rows.shape[0], rows.shape[1], -1, 3).transpose(-1, -2).flatten(-2)
-        return y if self._parameters["bias"] is None else y + self.bias
+        return y if self.bias is None else y + self.bias  # type: ignore[redundant-expr]
 
 
 class SplitHeads(nn.Module):
@@ -49,9 +49,6 @@ class RelativePosition(nn.Module):
         reach: distances beyond it count as it.
         features: of a head.
     """
-
-    vertical: Tensor
-    horizontal: Tensor
 
     def __init__(self, side: int, reach: int, features: int) -> None:
         super().__init__()

@@ -156,7 +156,8 @@ class Layout:
         depth = given["layer_num"]
         embed = given["embed_dim"] if is_list(given["embed_dim"]) else [given["embed_dim"]]
         if not embed or any(width != embed[0] for width in embed):
-            raise SpecError(f"autoformer: embed_dim is the same in every block, got {embed}")
+            known = ", ".join(map(str, self.choices.embed_dim))
+            raise SpecError(f"autoformer: embed_dim is one of {known}, the same in every block, got {embed}")
         return {
             "depth": depth,
             "embed": embed[0],
@@ -177,6 +178,8 @@ class Layout:
     def _per_block(self, key: str, values: Any, depth: Any) -> Any:
         if not is_list(values):
             return values
+        if depth not in self.choices.depth:
+            return self.heads()[0] if key == "num_heads" else self.choices.mlp_ratio[0]  # depth is refused
         if len(values) != depth:
             raise SpecError(f"autoformer: {key} has one value per block, {depth}, got {len(values)}")
         return [*values, *[None] * (self.depth - len(values))][: self.depth]

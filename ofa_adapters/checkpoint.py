@@ -6,14 +6,13 @@ import argparse
 import json
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Container, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -24,6 +23,15 @@ __all__ = ["fill", "match", "read", "settings", "unwrap"]
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 12
+_SCALAR: Any = np.float64(0).__reduce__()[0]
+_INERT: list[Any] = [
+    argparse.Namespace,
+    (_SCALAR, "numpy.core.multiarray.scalar"),
+    (_SCALAR, "numpy._core.multiarray.scalar"),
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64", "bool")),
+]
+"""What training scripts save beside the weights (their command line, a best accuracy); no code."""
 
 
 def read(path: str | PathLike[str]) -> dict[str, Tensor]:
@@ -46,8 +54,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         if fspath(file).endswith(".safetensors"):
             content: Any = load_file(file)
         else:
-            # Training scripts save their command line beside the weights; a Namespace runs no code.
-            with torch.serialization.safe_globals([argparse.Namespace]):
+            with torch.serialization.safe_globals(_INERT):
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
@@ -56,7 +63,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
             f"{path}: holds more than tensors, or is no checkpoint; save its state_dict alone "
             f"(torch.save({{'state_dict': model.state_dict()}}, ...)) and load that ({error})"
         ) from error
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path}: truncated or not a checkpoint ({error}); fetch it again") from error
     return unwrap(content, str(path))
 
@@ -71,7 +78,9 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
         content = next(content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping))
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
-    others = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    others = [
+        str(key) for key, value in content.items() if not (isinstance(key, str) and isinstance(value, Tensor))
+    ]
     if others or not content:
         what = f"entries that are no tensors: {_some(others)}" if others else "nothing"
         raise CheckpointError(f"{subject}: holds no state_dict, but {what}")

@@ -48,7 +48,8 @@ class CompoundLayout(MobileLayout):
         return [self._ratio(per_stage[stage]) for stage, _ in self.blocks]
 
     def _ratio(self, depth: Any) -> float | None:
-        return self.tied.get(int(depth)) if self.tied and isinstance(depth, int | float) else None
+        known = self.tied and isinstance(depth, int | float) and depth in self.tied
+        return self.tied[int(depth)] if self.tied and known else None
 
     def _agree(self, axis: str, stated: Sequence[Any], implied: Sequence[Any], depths: Any) -> None:
         per_stage = depths if is_list(depths) else [depths] * len(self.stages)

@@ -17,7 +17,6 @@ from ofa_adapters.notation import choices, upstream_config
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 
-MASKED = -10000.0
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
@@ -81,6 +80,7 @@ class BertClassifier(nn.Module):
         self.classifier = nn.Linear(width, labels)
         self.drop = drop
         self.first_position = first_position
+        self.masked = -10000.0
 
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -94,7 +94,11 @@ class BertClassifier(nn.Module):
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x = self.norm(self.words(input_ids) + self.positions(positions) + self.types(types))
         x = F.dropout(x, self.drop, self.training)
-        mask = None if attention_mask is None else (1 - attention_mask[:, None, None, :].to(x.dtype)) * MASKED
+        mask = (
+            None
+            if attention_mask is None
+            else (1 - attention_mask[:, None, None, :].to(x.dtype)) * self.masked
+        )
         for layer in self.layers:
             x = layer(x, mask)
         return x  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,5 +48,13 @@ def is_list(value: Any) -> bool:
 
 
 def choices(values: Any) -> tuple[Any, ...]:
-    """Return a constructor's list, sorted and distinct; a scalar is a list of one."""
-    return tuple(sorted(set(values))) if is_list(values) else (values,)
+    """Return a constructor's list, sorted and distinct; a scalar is a list of one.
+
+    Raises:
+        SpecError: it is empty, or not of finite numbers >= 0.
+    """
+    values = plain(values)
+    listed = tuple(values) if is_list(values) else (values,)
+    if not listed or not all(type(v) in (int, float) and 0 <= v < math.inf for v in listed):
+        raise SpecError(f"a constructor's list is one or more numbers >= 0, got {values!r}")
+    return tuple(sorted(set(listed)))

@@ -40,7 +40,7 @@ class MobileNetV3(nn.Module):
         self.final_conv = nn.Conv2d(last, final, 1, bias=False)
         self.final_bn = nn.BatchNorm2d(final, **bn)
         self.mix_conv = nn.Conv2d(final, mixed, 1, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(float(dropout))
         self.classifier = nn.Linear(mixed, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:

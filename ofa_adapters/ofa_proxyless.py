@@ -40,7 +40,7 @@ class ProxylessNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.mix_conv = nn.Conv2d(last, mixed, 1, bias=False)
         self.mix_bn = nn.BatchNorm2d(mixed, **bn)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(float(dropout))
         self.classifier = nn.Linear(mixed, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:

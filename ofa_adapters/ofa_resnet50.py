@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.encoding import ARCH_ENCODER_SIZES, resnet_features
 from ofa_adapters.family import Family, Keys
-from ofa_adapters.notation import upstream_config
+from ofa_adapters.notation import choices, upstream_config
 from subnetact.errors import IllegalChoice
 from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen, make_divisible
@@ -74,7 +74,7 @@ class ResNet50D(nn.Module):
         self.input_stem = stem
         self.max_pooling = nn.MaxPool2d(3, 2, 1)
         self.blocks = blocks
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(float(dropout))
         self.classifier = classifier
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def build(
 
     Arguments are `OFAResNets`' own; `bn_param` is (momentum, eps).
     """
-    layout = Layout(_sorted(depth_list), _sorted(expand_ratio_list), _sorted(width_mult_list))
+    layout = Layout(choices(depth_list), choices(expand_ratio_list), choices(width_mult_list))
     space = SubnetSpace("ofa_resnet50", layout.axes(), layout.sizes, layout.parse, layout.format)
     full = dict(zip(space.dimensions, space.resolve(space.largest()), strict=True))
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}
@@ -210,10 +210,6 @@ def _elastic(layout: Layout) -> dict[str, Elastic]:
             elastic[f"blocks.{i}.{norm}"] = SubnetNorm.on(channels=width)
         before = out
     return elastic
-
-
-def _sorted(values: Any) -> tuple[Any, ...]:
-    return tuple(sorted(set(values))) if isinstance(values, Sequence) else (values,)
 
 
 def rename(key: str) -> str:

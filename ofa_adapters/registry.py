@@ -74,7 +74,7 @@ def load(
         checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved), a
             state_dict with upstream's names, or None for random weights. Files are read without
             unpickling code.
-        constructor: upstream's constructor arguments; the published network where left out.
+        constructor: upstream's constructor arguments; each family's own defaults where left out.
 
     Raises:
         CheckpointError: the file is unreadable, or its tensors are not exactly the family's.

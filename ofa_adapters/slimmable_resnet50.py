@@ -1,6 +1,6 @@
 """Slimmable ResNet-50 (Slimmable Networks, ICLR'19): a few widths, each with BatchNorms of its own.
 
-Written from a description of the architecture. Upstream's code and checkpoints are licensed for
+Upstream's code and checkpoints are licensed for
 non-commercial use (CC-BY-NC-4.0); none of either is in this package.
 """
 

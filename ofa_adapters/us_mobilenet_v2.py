@@ -1,6 +1,6 @@
 """Universally slimmable MobileNetV2 (US-Nets, ICCV'19): one affine, statistics for every listed width.
 
-Written from a description of the architecture. Upstream's code and checkpoints are licensed for
+Upstream's code and checkpoints are licensed for
 non-commercial use (CC-BY-NC-4.0); none of either is in this package.
 """
 
@@ -110,7 +110,8 @@ def build(
     the listed widths are relative to that. The network takes any input size.
 
     Raises:
-        ValueError: widths that are not distinct, positive and at most 1.
+        ValueError: widths that are not distinct, positive and at most 1, or that round up to more
+            channels than the network has.
     """
     top = width_mult_range[-1]
     if max(width_mult_list, default=0) > 1:
@@ -121,8 +122,13 @@ def build(
 
     def dimension(name: str, full: int, ratio: int = 1) -> list[int]:
         widths = [make_divisible(full * w / ratio, minimum=1) * ratio for w in width_mult_list]
-        sizes[name] = [min(full, width) for width in widths]
-        return sizes[name]
+        if max(widths) > full:
+            raise ValueError(
+                f"us_mobilenet_v2: a width of {width_mult_list[widths.index(max(widths))]} rounds {full} "
+                f"channels up to {max(widths)}; list larger widths or build a wider network"
+            )
+        sizes[name] = widths
+        return widths
 
     full_in = full_stem = make_divisible(STEM * top, minimum=1)
     stem = dimension("stem", full_in)

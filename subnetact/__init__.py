@@ -21,8 +21,25 @@ if TYPE_CHECKING:
     from subnetact.pareto import pareto_front
     from subnetact.profile import profile_latency
     from subnetact.serving.batcher import Batcher
-    from subnetact.serving.policies import Fixed, SlackFit
+    from subnetact.serving.datasets import load_trace, superserve_a40
+    from subnetact.serving.fluid import fluid_bound
+    from subnetact.serving.optimum import exact_optimum
+    from subnetact.serving.planner import plan
+    from subnetact.serving.policies import (
+        CheapestFeasible,
+        Coarse,
+        Fixed,
+        Flex,
+        HullFit,
+        MaxAcc,
+        MaxBatch,
+        ModelSwitching,
+        SlackFit,
+        Veltair,
+        make_policy,
+    )
     from subnetact.serving.simulator import simulate
+    from subnetact.serving.tuner import Tuner
     from subnetact.space import Axis, SubnetSpace
     from subnetact.spec import SubnetSpec
     from subnetact.supernet import Supernet
@@ -30,56 +47,88 @@ if TYPE_CHECKING:
 _HOME = {
     "Axis": "space",
     "Batcher": "serving.batcher",
+    "CheapestFeasible": "serving.policies",
+    "Coarse": "serving.policies",
     "Engine": "engine",
     "Fixed": "serving.policies",
+    "Flex": "serving.policies",
+    "HullFit": "serving.policies",
     "LatencyTable": "latency",
     "LayerSelect": "operators",
+    "MaxAcc": "serving.policies",
+    "MaxBatch": "serving.policies",
+    "ModelSwitching": "serving.policies",
     "NormTable": "norm_table",
     "SlackFit": "serving.policies",
     "SubnetNorm": "operators",
     "SubnetSpace": "space",
     "SubnetSpec": "spec",
     "Supernet": "supernet",
+    "Tuner": "serving.tuner",
+    "Veltair": "serving.policies",
     "WeightSlice": "operators",
     "calibrate": "calibration",
+    "exact_optimum": "serving.optimum",
+    "fluid_bound": "serving.fluid",
     "insert_": "insert",
+    "load_trace": "serving.datasets",
+    "make_policy": "serving.policies",
     "pareto_front": "pareto",
+    "plan": "serving.planner",
     "profile_latency": "profile",
     "search": "nas",
     "simulate": "serving.simulator",
+    "superserve_a40": "serving.datasets",
 }
 
 __all__ = [
     "Axis",
     "Batcher",
+    "CheapestFeasible",
+    "Coarse",
     "Engine",
     "Fixed",
+    "Flex",
+    "HullFit",
     "LatencyTable",
     "LayerSelect",
+    "MaxAcc",
+    "MaxBatch",
+    "ModelSwitching",
     "NormTable",
     "SlackFit",
     "SubnetNorm",
     "SubnetSpace",
     "SubnetSpec",
     "Supernet",
+    "Tuner",
+    "Veltair",
     "WeightSlice",
     "__version__",
     "calibrate",
     "errors",
+    "exact_optimum",
+    "fluid_bound",
     "insert_",
+    "load_trace",
+    "make_policy",
     "pareto_front",
+    "plan",
     "profile_latency",
     "search",
     "simulate",
+    "superserve_a40",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'subnetact' has no attribute {name!r}")
-    value = getattr(import_module(f"subnetact.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'subnetact' has no attribute {name!r}")
+        value = getattr(import_module(f"subnetact.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -39,10 +39,11 @@ def bind(
     def make(module: nn.Module) -> nn.Module:
         if isinstance(module, LayerSelect):
             return module.select({name: visit_child(module._modules[name]) for name in module.kept(row)})
-        if isinstance(module, SubnetNorm):
-            return norm(module)
         if isinstance(module, Operator):
-            return module.bind(row, trainable)
+            bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
+            if module._modules:
+                object.__setattr__(bound, "_modules", {n: visit_child(m) for n, m in module._modules.items()})
+            return bound
         view = shell(module, modules={n: visit_child(m) for n, m in module._modules.items()})
         if trainable:
             object.__setattr__(view, "training", module.training)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ __all__ = ["calibrate"]
 def calibrate(
     supernet: Supernet,
     specs: Iterable[SubnetSpec],
-    batches: Iterable[Tensor],
+    batches: Iterable[Tensor | Sequence[Any]],
     progress: bool = True,
     rule: str | None = None,
 ) -> None:
@@ -37,14 +38,15 @@ def calibrate(
     Args:
         supernet: the supernet; only its norm table changes.
         specs: the subnets; those already calibrated are calibrated afresh.
-        batches: inputs of shape (N, C, H, W) like those to be served; sizes may differ. Read once.
+        batches: inputs of shape (N, C, H, W) like those to be served; sizes may differ. A pair, as a
+            DataLoader gives, stands for its first part. Read once.
         progress: whether to show a progress bar.
         rule: `weighted_biased` or `cumulative_unbiased`; default: the rule of the supernet's family,
             `weighted_biased` for an own network.
 
     Raises:
-        SpecError: a specification is not of this supernet, the rule is unknown, or there are no
-            batches.
+        SpecError: a specification is not of this supernet, the rule is unknown, there are no
+            batches, or statistics come out NaN.
     """
     if rule is not None and rule not in CALIBRATION_RULES:
         raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
@@ -54,15 +56,31 @@ def calibrate(
     device = next(supernet.network.parameters()).device
     collectors = [_Collector(supernet, spec, rule) for spec in wanted]
     seen = 0
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         for batch in tqdm(batches, desc=f"calibrating {len(wanted)} subnets", disable=not progress):
-            x = batch.to(device)
+            x = _images(batch).to(device)
             seen += 1
             for collector in collectors:
                 collector.network(x)
-    if not seen:
-        raise SpecError("calibration needs at least one batch, got none; a generator can be read only once")
-    supernet.norms.update({spec: collector.row() for spec, collector in zip(wanted, collectors, strict=True)})
+        if not seen:
+            raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
+        rows = {spec: collector.row() for spec, collector in zip(wanted, collectors, strict=True)}
+    for spec, row in rows.items():
+        wrong = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
+        if wrong:
+            raise SpecError(
+                f"calibration of {spec} gave statistics that are not finite, first at {wrong[0]}; check the "
+                "batches and the weights for NaN"
+            )
+    supernet.norms.update(rows)
+
+
+def _images(batch: Any) -> Tensor:
+    x = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(x, Tensor) or not x.numel():
+        got = f"{type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise SpecError(f"a calibration batch is a tensor, or a pair that begins with one, got {got}")
+    return x
 
 
 class _Collector:
@@ -77,7 +95,7 @@ class _Collector:
     def _collecting(self, norm: SubnetNorm) -> nn.Module:
         collecting = CollectingNorm(norm, self.sizes, self.rule or norm.rule)
         self.norms[norm.path] = norm, collecting
-        return collecting
+        return collecting.module
 
     def row(self) -> NormRow:
         statistics = {}

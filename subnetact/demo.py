@@ -68,11 +68,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration; return 0."""
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="where to draw")
-    parser.add_argument("--candidates", type=int, default=48, help="subnets to choose from")
+    parser.add_argument("--candidates", type=int, default=40, help="subnets to choose from")
     parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2:
+        parser.error("--out needs a folder that exists, --seconds a positive number, --candidates at least 2")
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
+    sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
+    try:
+        _demonstrate(args)
+    finally:
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(interval)
+    return 0
+
+
+def _demonstrate(args: argparse.Namespace) -> None:
     supernet = load_digits_supernet()
     parameters = sum(p.numel() for p in supernet.parameters())
     print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {_machine()}")
@@ -109,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"the largest subnet alone sustains {capacity_qps:.0f}/s."
     )
     policies: list[tuple[str, Policy]] = [
-        ("SlackFit, all subnets", SlackFit(table, slo_ms=slo_ms, margin_ms=0.1 * slo_ms)),
+        ("SlackFit, all subnets", SlackFit(table, slo_ms=slo_ms, margin_ms=2.0, margin=0.3)),
         ("fixed, largest subnet", Fixed(table, len(front) - 1)),
         ("fixed, smallest subnet", Fixed(table, 0)),
     ]
@@ -123,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _draw(args.out, table, runs[0], arrivals_ms, capacity_qps)
     print(f"Figure: {args.out}")
-    return 0
 
 
 def _machine() -> str:

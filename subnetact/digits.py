@@ -150,7 +150,10 @@ def read_digits() -> tuple[Digits, Digits]:
     Raises:
         ImportError: scikit-learn is not installed (`pip install subnetact[demo]`).
     """
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits come with scikit-learn: pip install 'subnetact[demo]'") from error
 
     data = load_digits()
     images = torch.from_numpy((data.images / 16).astype(np.float32)).unsqueeze(1)

@@ -39,8 +39,8 @@ class Engine:
     is slower, never wrong. Outputs are those of `supernet(x, subnet=spec)` up to rounding: 5e-5, or
     1e-3 relative and 1e-4 absolute where BatchNorm is folded.
 
-    Statistics that change in the norm table and weights that change in place are followed; moving the
-    supernet to another device is not.
+    Statistics that change in the norm table, weights that change in place and `load_state_dict` are
+    followed.
 
     Args:
         supernet: the supernet; it is moved to `device`.
@@ -361,7 +361,7 @@ class Engine:
         bound = subnet.bound
         if bound is None:
             raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
-        if bound.row is not self.supernet.norms.get(subnet.spec):
+        if not bound.current(self.supernet, subnet.spec):
             bound = self._bind(subnet.spec)
             with self._changing:
                 if subnet.bound is not None:

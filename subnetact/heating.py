@@ -116,7 +116,7 @@ class Heater:
         try:
             program = self._checked(subnet, bound, example)
         except Exception as error:
-            current = self._supernet.norms.get(subnet.spec) is bound.row and bound.versions() == versions
+            current = bound.current(self._supernet, subnet.spec) and bound.versions() == versions
             if not current:
                 return False  # it changed meanwhile; the next use tries again
             subnet.refused = True
@@ -141,7 +141,7 @@ class Heater:
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         view, row = self._supernet.private_view(subnet.spec)
-        if row is not bound.row:
+        if row is not bound.row or self._supernet.moves != bound.moves:
             raise ValueError("its statistics were replaced")
         with torch.inference_mode():
             program = Program(view, self._dtype)

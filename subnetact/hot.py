@@ -133,6 +133,7 @@ def _fuse(
         conv,
         lambda: _weight(conv, norm).to(dtype),
         None if bias is None else bias.to(dtype),
+        dtype,
         lambda nbytes: program.reserve(nbytes),
         *(activation or ()),
     )

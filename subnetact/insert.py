@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from types import MethodType
 
-from torch import nn
+from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators import Elastic, Operator, SubnetNorm
@@ -34,8 +34,13 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
             sizes of the largest subnet exceed it. The network is then unchanged.
     """
     modules = dict(network.named_modules())
+    _check(modules, elastic)
     operators: dict[nn.Module, Operator] = {}
     for path, entry in elastic.items():
+        if not isinstance(entry, Elastic):
+            raise InsertError(
+                f"{path}: {entry!r} is no description; write WeightSlice.on(out=...) for example"
+            )
         if path not in modules:
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
             raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
@@ -43,7 +48,6 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
     norms = [path for path, m in modules.items() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
     for path in norms:
         operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
-    _check(network, modules, operators)
     report = InsertReport(
         elastic={
             operator.path: str(elastic.get(operator.path, Elastic(SubnetNorm, {})))
@@ -87,12 +91,10 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
     return operator
 
 
-def _check(
-    network: nn.Module, modules: Mapping[str, nn.Module], operators: Mapping[nn.Module, Operator]
-) -> None:
+def _check(modules: Mapping[str, nn.Module], elastic: Mapping[str, Elastic]) -> None:
     if any(isinstance(module, Operator) for module in modules.values()):
         raise InsertError("the network already has operators; describe everything in one insert_ call")
-    if network in operators:
+    if "" in elastic:
         raise InsertError("the network itself is one elastic module; wrap it in a Sequential")
     for path, module in modules.items():
         for name, value in module.__dict__.items():
@@ -101,8 +103,14 @@ def _check(
                     f"{path or 'the network'}: attribute {name!r} holds a method bound to the module, which "
                     "would run the full network from inside a subnet; define it in the class instead"
                 )
-        if module in operators and hasattr(module, "parametrizations"):
+        if path in elastic and _computed(module):
             raise InsertError(
-                f"{path}: its weight is computed by a parametrization; remove it first "
-                "(torch.nn.utils.parametrize.remove_parametrizations)"
+                f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
+                "weight or spectral norm); make it permanent first, with remove_parametrizations or "
+                "prune.remove for example"
             )
+
+
+def _computed(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and "weight" not in module._parameters

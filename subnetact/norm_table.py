@@ -35,6 +35,8 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
         total = sum(channels.values())
         if flat.shape != (2 * total,):
             raise SpecError(f"a row of {total} channels needs shape ({2 * total},), got {tuple(flat.shape)}")
+        if any(count < 1 for count in channels.values()):
+            raise SpecError("a row's channel counts must be positive")
         self.channels = dict(channels)
         self.flat = flat
 
@@ -112,6 +114,13 @@ class NormTable:
         """Return the bytes of all statistics."""
         return sum(row.flat.numel() * row.flat.element_size() for row in self._rows.values())
 
+    def to_like(self, tensor: Tensor | None) -> NormTable:
+        """Return a table of its own with the rows on a tensor's device and of its dtype."""
+        table = NormTable(self.space)
+        table._rows = dict(self._rows)
+        table.apply(lambda flat: flat.clone() if tensor is None else flat.to(tensor, copy=True))
+        return table
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Map every row's tensor, to another device for example."""
         self._rows = {spec: NormRow(row.channels, function(row.flat)) for spec, row in self._rows.items()}
@@ -139,21 +148,18 @@ class NormTable:
                 header = file.metadata() or {}
                 if header.get("format") != "subnetact.norms":
                     raise FileFormatError(f"{path}: not a norm table; write one with NormTable.save()")
-                if int(header["schema"]) > SCHEMA:
+                if not 1 <= int(header["schema"]) <= SCHEMA:
                     raise FileFormatError(
-                        f"{path}: norm table of schema {header['schema']}, this version reads up to "
+                        f"{path}: norm table of schema {header['schema']}, this version reads 1 to "
                         f"{SCHEMA}; update subnetact"
                     )
                 table = cls(header["space"])
-                table.update(
-                    {
-                        SubnetSpec.from_json(entry["spec"]): NormRow(
-                            {name: int(channels) for name, channels in entry["channels"]},
-                            file.get_tensor(str(i)),
-                        )
-                        for i, entry in enumerate(json.loads(header["rows"]))
-                    }
-                )
+                for i, entry in enumerate(json.loads(header["rows"])):
+                    channels = {name: int(count) for name, count in entry["channels"]}
+                    row = NormRow(channels, file.get_tensor(str(i)))
+                    if not row.flat.isfinite().all():
+                        raise FileFormatError(f"{path}: row {i} is not finite; calibrate and save again")
+                    table._rows[SubnetSpec.from_json(entry["spec"])] = row
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, FileFormatError):
                 raise

@@ -48,6 +48,7 @@ class PackedConv:
         conv: its padding, stride, dilation and groups.
         source: makes the weight, of shape (out, in / groups, kh, kw).
         bias: of shape (out,), or None.
+        dtype: of the weight that `source` makes.
         reserve: asked for the bytes of every further layout; where it says no, the weight is packed
             in each call.
         activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
@@ -58,6 +59,7 @@ class PackedConv:
         conv: nn.Conv2d,
         source: Callable[[], Tensor],
         bias: Tensor | None,
+        dtype: torch.dtype,
         reserve: Callable[[int], bool],
         activation: str = "none",
         scalars: Sequence[float] = (),
@@ -71,7 +73,7 @@ class PackedConv:
         self._reserve = reserve
         self._activation = activation
         self._scalars = tuple(scalars)
-        self._onednn = can_pack(conv.weight)
+        self._onednn = can_pack(conv.weight) and dtype == torch.float32
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
 

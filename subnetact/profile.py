@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -68,13 +69,19 @@ def profile_latency(
     """
     if statistic not in STATISTICS or statistic in ("std", "min"):
         raise TableError(f"statistic: {statistic!r} is unknown; choose from mean, p50, p90, p95, p99")
-    if rounds < 1 or any(b < 1 for b in batch_sizes):
-        raise TableError(f"rounds and batch sizes must be positive, got {rounds} and {list(batch_sizes)}")
+    if rounds < 1 or not 0 <= warmup_ms < math.inf or not 0 <= min_time_ms < math.inf:
+        raise TableError(
+            f"rounds must be >= 1 and times finite and >= 0, got {rounds}, {warmup_ms} and {min_time_ms}"
+        )
+    known = [math.nan] * len(engine) if accuracy is None else list(accuracy)
+    LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     cells = [(i, b) for i in range(len(engine)) for b in batch_sizes]
     runs: dict[tuple[int, int], list[Runs]] = {cell: [] for cell in cells}
     inputs = {b: torch.stack([engine.example] * b).to(engine.device) for b in batch_sizes}
     for _, (i, b) in tqdm(
-        [(r, cell) for r in range(rounds) for cell in cells], desc="profiling", disable=not progress
+        [(r, cell) for r in range(rounds) for cell in cells if cell[0] in engine.ids],
+        desc="profiling",
+        disable=not progress,
     ):
         try:
             taken = measure(
@@ -112,7 +119,6 @@ def profile_latency(
         "subnetact": __version__,
         "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    known = [float("nan")] * len(engine) if accuracy is None else accuracy
     return LatencyTable.from_arrays(
         engine.keys, known, batch_sizes, statistics[statistic], statistics=statistics, stamp=stamp
     )
@@ -139,11 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random subnets")
     parser.add_argument("--out", type=Path, default=Path("latency.json"))
     args = parser.parse_args(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     try:
+        _check(args)
         table = _profile(args)
-    except (SubnetActError, ValueError, TypeError) as error:
+    except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError) as error:
         print(f"subnetact.profile: {error}", file=sys.stderr)
         return 2
     table.save(args.out)
@@ -151,6 +156,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for key, row in zip(table.subnets, table.latency_ms, strict=True):
         print("  " + "  ".join(f"{ms:8.2f}" for ms in row) + f"  ms  {key}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        raise ValueError(f"--out: {args.out} is not a file in a folder that exists")
+    if args.checkpoint and not args.family:
+        raise ValueError("--checkpoint: say with --family what it is a checkpoint of")
+    if args.subnets < 1 or (args.threads is not None and args.threads < 1):
+        raise ValueError("--subnets and --threads must be at least 1")
+    if args.input_shape and min(args.input_shape) < 1:
+        raise ValueError(f"--input-shape: {args.input_shape} must be positive")
+    if args.threads:
+        torch.set_num_threads(args.threads)
 
 
 def _profile(args: argparse.Namespace) -> LatencyTable:

@@ -171,7 +171,7 @@ class SubnetSpace:
             SpecError: the configuration is malformed or outside the space.
         """
         values = self._parse(config) if self._parse else config
-        if not isinstance(values, Mapping):
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise SpecError(f"{self.name}: expected a mapping of axes, got {type(values).__name__}")
         return self.spec(**values)
 
@@ -197,7 +197,9 @@ class SubnetSpace:
 
     def sample(self, rng: Rng | int) -> SubnetSpec:
         """Draw every slot uniformly; `rng` is a `random.Random`, a NumPy generator, or a seed."""
-        source = random.Random(rng) if isinstance(rng, int) else rng
+        source = random.Random(int(rng)) if isinstance(rng, int | np.integer) else rng
+        if not isinstance(source, random.Random | np.random.Generator):
+            raise SpecError(f"{self.name}: rng is a random.Random, a NumPy generator or a seed, got {rng!r}")
         pick = source.randrange if isinstance(source, random.Random) else source.integers
         return self._canonical(
             {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
@@ -273,7 +275,9 @@ class SubnetSpace:
         ]
 
     def _broadcast(self, axis: Axis, values: Any) -> tuple[Any, ...]:
-        if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray):
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if isinstance(values, str) or not isinstance(values, Sequence):
             return (values,) * len(axis.slots)
         if len(values) != len(axis.slots):
             raise SpecError(

@@ -19,13 +19,16 @@ Value: TypeAlias = int | float | str
 class SubnetSpec:
     """Canonical, hashable control tuple of one subnet, made by a `SubnetSpace`.
 
-    `values` pairs each axis with one value per slot; a slot that this subnet skips holds None, so
-    two specifications that differ only in skipped slots are the same subnet. `space` names the
-    space that made it (`SubnetSpace.id`).
+    `values` pairs each axis, in alphabetical order, with one value per slot; a slot that this subnet
+    skips holds None, so two specifications that differ only in skipped slots are the same subnet.
+    `space` names the space that made it (`SubnetSpace.id`).
     """
 
     space: str
     values: tuple[tuple[str, tuple[Value | None, ...]], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(sorted(self.values)))
 
     def __hash__(self) -> int:
         return self._hash

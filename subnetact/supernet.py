@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.binding import bind
-from subnetact.errors import ForeignSpec, UncalibratedSubnetWarning
+from subnetact.errors import CheckpointError, ForeignSpec, SpecError, UncalibratedSubnetWarning
 from subnetact.norm_table import NormRow, NormTable
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
@@ -65,8 +65,10 @@ class Supernet(nn.Module):
         self._norms = NormTable(space.id)
         self._active = space.largest()
         self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
+        self._moves = 0
         self._lock = threading.Lock()
         self._warned = False
+        self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_views": OrderedDict()}
@@ -84,9 +86,9 @@ class Supernet(nn.Module):
     def norms(self, table: NormTable) -> None:
         if table.space != self.space.id:
             raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
-        device = next(self.network.parameters()).device
-        table.apply(lambda tensor: tensor.to(device))
-        self._norms = table
+        home = next(iter(self.norm_operators().values()), None)
+        like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
+        self._norms = table.to_like(like)
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the BatchNorms of the network by name."""
@@ -109,12 +111,9 @@ class Supernet(nn.Module):
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
-        with self._lock:
-            view, statistics = self._views.get(spec, (None, None))
-            if view is not None and statistics is self._norms.get(spec):
-                self._views.move_to_end(spec)
-                return view
-        return self._build(self.space.check(spec))
+        if not isinstance(spec, SubnetSpec):
+            spec = self.space.check(spec)
+        return self._ready(spec) or self._build(self.space.check(spec))
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
         """Return a new view that nobody else holds, and the row of statistics it runs on, or None.
@@ -122,12 +121,16 @@ class Supernet(nn.Module):
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
-        row, statistics = self.space.resolve(spec), self._norms.get(spec)
+        spec = self.space.check(spec)
+        statistics = self._norms.get(spec)
         if statistics is None:
             self._warn_uncalibrated(spec)
-            return bind(self.network, row, lambda norm: norm.bind(row)), None
-        pairs = statistics.pairs()
-        return bind(self.network, row, lambda norm: norm.bind_with(row, *pairs[norm.path])), statistics
+        return self._bind(spec, statistics), statistics
+
+    @property
+    def moves(self) -> int:
+        """How often views were forgotten; private ones made before are of other weights."""
+        return self._moves
 
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
@@ -155,11 +158,26 @@ class Supernet(nn.Module):
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of this subnet with its own copy of the weights."""
-        return owned(self.subnet(spec))
+        spec = self.space.check(spec)
+        with torch.no_grad():
+            return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
 
     def calibrated(self, spec: SubnetSpec) -> bool:
         """Tell whether a subnet has statistics of its own, or the network needs none."""
-        return spec in self._norms or not self.norm_operators()
+        return self.space.check(spec) in self._norms or not self.norm_operators()
+
+    def refresh(self) -> None:
+        """Forget cached views, after weights were exchanged behind the supernet's back.
+
+        Views follow every change in place, `load_state_dict` and `to`. Only `parameter.data = ...`,
+        and moving `supernet.network` itself, need this.
+        """
+        with self._lock:
+            self._moves += 1
+            self._views.clear()
+            for module in self.network.modules():
+                if isinstance(module, Operator):
+                    module.forget()
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of every weight, to stamp measurements with."""
@@ -175,30 +193,78 @@ class Supernet(nn.Module):
         """Return the network's own state_dict; the norm table is saved apart."""
         return self.network.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the network's own state_dict; views follow, statistics stay."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the network's own state_dict, all or (where `strict`) nothing; statistics stay.
+
+        Raises:
+            CheckpointError: tensors are missing, extra, or of another shape.
+        """
+        own = self.network.state_dict()
+        wrong = [f"{n} is missing" for n in own if n not in state_dict]
+        wrong += [f"{n} is extra" for n in state_dict if n not in own]
+        wrong += [
+            f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
+            for n, t in state_dict.items()
+            if n in own and t.shape != own[n].shape
+        ]
+        if strict and wrong:
+            raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all)")
         try:
-            return self.network.load_state_dict(*args, **kwargs)
+            return self.network.load_state_dict(state_dict, strict, assign)
         finally:
-            self._drop_views()
+            self.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             self._norms.apply(fn)
         finally:
-            self._drop_views()
+            self.refresh()
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
 
-    def _build(self, spec: SubnetSpec) -> nn.Module:
-        view, statistics = self.private_view(spec)
+    def _ready(self, spec: SubnetSpec) -> nn.Module | None:
         with self._lock:
-            self._views[spec] = view, statistics
-            while len(self._views) > CACHED_VIEWS:
-                self._views.popitem(last=False)
+            return self._cached(spec)
+
+    def _cached(self, spec: SubnetSpec) -> nn.Module | None:
+        view, statistics = self._views.get(spec, (None, None))
+        if view is None or statistics is not self._norms.get(spec):
+            return None
+        self._views.move_to_end(spec)
         return view
+
+    def _build(self, spec: SubnetSpec) -> nn.Module:
+        if spec not in self._norms:
+            self._warn_uncalibrated(spec)
+        while True:
+            moves, statistics = self._moves, self._norms.get(spec)
+            view = self._bind(spec, statistics)
+            with self._lock:
+                cached = self._cached(spec)
+                if cached is not None:
+                    return cached
+                if moves == self._moves and statistics is self._norms.get(spec):
+                    self._views[spec] = view, statistics
+                    while len(self._views) > CACHED_VIEWS:
+                        self._views.popitem(last=False)
+                    return view
+
+    def _bind(self, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False) -> nn.Module:
+        row = self.space.resolve(spec)
+        if statistics is None:
+            return bind(self.network, row, lambda norm: norm.bind(row, fresh), fresh)
+        pairs = statistics.pairs()
+
+        def calibrated(norm: SubnetNorm) -> nn.Module:
+            if norm.path not in pairs:
+                raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
+            return norm.bind_with(row, *pairs[norm.path], fresh)
+
+        return bind(self.network, row, calibrated, fresh)
 
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
         if not self._warned and self.norm_operators():
@@ -207,12 +273,13 @@ class Supernet(nn.Module):
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
-    def _drop_views(self) -> None:
-        with self._lock:
-            self._views.clear()
-        for module in self.network.modules():
-            if isinstance(module, Operator):
-                module.forget()
+
+def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give the network's names, which a module around the supernet saved, the level they lack."""
+    for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(f"{prefix}network.")]:
+        state_dict[f"{prefix}network.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    if isinstance(supernet, Supernet):
+        supernet.refresh()

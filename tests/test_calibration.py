@@ -169,6 +169,84 @@ def test_rows_of_other_sizes_are_refused(digits: Supernet) -> None:
         NormRow({"a": 3}, torch.zeros(5))
 
 
+def test_bad_batches_commit_nothing(digits: Supernet) -> None:
+    spec = digits.space.smallest()
+    for batches, message in (
+        ([BATCHES[0], torch.full((2, 1, 16, 16), float("nan"))], "not finite, first at bn"),
+        ([BATCHES[0], torch.zeros(0, 1, 16, 16)], "a calibration batch is a tensor"),
+        ([{"image": BATCHES[0]}], "got dict"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            subnetact.calibrate(digits, [spec], batches, progress=False)
+    assert not digits.calibrated(spec)
+
+
+def test_pairs_of_images_and_labels_and_inference_mode_do(digits: Supernet) -> None:
+    spec = digits.space.smallest()
+    subnetact.calibrate(digits, [spec], BATCHES, progress=False)
+    expected = digits.norms.get(spec).flat
+    with torch.inference_mode():
+        subnetact.calibrate(digits, [spec], [(b, torch.zeros(len(b))) for b in BATCHES], progress=False)
+    row = digits.norms.get(spec).flat
+    assert torch.equal(row, expected)
+    assert not row.is_inference()
+
+
+class ActivatedNorm(nn.BatchNorm2d):
+    """A BatchNorm that does more than normalise, as timm has."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(super().forward(x))
+
+
+def test_a_batchnorm_that_also_activates_is_calibrated_as_it_runs() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(1, 4, 3), ActivatedNorm(4), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3)
+    ).eval()
+    space = subnetact.SubnetSpace(
+        "s", [subnetact.Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]}
+    )
+    elastic = {
+        "0": subnetact.WeightSlice.on(out="c"),
+        "1": subnetact.SubnetNorm.on(channels="c"),
+        "2": subnetact.WeightSlice.on(in_="c"),
+    }
+    supernet = subnetact.insert_(network, space, elastic)
+    spec = space.smallest()
+    x = BATCHES[0]
+    subnetact.calibrate(supernet, [spec], [x], progress=False)
+    hidden = supernet.extract(spec)[0](x)
+    hidden = nn.functional.relu(nn.functional.batch_norm(hidden, None, None, training=True))
+    hidden = supernet.extract(spec)[2](hidden)
+    torch.testing.assert_close(
+        supernet.extract(spec)[3].running_mean, hidden.mean((0, 2, 3)), rtol=1e-4, atol=1e-5
+    )
+    one, other = supernet.subnet(spec), supernet.subnet(space.largest())
+    assert one[1].act is not other[1].act
+
+
+def test_rows_that_lack_a_norm_and_tables_of_another_dtype(digits: Supernet) -> None:
+    spec = digits.space.smallest()
+    subnetact.calibrate(digits, [spec], BATCHES, progress=False)
+    row = digits.norms.get(spec)
+    expected = digits(X, subnet=spec)
+    doubled = NormTable(digits.space.id)
+    doubled.update({spec: NormRow(row.channels, row.flat.double())})
+    digits.norms = doubled
+    assert doubled.get(spec).flat.dtype == torch.float64
+    torch.testing.assert_close(digits(X, subnet=spec), expected)
+    pairs = row.pairs()
+    pairs.pop("bn")
+    digits.norms.update({spec: NormRow.of(pairs)})
+    with pytest.raises(SpecError, match="lack bn; calibrate it again"):
+        digits.subnet(spec)
+
+
 def test_a_network_without_batchnorm_needs_no_calibration() -> None:
     space = subnetact.SubnetSpace(
         "s", [subnetact.Axis.uniform("c", ["it"], [2, 4])], lambda v: {"c": v["c"][0]}

@@ -95,8 +95,14 @@ def test_a_profile_is_complete_stamped_and_round_trips(engine: subnetact.Engine,
 def test_profile_arguments_are_checked(engine: subnetact.Engine) -> None:
     with pytest.raises(TableError, match="p42"):
         subnetact.profile_latency(engine, [1], statistic="p42")
-    with pytest.raises(TableError, match="positive"):
-        subnetact.profile_latency(engine, [0])
+    for batch_sizes, more in (
+        ([0], {}),
+        ([4, 1], {}),
+        ([1], {"accuracy": [1.0]}),
+        ([1], {"warmup_ms": np.inf}),
+    ):
+        with pytest.raises(TableError):
+            subnetact.profile_latency(engine, batch_sizes, **more)
 
 
 def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -127,9 +133,12 @@ def test_the_command_explains_wrong_arguments(tmp_path: Path) -> None:
     for arguments, words in (
         (["--family", "resnet"], "choose from"),
         (["--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--checkpoint", "x.pth"], "say with --family"),
+        (["--subnets", "-1"], "at least 1"),
+        (["--input-shape", "3", "16", "16", "--subnets", "1"], "expected input"),
         (["--family", "ofa_resnet50", "--checkpoint", str(tmp_path / "no.pth")], "no such file"),
     ):
-        done = run_profile(*arguments, "--out", str(tmp_path / "table.json"))
+        done = run_profile("--out", str(tmp_path / "table.json"), *arguments)
         assert done.returncode == 2
         assert words in done.stderr
         assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 
 from subnetact import Axis, SubnetSpace, Supernet, insert_
@@ -118,18 +119,20 @@ def test_fixed_batchnorms_become_subnet_norms_too() -> None:
 @pytest.mark.parametrize(
     ("elastic", "message"),
     [
-        ({"3": WeightSlice.on(out="c")}, "no module '3'"),
         ({"0": WeightSlice.on(out="d")}, "no dimension 'd'; it has c"),
         ({"0": WeightSlice.on(channels="c")}, "no part 'channels'; choose from out, in_"),
         ({"1": WeightSlice.on(out="c")}, "only Conv1d, Conv2d, Conv3d and Linear"),
         ({"0": SubnetNorm.on(channels="c")}, "only BatchNorm"),
         ({"2": WeightSlice.on(out="c")}, "the largest subnet has 8 at c, the module only 4"),
         ({"0": LayerSelect.on(x="c")}, "only Sequential and ModuleList"),
-        ({"": LayerSelect.on(**{"7": "c"})}, r"no layers \['7'\]"),
+        ({"": LayerSelect.on(**{"7": "c"})}, "wrap it in a Sequential"),
+        ({"3": LayerSelect.on(**{"7": "c"})}, r"no layers \['7'\]"),
+        ({"0": "c"}, "'c' is no description"),
+        ({"4": WeightSlice.on(out="c")}, "no module '4'"),
     ],
 )
 def test_a_description_that_does_not_fit_changes_nothing(elastic: dict, message: str) -> None:
-    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1), nn.Sequential())
     before = list(network.children())
     with pytest.raises(InsertError, match=message):
         insert_(network, space_of(c=[2, 8]), {"1": SubnetNorm.on(channels="c"), **elastic})
@@ -143,6 +146,10 @@ def test_networks_that_would_leave_a_view_are_refused() -> None:
         insert_(network, space_of(c=[2, 8]), {"0": WeightSlice.on(out="c")})
     network = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 1)))
     with pytest.raises(InsertError, match="parametrization"):
+        insert_(network, space_of(c=[2, 8]), {"0": WeightSlice.on(out="c")})
+    network = nn.Sequential(nn.Conv2d(3, 8, 1))
+    torch.nn.utils.prune.l1_unstructured(network[0], "weight", 0.5)
+    with pytest.raises(InsertError, match=r"prune\.remove"):
         insert_(network, space_of(c=[2, 8]), {"0": WeightSlice.on(out="c")})
     network = nn.Sequential(nn.Conv2d(3, 8, 1))
     insert_(network, space_of(c=[2, 8]), {"0": WeightSlice.on(out="c")})

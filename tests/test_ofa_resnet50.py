@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -269,3 +270,19 @@ def test_unknown_families_and_arguments_are_named() -> None:
         load("resnet")
     with pytest.raises(TypeError, match="no constructor argument width_mult"):
         load("ofa_resnet50", width_mult=1.0)
+    for wrong in ([], [-1], ["a"], None, [float("nan")], [True]):
+        with pytest.raises(SpecError, match="one or more numbers"):
+            load("ofa_resnet50", width_mult_list=wrong)
+
+
+def test_a_damaged_legacy_file_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "legacy.pth"
+    torch.save({"state_dict": golden_state()}, path, _use_new_zipfile_serialization=False)
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(40):
+        damaged = bytearray(whole)
+        at = rng.randrange(len(whole) // 100)
+        damaged[at : at + 3] = bytes(rng.randrange(256) for _ in range(3))
+        path.write_bytes(damaged[: rng.choice([len(whole), at + 50])])
+        with contextlib.suppress(CheckpointError):
+            load("ofa_resnet50", path, **FACTS["constructor"])

@@ -122,8 +122,20 @@ def test_wrong_axes_and_slot_counts_are_named() -> None:
         SPACE.spec(depht=1, expand=2, width=1.0)
     with pytest.raises(SpecError, match=r"depth has 2 slots .* got 3 values"):
         SPACE.spec(depth=[1, 1, 1], expand=2, width=1.0)
-    with pytest.raises(SpecError, match="expected a mapping"):
-        SPACE.parse([1, 2])
+    for wrong in ([1, 2], {1: 2}):
+        with pytest.raises(SpecError, match="expected a mapping"):
+            SPACE.parse(wrong)
+    assert SPACE.spec(depth=np.array([1, 1]), expand=np.array(2), width=1.0) == SPACE.spec(
+        depth=1, expand=2, width=1
+    )
+    with pytest.raises(SpecError, match="rng is"):
+        SPACE.sample(None)
+
+
+def test_the_order_of_axes_in_a_file_does_not_matter() -> None:
+    spec = SPACE.largest()
+    text = json.dumps({"values": dict(reversed(spec.to_json()["values"].items())), "space": SPACE.id})
+    assert SubnetSpec.from_json(json.loads(text)) == spec
 
 
 def test_a_spec_of_another_space_is_refused() -> None:

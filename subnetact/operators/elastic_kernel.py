@@ -63,8 +63,9 @@ class ElasticKernel(Operator):
         template = self.template
         if not isinstance(template, KernelConv2d):
             raise self.refuse("only KernelConv2d stands for several kernel sizes")
+        cls = _FollowingConv2d if template.matrices else nn.Conv2d
         with torch.device("meta"):
-            plain = _FollowingConv2d(1, 1, 1, template.stride, bias=False)  # type: ignore[arg-type]
+            plain = cls(1, 1, 1, template.stride, bias=False)  # type: ignore[arg-type]
         self.__dict__["_plain"] = plain
 
     def full(self, part: str) -> int:
@@ -175,7 +176,7 @@ class _FollowingConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, channels, H, W) to (N, channels, H / stride, W / stride)."""
         if not torch.compiler.is_compiling():
-            computed = getattr(self.weight, "computed", None)
+            computed = getattr(self._parameters["weight"], "computed", None)
             if computed is not None:
                 computed.refresh()
         return super().forward(input)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
@@ -97,43 +96,44 @@ class SubnetNorm(Operator):
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
 
 
-class CollectingNorm(nn.Module):
-    """Normalises with each batch's own mean and biased variance, and averages them by a rule.
+class CollectingNorm:
+    """Gives a subnet's BatchNorm each batch's own mean and biased variance, and averages them by a rule.
 
     Args:
-        norm: the operator it stands for.
+        norm: the operator.
         row: the subnet's sizes.
         rule: one of `CALIBRATION_RULES`.
+
+    Attributes:
+        module: the BatchNorm to put into the network, of the class it has there.
+        mean: the average so far, of shape (channels,); None before the first batch.
+        var: likewise.
     """
 
     def __init__(self, norm: SubnetNorm, row: Row, rule: str = WEIGHTED_BIASED) -> None:
-        super().__init__()
-        affine = norm.parameters_of(norm.sizes(row), trainable=False)
-        self._weight, self._bias = affine["weight"], affine["bias"]
-        self._eps = float(norm.template.eps)
+        self.module = norm.bind(row)
+        self.module.register_forward_pre_hook(self._collect)
         self._path = norm.path
         self._unbiased = rule == CUMULATIVE_UNBIASED
         self.mean: Tensor | None = None
         self.var: Tensor | None = None
-        self.seen = 0
+        self._seen = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x of shape (N, C, ...) with its own statistics and take them into the average.
-
-        Raises:
-            SpecError: an unbiased variance of one value per channel.
-        """
+    def _collect(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Take an input of shape (N, C, ...) into the average, and have it normalised with its own."""
+        x = inputs[0]
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        var, mean = torch.var_mean(x, dim=axes, correction=0)
         values = x.numel() // x.shape[1]
-        if self._unbiased and values < 2:
+        if values < (2 if self._unbiased else 1):
             raise SpecError(
-                f"{self._path}: the unbiased variance of a batch needs two values per channel, got "
-                f"{values}; calibrate with larger batches or inputs"
+                f"{self._path}: a batch of shape {tuple(x.shape)} gives {values} values per channel, the "
+                f"{'unbiased ' if self._unbiased else ''}variance needs more; calibrate with larger batches"
             )
-        self.seen += 1 if self._unbiased else x.shape[0]
-        share = 1 / self.seen if self._unbiased else x.shape[0] / self.seen
+        var, mean = torch.var_mean(x, dim=axes, correction=0)
+        module.register_buffer("running_mean", mean)
+        module.register_buffer("running_var", var)
+        self._seen += 1 if self._unbiased else x.shape[0]
+        share = 1 / self._seen if self._unbiased else x.shape[0] / self._seen
         stored = var * (values / (values - 1)) if self._unbiased else var
         self.mean = mean if self.mean is None else torch.lerp(self.mean, mean, share)
         self.var = stored if self.var is None else torch.lerp(self.var, stored, share)
-        return F.batch_norm(x, mean, var, self._weight, self._bias, False, 0.0, self._eps)

@@ -1,8 +1,9 @@
 """Shells: the modules of a zero-copy view.
 
-A shell is an instance of its template's class with its own dictionary, so that hooks, submodules
-and attributes are private to one view, while parameter tensors are shared. Hook registries are
-created on first use: they would be two thirds of a shell's memory.
+A shell is an instance of a subclass of its template's class with its own dictionary, so that hooks,
+submodules and attributes are private to one view, while parameter tensors are shared. Registries of
+hooks, parameters and buffers become private on the first change: they would be two thirds of a
+shell's memory.
 """
 
 from __future__ import annotations
@@ -20,12 +21,27 @@ from subnetact.errors import ViewError
 __all__ = ["is_view", "owned", "shell"]
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
-_NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: OrderedDict() for name in _HOOKS}
-_REGISTER_HOOK = tuple(n for n in dir(nn.Module) if n.startswith("register_") and n.endswith("_hook"))
+_DICTS = ("_parameters", "_buffers", "_modules")
+_REGISTER_HOOK = tuple(
+    n for n in dir(nn.Module) if n.lstrip("_").startswith("register_") and n.endswith("hook")
+)
+
+
+class _NoHooks(OrderedDict[int, Any]):
+    """An empty registry that many modules share and that therefore stays empty."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        raise ViewError("hooks are registered with the module's register_..._hook methods")
+
+    def __deepcopy__(self, memo: Any) -> _NoHooks:
+        return self
+
+
+_NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in _HOOKS}
 
 
 class _View(nn.Module):
-    """What a view's modules refuse: anything that would write into weights all subnets share."""
+    """What a view's modules refuse: anything that would write into what all subnets share."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
@@ -44,6 +60,11 @@ class _View(nn.Module):
             )
         return super().train(mode)
 
+    def requires_grad_(self, requires_grad: bool = True) -> _View:
+        if requires_grad:
+            raise ViewError("a view's weights belong to every subnet; train supernet.extract(spec) instead")
+        return self
+
     def load_state_dict(self, *_: Any, **__: Any) -> Any:
         raise ViewError(
             "loading into a view would change every subnet; load into the supernet, or into "
@@ -51,14 +72,35 @@ class _View(nn.Module):
         )
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        object.__setattr__(self, "_parameters", dict(self._parameters))
+        self._unshare()
         super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._unshare()
+        super().register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._unshare()
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor | nn.Module) or any(name in self.__dict__[d] for d in _DICTS):
+            self._unshare()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._unshare()
+        super().__delattr__(name)
+
+    def _unshare(self) -> None:
+        for name in (*_DICTS, "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, self.__dict__[name].copy())
 
 
 def _with_private_hooks(register: str) -> Callable[..., Any]:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for name in _HOOKS:
-            if self.__dict__[name] is _NO_HOOKS[name]:
+            if isinstance(self.__dict__[name], _NoHooks):
                 object.__setattr__(self, name, OrderedDict())
         return getattr(super(_View, self), register)(*args, **kwargs)
 

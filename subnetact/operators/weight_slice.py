@@ -23,7 +23,7 @@ class WeightSlice(Operator):
     parts = ("out", "in_")
 
     def check(self) -> None:
-        """Refuse other modules, and padding that depends on the input."""
+        """Refuse other modules, and grouped ones whose two sides follow different dimensions."""
         if not isinstance(self.template, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear):
             raise self.refuse("only Conv1d, Conv2d, Conv3d and Linear have a weight it can slice")
         if self._groups > 1:

@@ -87,6 +87,8 @@ class Batcher:
         check_count(max_queue, "max_queue")
         check_count(workers, "workers")
         usual_slo = slo_ms if slo_ms is not None else getattr(policy, "slo_ms", 36.0)
+        if not 0.0 < usual_slo < math.inf:
+            raise PolicyError(f"slo_ms: {usual_slo} must be finite and > 0")
         self._engine = engine
         self._best_accuracy = max(table.accuracy)
         self._accuracy = table.accuracy
@@ -206,8 +208,12 @@ class Batcher:
     def _enqueue(
         self, x: Any, deadline_ms: float, min_accuracy: float | None, future: Any, loop: Any
     ) -> tuple[float, Request]:
-        floor = 0.0 if min_accuracy is None else min_accuracy
         try:
+            try:
+                deadline_ms = float(deadline_ms)
+                floor = 0.0 if min_accuracy is None else float(min_accuracy)
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"deadline_ms and min_accuracy are numbers: {error}") from error
             if not 0.0 < deadline_ms < math.inf:
                 raise InvalidRequest(f"deadline_ms: {deadline_ms} must be finite and > 0")
             if not floor <= self._best_accuracy:

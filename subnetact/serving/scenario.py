@@ -53,12 +53,10 @@ def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
     if not np.isfinite(arrivals).all():
         at = int(np.argmin(np.isfinite(arrivals)))
         raise TraceError(f"arrivals_ms[{at}]: {arrivals[at]} is not finite")
-    steps = np.diff(arrivals)
-    if len(steps) and steps.min() < 0:
-        at = int(np.argmin(steps >= 0))
-        raise TraceError(
-            f"arrivals_ms[{at + 1}]: {arrivals[at + 1]} is before {arrivals[at]}; sort the arrivals"
-        )
+    falling = arrivals[1:] < arrivals[:-1]
+    if falling.any():
+        at = int(np.argmax(falling)) + 1
+        raise TraceError(f"arrivals_ms[{at}]: {arrivals[at]} is before {arrivals[at - 1]}; sort the arrivals")
     return arrivals
 
 

@@ -17,6 +17,25 @@ from ofa_adapters import load
 from subnetact.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+STAGE = {"k": [3, 5], "t": [2, 3], "s": 2, "act_func": "swish", "se": True}
+SMALL: dict[str, dict[str, Any]] = {
+    "attentivenas": {
+        "n_classes": 5,
+        "supernet_cfg": {
+            "use_v3_head": True,
+            "resolutions": [32, 48],
+            "first_conv": {"c": [8, 16], "s": 2, "act_func": "swish"},
+            **{f"mb{i}": {**STAGE, "c": [8, 16, 24], "d": [1, 2], "s": 1 + i % 2} for i in range(1, 8)},
+            "last_conv": {"c": [24, 32], "act_func": "swish"},
+        },
+    },
+    "slimmable_resnet50": {"num_classes": 5, "width_mult_list": [0.0625, 0.125]},
+    "us_mobilenet_v2": {
+        "num_classes": 5,
+        "width_mult_list": [0.5, 0.75, 1.0],
+        "width_mult_range": [0.25, 0.5],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -63,3 +82,51 @@ def golden() -> Callable[[str], Golden]:
 def supernet_of() -> Callable[[str], Supernet]:
     """The golden supernet of a family; tests do not change it."""
     return cache(lambda family: read_golden(family).load())
+
+
+def _constructor_of(family: str) -> dict[str, Any]:
+    return read_golden(family).facts["constructor"] if family not in SMALL else SMALL[family]
+
+
+@pytest.fixture(scope="session")
+def constructor_of() -> Callable[[str], dict[str, Any]]:
+    """Constructor arguments of a small network."""
+    return _constructor_of
+
+
+@pytest.fixture(scope="session")
+def small() -> Callable[[str], Supernet]:
+    """A small supernet with random weights; tests do not change it."""
+
+    @cache
+    def make(family: str) -> Supernet:
+        torch.manual_seed(0)
+        return load(family, None, **_constructor_of(family))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def inputs_of() -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Inputs of a small supernet."""
+
+    def make(family: str, n: int = 2) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(0)
+        if family == "dynabert":
+            return (torch.randint(1, 90, (n, 9), generator=generator),)
+        size = 32 if family == "autoformer" else 64
+        return (torch.randn(n, 3, size, size, generator=generator),)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def golden_state() -> Callable[[str], dict[str, torch.Tensor]]:
+    """Weights under upstream's names."""
+    return lambda family: read_golden(family).state()
+
+
+@pytest.fixture(scope="session")
+def small_fingerprint() -> Callable[[str], str]:
+    """The fingerprint of a golden supernet."""
+    return cache(lambda family: read_golden(family).load().fingerprint())

@@ -25,7 +25,7 @@ class Fixed:
 
     def __init__(self, table: LatencyTable, subnet: int | str) -> None:
         index = table.subnets.index(subnet) if isinstance(subnet, str) and subnet in table.subnets else subnet
-        if isinstance(index, str) or not 0 <= index < len(table.subnets):
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(table.subnets):
             shown = ", ".join(table.subnets[:8])
             raise PolicyError(
                 f"subnet: {subnet!r} is not in the table; choose 0 to {len(table.subnets) - 1} or {shown}"

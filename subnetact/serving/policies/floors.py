@@ -17,6 +17,8 @@ __all__ = ["FloorPlanner"]
 
 _FORGET = 0.02
 _GONE = 1e-3
+#: share of the workers' time that is planned; the rest pays for batches that mix classes
+_PLANNED = 0.8
 
 
 class FloorPlanner:
@@ -47,7 +49,7 @@ class FloorPlanner:
         levels = sorted({level for _, level in waiting})
         self._learn(waiting)
         others = pricing.others_free(context)
-        point = pricing.pick_point(context, len(others) + 1, self._mixed_tau)
+        point = pricing.pick_point(context, _PLANNED * (len(others) + 1), self._mixed_tau)
         price = pricing.market.prices[point]
         values = {level: self._value(self._market(level), price) for level in levels}
         tau = self._mixed_tau(0)

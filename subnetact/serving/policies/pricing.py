@@ -27,10 +27,10 @@ class Tuning:
         surge_slos: how many SLOs the guard against surges looks ahead.
     """
 
-    rate_window_ms: float = 200.0
+    rate_window_ms: float = 400.0
     accepted_share: float = 0.7
     shrink_ms: float = 30.0
-    grow_ms: float = 50.0
+    grow_ms: float = 130.0
     surge_window_ms: float = 4.0
     surge_slos: float = 2.0
 
@@ -71,7 +71,7 @@ class Pricing:
         capacity = ahead + sum([ahead - (free - now) for free in others if free - now < ahead])
         return capacity - (context.queued + expected) * tau_ms
 
-    def pick_point(self, context: Context, workers: int, tau: Callable[[int], float]) -> int:
+    def pick_point(self, context: Context, workers: float, tau: Callable[[int], float]) -> int:
         """The point of the hull that the load leaves time for; neighbours alternate by sigma-delta.
 
         Args:

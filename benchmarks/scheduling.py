@@ -1,0 +1,365 @@
+"""Regenerates the scheduling evaluation on SuperServe's A40 table: tables and figures in benchmarks/results.
+
+python benchmarks/scheduling.py                    # everything, about ten minutes on one core
+python benchmarks/scheduling.py --only scaling     # one section; the others keep their earlier numbers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scheduling_report import report
+from tqdm import tqdm
+
+from subnetact import __version__
+from subnetact.latency import LatencyTable
+from subnetact.serving.context import ArrivalMeter, Context
+from subnetact.serving.datasets import load_trace, superserve_a40
+from subnetact.serving.fluid import fluid_bound
+from subnetact.serving.optimum import exact_optimum
+from subnetact.serving.plotting import plot_comparison, plot_dynamics
+from subnetact.serving.policies import Fixed, HullFit, SlackFit, comparison, make_policy
+from subnetact.serving.queue import EDFQueue
+from subnetact.serving.simulator import WorkerEvent, simulate
+from subnetact.serving.traces import bursty, from_counts, poisson, time_varying
+
+RESULTS = Path(__file__).parent / "results"
+TABLE = superserve_a40()
+SLO_MS = 36.0
+SLACKFITS = [f"slackfit:{k}" for k in (4, 8, 16, 32)]
+STRONG = ["hullfit", *SLACKFITS, "maxbatch", "fixed:0", "fixed:1", "fixed:2"]
+Floats = npt.NDArray[np.float64]
+Section = dict[str, Any]
+
+
+def reference_suite(scale: float = 2.0, seed: int = 0) -> Iterator[tuple[str, Floats]]:
+    for variant in (2950, 4900, 5550):
+        for cv2 in (2, 4, 8):
+            yield f"bursty {variant} cv2={cv2}", bursty(1500 * scale, variant * scale, cv2, 30, seed)
+    for tau in (250, 500, 5000):
+        yield f"time-varying tau={tau}", time_varying(2500 * scale, 7400 * scale, tau * scale, 8, 5, 10, seed)
+    yield "maf", load_trace("maf", scale, seed)
+
+
+def run(name: str, trace: Floats, **settings: Any) -> dict[str, float]:
+    result = simulate(trace, TABLE, make_policy(name, TABLE, SLO_MS), SLO_MS, **settings)
+    return {
+        "attainment": result.attainment,
+        "mean_accuracy": result.mean_accuracy,
+        "effective_accuracy": result.effective_accuracy,
+        "missed": result.missed,
+    }
+
+
+def suite() -> Section:
+    """The 13 traces under every policy (seed 0), and under the strong ones on two fresh seeds."""
+    section: Section = {}
+    for seed in (0, 1, 2):
+        names = list(dict.fromkeys([*SLACKFITS, *comparison(TABLE)])) if seed == 0 else STRONG
+        for trace_name, trace in tqdm(reference_suite(seed=seed), total=13, desc=f"suite, seed {seed}"):
+            rows = {name: run(name, trace) for name in names}
+            bound = fluid_bound(trace, TABLE, 8, SLO_MS)
+            best = rows["hullfit"]["effective_accuracy"]
+            other = max((rows[name]["effective_accuracy"], name) for name in names if name != "hullfit")
+            section[f"{trace_name}, seed {seed}"] = {
+                "requests": len(trace),
+                "fluid_bound": bound,
+                "gap_to_bound": bound - best,
+                "lead_over_next": best - other[0],
+                "next": other[1],
+                "policies": rows,
+            }
+    section["summary"] = {
+        "most_missed_share_hullfit": max(
+            row["policies"]["hullfit"]["missed"] / row["requests"] for row in section.values()
+        ),
+        "largest_gap_to_bound": max(row["gap_to_bound"] for row in section.values()),
+        "least_lead_over_next": min(row["lead_over_next"] for row in section.values()),
+    }
+    return section
+
+
+def load_scales() -> Section:
+    """HullFit against the best of SlackFit at any K, MaxBatch and the fixed subnets, by load."""
+    section: Section = {}
+    names = ["hullfit", *SLACKFITS, "maxbatch", *(f"fixed:{i}" for i in range(6))]
+    for scale in tqdm((1.0, 1.25, 1.5, 1.75, 2.0, 2.15), desc="load scales"):
+        traces = {
+            "bursty 4900 cv2=4": bursty(1500 * scale, 4900 * scale, 4, 15, seed=0),
+            "time-varying tau=500": time_varying(2500 * scale, 7400 * scale, 500 * scale, 8, 5, 10, seed=0),
+            "maf (first 40 s)": load_trace("maf", scale, seed=0, duration_s=40.0),
+        }
+        for trace_name, trace in traces.items():
+            rows = {name: run(name, trace) for name in names}
+            best = rows.pop("hullfit")
+            other = max((row["effective_accuracy"], name) for name, row in rows.items())
+            section[f"x{scale} {trace_name}"] = {
+                "hullfit": best,
+                "next": other[1],
+                "next_effective_accuracy": other[0],
+                "regress": max(0.0, other[0] - best["effective_accuracy"]),
+            }
+    section["largest_regress"] = max(row["regress"] for row in section.values())
+    return section
+
+
+def robustness() -> Section:
+    """Noise, overload, accuracy floors, fewer workers."""
+    maf = load_trace("maf", 2.0)
+    section: Section = {
+        "maf, 5 % noise + 0.3 ms": {
+            name: run(name, maf, noise=0.05, overhead_ms=0.3) for name in ("hullfit", *SLACKFITS)
+        }
+    }
+    for qps in (21_000, 24_000):
+        even = np.arange(0.0, 30_000.0, 1000.0 / qps)
+        for kind, trace in (("even", even), ("poisson", poisson(qps, 30, seed=1))):
+            section[f"{qps} qps {kind}, drop"] = {
+                name: run(name, trace, hopeless="drop")
+                for name in ("hullfit", "slackfit", "maxbatch", "fixed:0")
+            }
+            section[f"{qps} qps {kind}, drop"]["capacity_share"] = (
+                8 * 16 / 6.26507 * 1000 / len(trace) * 30.036
+            )
+    draw = np.random.default_rng(5).random(len(maf))
+    floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
+    for rule in ("serve", "drop"):
+        section[f"maf with floors, {rule}"] = {
+            name: run(name, maf, min_accuracy=floors, hopeless=rule) for name in tqdm(("hullfit", "slackfit"))
+        }
+    unclipped = from_counts(_maf_counts(), 120.0, 12_800)
+    for kind, trace in (("maf", maf), ("maf unclipped", unclipped)):
+        for rule in ("serve", "drop", "defer"):
+            section[f"{kind}, 6 of 8 workers, {rule}"] = {
+                name: run(name, trace, workers=6, hopeless=rule) for name in ("hullfit", "fixed:0")
+            }
+    return section
+
+
+def _maf_counts() -> npt.NDArray[np.int64]:
+    from subnetact.serving.datasets import series
+
+    counts: npt.NDArray[np.int64] = series("maf")["sum14d_union"]
+    return counts
+
+
+def faults() -> Section:
+    """One of 8 workers dies every 12 s until 4 are left, on the bursty trace (SuperServe, Fig. 11a)."""
+    section: Section = {}
+    events = [WorkerEvent(12_000.0 * (i + 1), 7 - i, False) for i in range(4)]
+    for scale in (1.0, 1.5, 2.0):
+        trace = bursty(1500 * scale, 2950 * scale, 2, 60, seed=0)
+        rows = {}
+        for name in ("hullfit", "slackfit:4", "slackfit", "fixed:2"):
+            policy = make_policy(name, TABLE)
+            result = simulate(trace, TABLE, policy, events=events, requests=True)
+            log = result.log
+            assert log is not None
+            met = log.finish_ms <= trace + SLO_MS
+            accuracy = np.array(TABLE.accuracy)[log.subnet]
+            phases = [(trace >= 12_000 * i) & (trace < 12_000 * (i + 1)) for i in range(5)]
+            rows[name] = {
+                "attainment": result.attainment,
+                "attainment_by_workers": {8 - i: float(met[phase].mean()) for i, phase in enumerate(phases)},
+                "accuracy_by_workers": {
+                    8 - i: float(accuracy[phase & met].mean()) for i, phase in enumerate(phases)
+                },
+            }
+        section[f"x{scale}: {4450 * scale:.0f} qps"] = rows
+    return section
+
+
+def scaling() -> Section:
+    """The greatest Poisson rate with attainment >= 0.999, for 1 to 32 workers (SuperServe, Fig. 11b)."""
+    section: Section = {}
+    for name in ("hullfit", "fixed:0"):
+        section[name] = {}
+        for workers in tqdm((1, 2, 4, 8, 16, 32), desc=f"scaling, {name}"):
+            low, high = 0.5, 1.05
+            while high - low > 0.01:
+                share = (low + high) / 2
+                trace = poisson(share * workers * 16 / 6.26507 * 1000, 3.0, seed=workers)
+                if run(name, trace, workers=workers)["attainment"] >= 0.999:
+                    low = share
+                else:
+                    high = share
+            section[name][workers] = round(low * workers * 16 / 6.26507 * 1000)
+    return section
+
+
+def small_instances() -> Section:
+    """Against the exact optimum of SuperServe's zero-one program, knowing all arrivals."""
+    rng = np.random.default_rng(11)
+    section: Section = {}
+    for slo in (12.0, 18.0, 36.0):
+        gaps: dict[str, list[float]] = {"hullfit": [], "slackfit": [], "maxbatch": []}
+        for workers, count, span in ((1, 8, 10), (1, 12, 10), (1, 12, 30), (2, 12, 20)):
+            for _ in range(5):
+                trace = np.sort(rng.uniform(0, span, count))
+                optimum = exact_optimum(trace, TABLE, slo, workers)
+                for name, found in gaps.items():
+                    result = simulate(trace, TABLE, make_policy(name, TABLE, slo), slo, workers, "drop")
+                    found.append(1 - result.accuracy_sum / optimum)
+        section[f"slo {slo:g} ms"] = {name: float(np.mean(found)) for name, found in gaps.items()}
+    for name in ("hullfit", "slackfit", "maxbatch"):
+        section[f"mean gap, {name}"] = float(
+            np.mean([row[name] for key, row in section.items() if key.startswith("slo")])
+        )
+    return section
+
+
+def queueing_theory() -> Section:
+    """Mean wait of an M/D/1 queue against rho s / 2 (1 - rho)."""
+    table = LatencyTable.from_arrays(["only"], [80.0], [1], [[1.0]])
+    section: Section = {}
+    for load in (0.5, 0.7, 0.8):
+        trace = poisson(1000 * load, 1500, seed=2)
+        log = simulate(trace, table, Fixed(table, 0), 1e6, 1, requests=True).log
+        assert log is not None
+        waited, theory = float(np.mean(log.start_ms - trace)), load / (2 * (1 - load))
+        section[f"load {load}"] = {"simulated_ms": waited, "theory_ms": theory, "error": waited / theory - 1}
+    return section
+
+
+def speed() -> Section:
+    """Requests simulated a second (median of 5 runs), memory, and time per decision."""
+    maf = load_trace("maf", 2.0)
+    light = load_trace("maf", 1.0)
+    section: Section = {"requests": len(maf)}
+    for name in ("slackfit", "slackfit:4", "hullfit"):
+        for label, trace in (("x2.0", maf), ("x1.0", light)):
+            rates = []
+            for _ in range(5):
+                policy = make_policy(name, TABLE)
+                start = time.perf_counter()
+                simulate(trace, TABLE, policy)
+                rates.append(len(trace) / (time.perf_counter() - start))
+            section[f"{name} maf {label}, requests/s"] = round(float(np.median(rates)))
+    section["peak memory beyond the trace, KiB"] = {
+        str(count): _peak_kib(maf[:count]) for count in (len(maf) // 10, len(maf))
+    }
+    for name in ("slackfit", "hullfit", "maxbatch", "maxacc", "modelswitching", "cheapest", "fixed"):
+        section[f"{name} decision, 1000 subnets x 16 sizes, 1000 queued, us"] = decision_times(name)
+    return section
+
+
+def _peak_kib(trace: Floats) -> float:
+    """Peak of what one simulation allocates beyond its trace, KiB."""
+    policy = SlackFit(TABLE, buckets=4)
+    tracemalloc.start()
+    try:
+        simulate(trace, TABLE, policy)
+        return round(tracemalloc.get_traced_memory()[1] / 1024)
+    finally:
+        tracemalloc.stop()
+
+
+def decision_times(name: str) -> dict[str, float]:
+    """Quantiles over random states; each state counts the median of 5 decisions."""
+    rng = np.random.default_rng(0)
+    accuracy = np.sort(rng.uniform(70, 80, 1000))
+    share = (accuracy - 70) / 10
+    sizes = np.arange(1, 17)
+    cells = (2 + 2 * share)[:, None] + (0.15 * (1 + 2.5 * share**2))[:, None] * sizes
+    cells = cells * rng.uniform(0.95, 1.05, cells.shape)
+    keys = [str(i) for i in range(1000)]
+    policy = make_policy(name, LatencyTable.from_arrays(keys, accuracy.tolist(), sizes.tolist(), cells))
+    taken = []
+    for _ in range(1000):
+        queue: EDFQueue[int] = EDFQueue()
+        now = 1000.0
+        queue.extend(np.sort(now + rng.uniform(2, 36, 1000)).tolist(), range(1000))
+        meter = ArrivalMeter()
+        meter.extend(np.arange(0, now, 1 / rng.uniform(2, 45)).tolist())
+        context = Context(queue, meter, (now + rng.uniform(0, 6, 8)).tolist(), SLO_MS)
+        context.now_ms, context.queued, context.slack_ms = now, 1000, queue.deadline() - now
+        context.free_at_ms[0] = now
+        once = []
+        for _ in range(5):
+            start = time.perf_counter_ns()
+            policy.decide(context)
+            once.append((time.perf_counter_ns() - start) / 1000)
+        taken.append(np.median(once))
+    p50, p99 = np.percentile(taken, [50, 99])
+    return {"p50": round(float(p50), 2), "p99": round(float(p99), 2)}
+
+
+def figures() -> Section:
+    """Attainment against accuracy, and the dynamics of HullFit, on three traces."""
+    drawn = []
+    wanted = {"maf": "maf", "bursty 5550 cv2=8": "bursty", "time-varying tau=500": "time_varying"}
+    for trace_name, trace in reference_suite():
+        if trace_name not in wanted:
+            continue
+        names = [
+            "hullfit",
+            "slackfit:4",
+            "slackfit:8",
+            "maxbatch",
+            "modelswitching",
+            "fixed:0",
+            "fixed:1",
+            "fixed:2",
+        ]
+        results = {name: simulate(trace, TABLE, make_policy(name, TABLE)) for name in names}
+        short = wanted[trace_name]
+        bound = fluid_bound(trace, TABLE, 8, SLO_MS)
+        plot_comparison(results, RESULTS / f"scheduling_{short}.png", trace_name, bound)
+        dynamics = simulate(trace, TABLE, HullFit(TABLE), decisions=True)
+        plot_dynamics(
+            dynamics, trace, TABLE, RESULTS / f"scheduling_{short}_dynamics.png", f"HullFit, {trace_name}"
+        )
+        drawn += [f"scheduling_{short}.png", f"scheduling_{short}_dynamics.png"]
+    return {"files": drawn}
+
+
+SECTIONS: dict[str, Callable[[], Section]] = {
+    "speed": speed,
+    "queueing_theory": queueing_theory,
+    "small_instances": small_instances,
+    "robustness": robustness,
+    "faults": faults,
+    "scaling": scaling,
+    "load_scales": load_scales,
+    "figures": figures,
+    "suite": suite,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "scheduling.json")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    document["stamp"] = {
+        "subnetact": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "table": dict(TABLE.stamp),
+        "setting": "8 workers, SLO 36 ms, batches 1 to 16, rates x2.0, hopeless = serve, unless said",
+    }
+    for name in options.only:
+        start = time.perf_counter()
+        document[name] = SECTIONS[name]()
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        options.out.with_suffix(".md").write_text(report(document), encoding="utf-8")
+        print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

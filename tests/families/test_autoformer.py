@@ -1,0 +1,202 @@
+"""AutoFormer's variants that have no goldens, against an independent reference; its slices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from ofa_adapters import load
+from subnetact.errors import CheckpointError, InsertError, SpecError
+from subnetact.insert import insert_
+from subnetact.operators import NormSlice, ParameterSlice, Setting
+from subnetact.space import Axis, AxisValues, SubnetSpace
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "autoformer"
+FACTS = json.loads((GOLDEN / "cases.json").read_text())
+SUPER = 128
+
+
+def state(**change: Any) -> dict[str, torch.Tensor]:
+    """The golden weights, less what a variant does not have."""
+    found = load_file(GOLDEN / "state_dict.safetensors")
+    if change.get("relative_position") is False:
+        found = {k: v for k, v in found.items() if "rel_pos" not in k}
+    if change.get("abs_pos") is False:
+        del found["pos_embed"]
+    if change.get("qkv_bias") is False:
+        found = {k: v for k, v in found.items() if not k.endswith("qkv.bias")}
+    return found
+
+
+def reference(
+    s: dict[str, torch.Tensor], config: dict[str, Any], x: torch.Tensor, **variant: Any
+) -> torch.Tensor:
+    e, reach = config["embed_dim"][0], 2
+
+    def norm(name: str, y: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(y, (e,), s[f"{name}.weight"][:e], s[f"{name}.bias"][:e], 1e-5)
+
+    x = F.conv2d(x, s["patch_embed_super.proj.weight"][:e], s["patch_embed_super.proj.bias"][:e], stride=8)
+    x = torch.cat([s["cls_token"][..., :e].expand(len(x), 1, e), x.flatten(2).transpose(1, 2)], 1)
+    x = x + s["pos_embed"][..., :e] if variant.get("abs_pos", True) else x
+    n, tokens, _ = x.shape
+    side = int((tokens - 1) ** 0.5)
+    for i in range(config["layer_num"]):
+        b, h = f"blocks.{i}", config["num_heads"][i]
+        y = norm(f"{b}.attn_layer_norm", x)
+        weight, bias = s[f"{b}.attn.qkv.weight"], s.get(f"{b}.attn.qkv.bias")
+        if variant.get("change_qkv", True):
+            q_rows, scale = 64 * h, 64**-0.5
+            weight = torch.cat([weight[j : 3 * q_rows : 3, :e] for j in range(3)])
+            bias = None if bias is None else bias[: 3 * q_rows]
+        else:
+            q_rows, scale = SUPER, (e // h) ** -0.5
+            weight = weight[:, :e]
+        q, k, v = F.linear(y, weight, bias).reshape(n, tokens, 3, h, q_rows // h).permute(2, 0, 3, 1, 4)
+        scores = torch.einsum("nhqd,nhkd->nhqk", q, k) * scale
+        both = {}
+        if variant.get("relative_position", True):
+            for what in "kv":
+                tables = [s[f"{b}.attn.rel_pos_embed_{what}.embeddings_table_{axis}"] for axis in "vh"]
+                both[what] = torch.zeros(tokens, tokens, q_rows // h)
+                for a in range(tokens):
+                    for c in range(tokens):
+                        index = [0, 0]
+                        if a and c:
+                            steps = (
+                                (c - 1) // side - (a - 1) // side,
+                                (c - 1) % side - (a - 1) % side,
+                            )
+                            index = [max(-reach, min(reach, step)) + reach + 1 for step in steps]
+                        both[what][a, c] = tables[0][index[0]] + tables[1][index[1]]
+            scores = scores + torch.einsum("nhqd,qkd->nhqk", q, both["k"]) * scale
+        weights = scores.softmax(-1)
+        y = torch.einsum("nhqk,nhkd->nhqd", weights, v)
+        if both:
+            y = y + torch.einsum("nhqk,qkd->nhqd", weights, both["v"])
+        y = y.transpose(1, 2).reshape(n, tokens, q_rows)
+        x = x + F.linear(y, s[f"{b}.attn.proj.weight"][:e, :q_rows], s[f"{b}.attn.proj.bias"][:e])
+        f = int(e * config["mlp_ratio"][i])
+        y = F.linear(norm(f"{b}.ffn_layer_norm", x), s[f"{b}.fc1.weight"][:f, :e], s[f"{b}.fc1.bias"][:f])
+        x = x + F.linear(F.gelu(y), s[f"{b}.fc2.weight"][:e, :f], s[f"{b}.fc2.bias"][:e])
+    x = norm("norm", x)
+    pooled = x[:, 1:].mean(1) if variant.get("gp", True) else x[:, 0]
+    return F.linear(pooled, s["head.weight"][:, :e], s["head.bias"])
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"gp": False},
+    {"change_qkv": False, "relative_position": False},
+    {"change_qkv": False, "relative_position": False, "gp": False, "abs_pos": False},
+    {"change_qkv": False},
+    {"relative_position": False},
+    {"qkv_bias": False},
+    {"qkv_bias": False, "change_qkv": False},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: ",".join(v) or "published")
+def test_variants_equal_the_reference(variant: dict[str, Any]) -> None:
+    supernet = load("autoformer", state(**variant), **{**FACTS["constructor"], **variant})
+    x = load_file(GOLDEN / "io.safetensors")["input"]
+    outputs = []
+    for seed in range(5):
+        spec = supernet.space.sample(seed)
+        config = supernet.space.format(spec)
+        expected = reference(state(**variant), config, x, **variant)
+        with torch.no_grad():
+            torch.testing.assert_close(supernet(x, subnet=spec), expected, atol=5e-5, rtol=1e-5)
+            torch.testing.assert_close(supernet.extract(spec)(x), expected, atol=5e-5, rtol=1e-5)
+        outputs.append(expected)
+    assert torch.stack(outputs).std(0).max() > 1e-2
+
+
+def test_without_change_qkv_heads_split_all_features() -> None:
+    variant = {"change_qkv": False, "relative_position": False}
+    supernet = load("autoformer", state(**variant), **{**FACTS["constructor"], **variant, "num_heads": 4})
+    heads = next(axis for axis in supernet.space.axes if axis.name == "heads")
+    assert heads.slots[0].choices == (1, 2, 4)
+    both = load("autoformer", state(), **{**FACTS["constructor"], "change_qkv": False})
+    assert next(a for a in both.space.axes if a.name == "heads").slots[0].choices == (2,)
+
+
+def test_the_given_search_space_is_the_space() -> None:
+    supernet = load("autoformer", state(), **FACTS["constructor"], search_space=FACTS["search_space"])
+    assert supernet.space.size() == 3 * sum((2 * 3) ** depth for depth in (1, 2, 3))
+    with pytest.raises(
+        SpecError, match=r"embed\[0\] \(stream\): 128 is not a choice; choose from 72, 96, 120"
+    ):
+        supernet.space.parse(next(c["config"] for c in FACTS["cases"] if c["name"] == "super_dims"))
+
+
+def test_a_variants_checkpoint_is_refused_by_another() -> None:
+    with pytest.raises(CheckpointError, match=r"12 extra: blocks\.0\.attn\.rel_pos_embed_k"):
+        load("autoformer", state(), **{**FACTS["constructor"], "relative_position": False})
+
+
+# -- slices ------------------------------------------------------------------------------------------
+
+
+class Token(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.arange(8.0).view(1, 8))
+        self.heads = 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.token / self.heads
+
+
+def resolve(values: AxisValues) -> dict[str, int]:
+    return {"width": int(values["width"][0] or 0)}
+
+
+SPACE = SubnetSpace("slices", [Axis.uniform("width", ["w"], (4, 8))], resolve)
+
+
+def test_parameters_norms_and_settings_follow_their_dimension() -> None:
+    network = nn.Sequential(Token(), nn.LayerNorm(8))
+    elastic = {"0": ParameterSlice.on(features="width"), "1": NormSlice.on(features="width")}
+    supernet = insert_(network, SPACE, elastic).eval()
+    x = torch.randn(3, 4)
+    expected = F.layer_norm(x + torch.arange(4.0) / 8, (4,))
+    view = supernet.subnet(SPACE.smallest())
+    torch.testing.assert_close(view(x), expected)
+    assert view[1].normalized_shape == (4,)
+    assert view[0].token.data_ptr() == network[0].get_parameter("token").data_ptr()
+    torch.testing.assert_close(supernet.extract(SPACE.smallest())(x), expected)
+    settings = insert_(nn.Sequential(Token()), SPACE, {"0": Setting.on(heads="width")}).eval()
+    y = torch.zeros(1, 8)
+    torch.testing.assert_close(settings(y, subnet=SPACE.smallest()), torch.arange(8.0)[None] / 4)
+    torch.testing.assert_close(settings(y, subnet=SPACE.largest()), torch.arange(8.0)[None] / 8)
+
+
+@pytest.mark.parametrize(
+    ("module", "entry", "message"),
+    [
+        (nn.Linear(8, 8), NormSlice.on(features="width"), "only LayerNorm over the last axis"),
+        (nn.LayerNorm((2, 8)), NormSlice.on(features="width"), "only LayerNorm over the last axis"),
+        (nn.ReLU(), ParameterSlice.on(features="width"), "a module without submodules, all of one width"),
+        (nn.Linear(4, 8), ParameterSlice.on(features="width"), "all of one width"),
+        (nn.Sequential(nn.Linear(8, 8)), ParameterSlice.on(features="width"), "without submodules"),
+        (nn.ReLU(), Setting.on(heads="width"), r"it sets whole numbers of a module .* not \['heads'\]"),
+        (
+            nn.LayerNorm(4),
+            NormSlice.on(features="width"),
+            "the largest subnet has 8 at width, the module only 4",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_sliced_are_refused(module: nn.Module, entry: Any, message: str) -> None:
+    network = nn.Sequential(module)
+    with pytest.raises(InsertError, match=message):
+        insert_(network, SPACE, {"0": entry})
+    assert network[0] is module

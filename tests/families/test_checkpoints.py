@@ -1,0 +1,206 @@
+"""Checkpoints of every family: what loads, what is refused and how, what the command line says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ofa_adapters import families, identify, load
+from ofa_adapters.__main__ import main
+from ofa_adapters.registry import family_of
+from subnetact.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+GOLDEN = Path(__file__).parent.parent / "golden"
+# -- checkpoints -------------------------------------------------------------------------------------
+
+GOLDENS = sorted(path.parent.name for path in GOLDEN.glob("*/cases.json"))
+
+
+@pytest.mark.parametrize("family", GOLDENS)
+@pytest.mark.parametrize("wrap", ["state_dict", "model", "both", "module"])
+def test_wrappers_and_prefixes_load(
+    family: str, wrap: str, tmp_path: Path, constructor_of: Any, golden_state: Any
+) -> None:
+    state: Any = golden_state(family)
+    expected = load(family, state, **constructor_of(family)).fingerprint()
+    if wrap == "module":
+        state = {f"module.{name}": tensor for name, tensor in state.items()}
+    elif wrap == "both":
+        state = {"model": {"state_dict": state, "epoch": 3}, "optimizer": {}}
+    else:
+        state = {wrap: state, "epoch": 3}
+    assert load(family, state, **constructor_of(family)).fingerprint() == expected
+    torch.save(state, tmp_path / "checkpoint.pth")
+    assert load(family, tmp_path / "checkpoint.pth", **constructor_of(family)).fingerprint() == expected
+
+
+def test_a_command_line_saved_beside_the_weights_is_no_code(
+    tmp_path: Path, constructor_of: Any, golden_state: Any, small_fingerprint: Any
+) -> None:
+    import argparse
+
+    torch.save(
+        {
+            "model": golden_state("autoformer"),
+            "args": argparse.Namespace(gp=True, lr=1e-3),
+            "best": np.float64(74.7),
+        },
+        tmp_path / "supernet.pth",
+    )
+    supernet = load("autoformer", tmp_path / "supernet.pth", **constructor_of("autoformer"))
+    assert supernet.fingerprint() == small_fingerprint("autoformer")
+
+
+@pytest.mark.parametrize("family", ["ofa_mbv3", "ofa_proxyless"])
+def test_old_names_load(family: str, constructor_of: Any, golden_state: Any, small_fingerprint: Any) -> None:
+    state = golden_state(family)
+    old = {
+        k.replace(".conv.", ".mobile_inverted_conv.", 1) if k.startswith("blocks.") else k: t
+        for k, t in state.items()
+    }
+    assert any(".mobile_inverted_conv." in name for name in old)
+    assert load(family, old, **constructor_of(family)).fingerprint() == small_fingerprint(family)
+    assert identify(old) == family
+
+
+def test_new_names_and_stray_matrices_load_as_compofa(
+    constructor_of: Any, golden_state: Any, small_fingerprint: Any
+) -> None:
+    state = golden_state("compofa_mbv3")
+    new = {k.replace(".mobile_inverted_conv.", ".conv."): t for k, t in state.items()}
+    new["blocks.1.conv.depth_conv.conv.5to3_matrix"] = torch.eye(9)
+    constructor = constructor_of("compofa_mbv3")
+    assert load("compofa_mbv3", new, **constructor).fingerprint() == small_fingerprint("compofa_mbv3")
+
+
+@pytest.mark.parametrize("family", GOLDENS)
+@pytest.mark.parametrize("other", GOLDENS)
+def test_another_familys_checkpoint_is_refused_by_name(
+    family: str, other: str, constructor_of: Any, golden_state: Any
+) -> None:
+    state = golden_state(other)
+    assert identify(state) == other
+    if family == other:
+        return
+    with pytest.raises(CheckpointError) as error:
+        load(family, state, **({} if family == "dynabert" else constructor_of(family)))
+    message = str(error.value)
+    assert message.startswith(f"{family}: state_dict does not fit: ")
+    assert f"It looks like {other}: load it as that" in message
+    assert "missing: " in message or "extra: " in message or "of another shape: " in message
+
+
+@pytest.mark.parametrize("family", GOLDENS)
+def test_partial_and_misshaped_checkpoints_are_listed(
+    family: str, constructor_of: Any, golden_state: Any
+) -> None:
+    state = golden_state(family)
+    weights = [name for name in state if name.endswith("weight")]
+    gone = weights[len(weights) // 2]
+    misshaped = weights[1]
+    del state[gone]
+    state[misshaped] = torch.zeros(2, 3)
+    state["foo.bar"] = torch.zeros(1)
+    with pytest.raises(CheckpointError) as error:
+        load(family, state, **constructor_of(family))
+    message = str(error.value)
+    assert f"1 missing: {family_of(family).rename(gone)}" in message
+    assert "1 extra: foo.bar" in message
+    assert f"1 of another shape: {misshaped} (2, 3) should be (" in message
+    assert "Check the constructor arguments" in message
+
+
+@pytest.mark.parametrize("family", families())
+def test_foreign_tensors_are_refused(family: str, constructor_of: Any) -> None:
+    foreign = {"layer1.weight": torch.zeros(3, 3), "layer1.bias": torch.zeros(3)}
+    assert identify(foreign) is None
+    with pytest.raises(CheckpointError, match=r"2 extra: layer1.weight, layer1.bias. It looks like no"):
+        load(family, foreign, **constructor_of(family))
+    for empty in ({}, {"state_dict": {}}, {"epoch": 3}, {"weight": [1.0]}):
+        with pytest.raises(CheckpointError, match="holds no state_dict"):
+            load(family, empty, **constructor_of(family))
+
+
+@pytest.mark.parametrize("family", families())
+def test_truncated_files_are_refused(family: str, tmp_path: Path, small: Any, constructor_of: Any) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"state_dict": small(family).state_dict()}, path)
+    whole = path.read_bytes()
+    for cut in (0, 100, len(whole) // 2, len(whole) - 50):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match="checkpoint"):
+            load(family, path, **constructor_of(family))
+    save_file({k: v.contiguous() for k, v in small(family).state_dict().items()}, tmp_path / "c.safetensors")
+    data = (tmp_path / "c.safetensors").read_bytes()
+    (tmp_path / "c.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load(family, tmp_path / "c.safetensors", **constructor_of(family))
+
+
+# -- command line ------------------------------------------------------------------------------------
+
+
+def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    for family in families():
+        assert f"{family}: " in text
+        for name in family_of(family).checkpoints:
+            assert name in text
+    for fact in (
+        "ofa_mbv3: 7,678,880 parameters",
+        "axis         depth[6]: 2, 3, 4 | 1",
+        "calibration  cumulative_unbiased",
+        "compofa_mbv3: 7,664,760 parameters, 243 subnets",
+        "us_mobilenet_v2: 3,504,872 parameters, 27 subnets",
+    ):
+        assert fact in text
+
+
+@pytest.mark.parametrize("family", GOLDENS)
+def test_inspect(family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, golden_state: Any) -> None:
+    path = str(GOLDEN / family / "state_dict.safetensors")
+    assert main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert f"looks like {family}, published at {family_of(family).source}" in text
+    assert "constructor arguments" in text
+    torch.save(
+        {"state_dict": {f"module.{k}": v for k, v in golden_state(family).items()}}, tmp_path / "c.pth"
+    )
+    assert main(["inspect", str(tmp_path / "c.pth")]) == 0
+    assert f"looks like {family}" in capsys.readouterr().out
+
+
+def test_inspect_of_a_published_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.pth"
+    torch.save(load("us_mobilenet_v2", None).state_dict(), path)
+    assert main(["inspect", str(path)]) == 1  # own names are no upstream names
+    text = capsys.readouterr().out
+    assert "of no family known here; its first names: stem_conv.weight" in text
+    from ofa.imagenet_classification.elastic_nn.networks import OFAMobileNetV3
+
+    torch.manual_seed(0)
+    lists = {"ks_list": [3, 5, 7], "expand_ratio_list": [3, 4, 6], "depth_list": [2, 3, 4]}
+    torch.save({"state_dict": OFAMobileNetV3(**lists).state_dict()}, path)
+    assert main(["inspect", str(path)]) == 0
+    assert f"fits: ofa_adapters.load('ofa_mbv3', {str(path)!r})" in capsys.readouterr().out
+
+
+def test_inspect_runs_no_code_and_explains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+            return (tmp_path / "ran").touch, ()
+
+    torch.save({"state_dict": Evil()}, tmp_path / "evil.pth")
+    assert main(["inspect", str(tmp_path / "evil.pth")]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert "holds more than tensors" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "absent.pth")]) == 2
+    assert "no such file" in capsys.readouterr().err

@@ -1,0 +1,333 @@
+"""What holds for every registered family: views, gradients, exports, spaces, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ofa_adapters import encode, families, load
+from ofa_adapters.registry import family_of
+from subnetact.errors import SpecError
+from subnetact.operators import CALIBRATION_RULES, ElasticKernel
+from subnetact.space import SubnetSpace
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def test_the_registry() -> None:
+    assert families() == (
+        "ofa_resnet50",
+        "ofa_mbv3",
+        "ofa_proxyless",
+        "compofa_mbv3",
+        "autoformer",
+        "dynabert",
+        "attentivenas",
+        "slimmable_resnet50",
+        "us_mobilenet_v2",
+    )
+    with pytest.raises(ValueError, match="unknown family 'resnet'; choose from ofa_resnet50, ofa_mbv3"):
+        load("resnet")
+
+
+@pytest.mark.parametrize("family", families())
+def test_what_is_known_of_a_family(family: str, small: Any) -> None:
+    known = family_of(family)
+    assert known.source
+    assert known.checkpoints
+    assert known.licence in ("MIT", "Apache-2.0", "CC-BY-NC-4.0")
+    assert known.calibration in CALIBRATION_RULES
+    assert {norm.rule for norm in small(family).norm_operators().values()} <= {known.calibration}
+    with pytest.raises(TypeError, match=rf"{family} has no constructor argument widht; it has "):
+        load(family, None, widht=2)
+
+
+@pytest.mark.parametrize("family", families())
+def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str, small: Any) -> None:
+    supernet = small(family)
+    shared = {t.untyped_storage().data_ptr() for t in supernet.state_dict().values()}
+    shared |= {b.untyped_storage().data_ptr() for b in supernet.network.buffers()}
+    largest = supernet.subnet(supernet.space.largest())
+    for seed in range(3):
+        view = supernet.subnet(supernet.space.sample(seed))
+        made = {
+            kernel.tensor.untyped_storage().data_ptr()
+            for operator in supernet.network.modules()
+            if isinstance(operator, ElasticKernel)
+            for kernel in operator._computed.values()
+        }
+        for name, tensor in [*view.named_parameters(), *view.named_buffers()]:
+            assert tensor.untyped_storage().data_ptr() in shared | made, name
+        with pytest.raises(RuntimeError, match="a view shares its weights"):
+            view.double()
+        assert sum(p.numel() for p in view.parameters()) <= sum(p.numel() for p in largest.parameters())
+
+
+@pytest.mark.parametrize("family", families())
+def test_actuated_equals_extracted_and_gives_one_row_per_input(
+    family: str, small: Any, inputs_of: Any
+) -> None:
+    supernet = pickle.loads(pickle.dumps(small(family)))
+    x, one = inputs_of(family), inputs_of(family, 1)
+    specs = [supernet.space.smallest(), supernet.space.largest(), supernet.space.sample(1)]
+    with torch.no_grad():
+        for spec in specs:
+            supernet.actuate(spec)
+            torch.testing.assert_close(supernet(*x), supernet.extract(spec)(*x), atol=5e-5, rtol=1e-5)
+            assert supernet(*x).shape[0] == 2
+            assert supernet(*one).shape == (1, supernet(*x).shape[1])
+
+
+@pytest.mark.parametrize("family", families())
+def test_gradients_reach_what_the_subnet_uses(family: str, small: Any, inputs_of: Any) -> None:
+    supernet = pickle.loads(pickle.dumps(small(family))).train()
+    spec = supernet.space.smallest()
+    supernet(*inputs_of(family, 4), subnet=spec).square().mean().backward()
+    reached = {name for name, p in supernet.network.named_parameters() if p.grad is not None}
+    view = supernet.subnet(spec)
+    assert reached
+    assert all(p.grad.isfinite().all() for p in supernet.parameters() if p.grad is not None)
+    assert len(reached) >= len([*view.parameters()])
+
+
+EXPORTS: dict[str, Callable[[torch.nn.Module, Any], Any]] = {
+    "fx": lambda network, inputs: torch.fx.GraphModule(network, LeafTracer().trace(network, absent(network)))(
+        *inputs
+    ),
+    "export": lambda network, inputs: torch.export.export(network, inputs).module()(*inputs),
+    "script": lambda network, inputs: torch.jit.script(network)(*inputs),
+    "trace": lambda network, inputs: torch.jit.trace(network, inputs)(*inputs),
+}
+
+
+class LeafTracer(torch.fx.Tracer):
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        return super().is_leaf_module(m, module_qualified_name) or type(m).__name__ == "Resize"
+
+
+def absent(network: torch.nn.Module) -> dict[str, Any] | None:
+    optional = {"attention_mask": None, "token_type_ids": None}
+    return optional if hasattr(network, "encode") else None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("family", families())
+def test_subnets_can_be_traced_scripted_and_exported(
+    family: str, how: str, small: Any, inputs_of: Any
+) -> None:
+    supernet, inputs = small(family), inputs_of(family)
+    spec = supernet.space.sample(1)
+    network = supernet.extract(spec) if how in ("export", "script") else supernet.subnet(spec)
+    with torch.no_grad():
+        expected = supernet.subnet(spec)(*inputs)
+        torch.testing.assert_close(EXPORTS[how](network, inputs), expected, atol=5e-5, rtol=1e-5)
+
+
+# -- spaces ------------------------------------------------------------------------------------------
+
+PUBLISHED: dict[str, SubnetSpace] = {}
+
+
+def published(family: str) -> SubnetSpace:
+    if family not in PUBLISHED:
+        with torch.device("meta"):
+            PUBLISHED[family] = family_of(family).build()[1]
+    return PUBLISHED[family]
+
+
+@pytest.mark.parametrize("family", families())
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**9))
+def test_random_configurations_round_trip(family: str, seed: int) -> None:
+    space = published(family)
+    spec = space.sample(seed)
+    config = space.format(spec)
+    assert space.parse(config) == spec
+    assert space.parse(json.loads(json.dumps(config))) == spec
+    sizes = dict(zip(space.dimensions, space.resolve(spec), strict=True))
+    most = dict(zip(space.dimensions, space.resolve(space.largest()), strict=True))
+    if family not in ("slimmable_resnet50", "us_mobilenet_v2"):
+        assert all(0 <= size <= max(most[name], 1) for name, size in sizes.items())
+
+
+NOTATION = {
+    "ofa_resnet50": {"d": "depth", "e": "expand", "w": "w"},
+    "ofa_mbv3": {"ks": "kernel", "e": "expand", "d": "depth"},
+    "ofa_proxyless": {"ks": "kernel", "e": "expand", "d": "depth"},
+    "compofa_mbv3": {"e": "expand", "d": "depth"},
+    "autoformer": {"layer_num": "depth", "embed_dim": "embed", "num_heads": "heads", "mlp_ratio": "mlp"},
+    "dynabert": {"width_mult": "width", "depth_mult": "depth"},
+    "attentivenas": {
+        "resolution": "resolution",
+        "width": "width",
+        "depth": "depth",
+        "kernel_size": "kernel",
+        "expand_ratio": "expand",
+    },
+    "slimmable_resnet50": {"width_mult": "width"},
+    "us_mobilenet_v2": {"width_mult": "width"},
+}
+VALUES = st.one_of(
+    st.integers(-50, 2000),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=3),
+    st.none(),
+    st.booleans(),
+)
+
+
+def is_choice(value: Any, choices: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return any(math.isclose(value, choice, rel_tol=1e-5) for choice in choices)
+
+
+def legal_values(family: str, space: SubnetSpace, key: str, axis: str, i: int, config: Any) -> Any:
+    """Choices of one place of a configuration; None where the subnet skips it."""
+    if family == "ofa_resnet50" and key == "w":
+        return range(3)
+    if family == "compofa_mbv3" and key == "e":
+        depth = config["d"][i // 4]
+        return (config["e"][i],) if i % 4 < depth else None
+    slots = next(a for a in space.axes if a.name == axis).slots
+    if space.parse(config)[axis][i] is None:
+        return None
+    return (*slots[i].choices, *slots[i].aliases)
+
+
+@pytest.mark.parametrize("family", families())
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_illegal_values_are_refused_by_axis_and_choices(family: str, data: st.DataObject) -> None:
+    space = published(family)
+    config = space.format(space.sample(data.draw(st.integers(0, 10**6))))
+    key = data.draw(st.sampled_from(sorted(NOTATION[family])))
+    axis, value = NOTATION[family][key], data.draw(VALUES)
+    if isinstance(config[key], list):
+        i = data.draw(st.integers(0, len(config[key]) - 1))
+        legal = legal_values(family, space, key, axis, 0 if axis == "embed" else i, config)
+        assume(legal is not None and not is_choice(value, legal))
+        if family == "ofa_resnet50" and key == "w":
+            assume(not isinstance(value, int) or isinstance(value, bool) or value not in legal)
+        spread = [value] * len(config[key]) if axis == "embed" else list(config[key])
+        spread[i] = value
+        config[key] = spread
+    else:
+        assume(not is_choice(value, legal_values(family, space, key, axis, 0, config)))
+        config[key] = value
+    with pytest.raises(SpecError) as error:
+        space.parse(config)
+    message = str(error.value)
+    assert message.startswith(f"{family}: ")
+    assert axis in message or key in message
+    assert "choose from" in message or "is one of" in message
+
+
+@pytest.mark.parametrize("family", families())
+def test_malformed_configurations_are_refused(family: str) -> None:
+    space = published(family)
+    config = space.format(space.largest())
+    key = next(iter(NOTATION[family]))
+    malformed: list[Any] = [
+        {},
+        {**config, "foo": 1},
+        {k: v for k, v in config.items() if k not in NOTATION[family]},
+        {**config, key: [1] * 99},
+        {**config, key: {}},
+        {**config, key: []},
+        None,
+        "largest",
+        object(),
+    ]
+    for wrong in malformed:
+        with pytest.raises(SpecError, match=family):
+            space.parse(wrong)
+
+
+def test_upstreams_other_notations() -> None:
+    mobile = published("ofa_mbv3")
+    scalars = mobile.parse({"ks": 5, "e": 4, "d": 3})
+    assert set(scalars["depth"]) == {3}
+    searched = {**mobile.format(scalars), "image_size": 224, "wid": None}
+    assert mobile.parse(searched) == scalars
+    proxyless = published("ofa_proxyless")
+    assert proxyless.parse({"ks": 3, "e": 3, "d": 4})["depth"] == (4, 4, 4, 4, 4, 1)
+    compound = published("compofa_mbv3")
+    assert compound.size() == 243
+    spec = compound.parse({"d": [2, 3, 4, 2, 3]})
+    config = compound.format(spec)
+    assert config["e"] == [3] * 4 + [4] * 4 + [6] * 4 + [3] * 4 + [4] * 4
+    assert compound.parse({**config, "ks": [3] * 4 + [5] * 4 + [3] * 8 + [5] * 4}) == spec
+    with pytest.raises(SpecError, match=r"kernel\[0\] \(block0\): 7 is not a choice; choose from 3"):
+        compound.parse({**config, "ks": 7})
+    with pytest.raises(SpecError, match=r"expand has 20 slots, got 3 values"):
+        compound.parse({**config, "e": [3, 3, 3]})
+    former = published("autoformer")
+    spec = former.sample(4)
+    c = former.format(spec)
+    assert former.parse((c["layer_num"], *c["mlp_ratio"], *c["num_heads"], c["embed_dim"][0])) == spec
+    with pytest.raises(SpecError, match="no released subnet; choose from AutoFormer-T"):
+        former.parse("AutoFormer-X")
+    with pytest.raises(SpecError, match="embed_dim is one of 192, 216, 240, the same in every block"):
+        former.parse({**c, "embed_dim": [192] * (c["layer_num"] - 1) + [216]})
+    slim = published("slimmable_resnet50")
+    assert slim.parse(0.5) == slim.parse({"width_mult": 0.5})
+
+
+def test_elastic_compofa_has_a_kernel_axis(constructor_of: Any) -> None:
+    constructor = {**constructor_of("compofa_mbv3"), "fixed_kernel": False, "kernel_transform_mode": 1}
+    supernet = load("compofa_mbv3", None, **constructor)
+    assert [axis.name for axis in supernet.space.axes] == ["depth", "kernel"]
+    spec = supernet.space.sample(0)
+    assert supernet.space.parse(supernet.space.format(spec)) == spec
+    assert any(name.endswith("7to5_matrix") for name in supernet.state_dict())
+    independent = load("compofa_mbv3", None, **{**constructor, "compound": False})
+    assert [axis.name for axis in independent.space.axes] == ["depth", "kernel", "expand"]
+    with pytest.raises(SpecError, match="needs the key 'ks'"):
+        supernet.space.parse({"d": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "constructor", "message"),
+    [
+        ("autoformer", {"pre_norm": False}, "only pre_norm=True"),
+        ("autoformer", {"embed_dim": 250}, "must be a multiple"),
+        ("autoformer", {"embed_dim": 512}, "a head has 64 features"),
+        ("autoformer", {"search_space": {"depth": [1]}}, "search_space has the keys embed_dim"),
+        ("dynabert", {"model_type": "gpt2"}, "model_type is bert or roberta"),
+        ("dynabert", {"hidden_size": 100}, "no multiple of 12 heads"),
+        ("dynabert", {"width_mult_list": [0.01]}, r"must leave 1..12 heads"),
+        ("compofa_mbv3", {"width_mult_list": [1.0, 1.2]}, "not elastic, give one"),
+        ("compofa_mbv3", {"depth_list": [2, 3]}, "cannot be paired"),
+        ("compofa_mbv3", {"depth_list": [3, 4, 5]}, "known for 4 blocks"),
+        ("ofa_proxyless", {"base_stage_width": "huge"}, "neither None, 'google' nor nine widths"),
+    ],
+)
+def test_constructor_arguments_without_meaning_are_refused(
+    family: str, constructor: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(family, None, **constructor)
+
+
+def test_features_of_unknown_encodings_and_sizes() -> None:
+    space = published("ofa_mbv3")
+    with pytest.raises(SpecError, match="image_size: 130 is not a choice of this encoding; choose from 128"):
+        encode(space, space.largest(), 130)
+    with pytest.raises(
+        ValueError, match="no predictor encoding acc; upstream publishes arch_encoder, tutorial"
+    ):
+        encode(space, space.largest(), 128, "acc")
+    with pytest.raises(ValueError, match="upstream publishes none"):
+        encode(published("dynabert"), published("dynabert").largest(), 128)
