@@ -51,7 +51,8 @@ class Engine:
         memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        hot_dtype: what programs compute in, `torch.bfloat16` for example; None = float32.
+        hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
+            weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
             instead of being specialised; None = none.
         graph_backend: what captures graphs; None = CUDA graphs on a CUDA device.

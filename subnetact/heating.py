@@ -146,7 +146,7 @@ class Heater:
         with torch.inference_mode():
             program = Program(view, self._dtype)
             output, expected = program(x), view(x)
-        tolerance = (1e-3, 1e-4) if self._dtype is None else (5e-2, 5e-2)
+        tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
         if not agree(output, expected, *tolerance):
             raise ValueError("the fused network gives other outputs")
         return program

@@ -216,7 +216,7 @@ def test_programs_in_bfloat16_agree_roughly(digits: Supernet) -> None:
     assert engine.pin(1)
     output, expected = engine(X, subnet=1), digits(X, subnet=engine.specs[1])
     assert output.dtype == torch.float32
-    assert float((output - expected).abs().max()) < 0.05 * max(1.0, float(expected.abs().max()))
+    assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))
     assert engine.stats().packed < engine.stats().weights
 
 
