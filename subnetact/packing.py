@@ -83,8 +83,11 @@ class PackedConv:
         held = sum(map(self._nbytes, list(self._by_layout.values())))
         return held + (0 if self._bias is None else self._bias.numel() * self._bias.element_size())
 
-    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Map x of shape (N, in, H, W), in channels_last, to (N, out, H', W'); `other` is added."""
+    def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """Map x of shape (N, in, H, W), in channels_last, to (N, out, H', W').
+
+        `other` is added, and may be overwritten with the sum if nobody needs it any more.
+        """
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self._pack(x)
@@ -96,6 +99,10 @@ class PackedConv:
                 x, weight, self._bias, *self._settings, self._activation, self._scalars, ""
             )
         unary = None if self._activation == "none" else self._activation
+        if overwrite:
+            return torch.ops.mkldnn._convolution_pointwise_.binary(  # type: ignore[no-any-return]
+                other, x, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
+            )
         return convolve.binary(  # type: ignore[no-any-return]
             x, other, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
         )
