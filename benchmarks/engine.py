@@ -145,7 +145,7 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
                 raise RuntimeError(f"{name} differs from upstream by {difference[name]}")
         order, end = list(runs), time.perf_counter() + seconds
         rng = random.Random(0)
-        while len(times[BASE]) < 7 or time.perf_counter() < end:
+        while len(times[BASE]) < 5 or time.perf_counter() < end:
             rng.shuffle(order)
             for name in order:
                 start = time.perf_counter()
@@ -394,7 +394,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=10.0, help="per forward cell, at least 7 rounds")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per forward cell, at least 5 rounds")
     parser.add_argument("--hammer-seconds", type=float, default=60.0)
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which takes minutes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))

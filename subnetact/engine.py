@@ -39,8 +39,8 @@ class Engine:
     is slower, never wrong. Outputs are those of `supernet(x, subnet=spec)` up to rounding: 5e-5, or
     1e-3 relative and 1e-4 absolute where BatchNorm is folded.
 
-    Statistics that change in the norm table and weights that change in place are followed; moving the
-    supernet to another device is not.
+    Statistics that change in the norm table, weights that change in place and `load_state_dict` are
+    followed.
 
     Args:
         supernet: the supernet; it is moved to `device`.
@@ -51,7 +51,8 @@ class Engine:
         memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        hot_dtype: what programs compute in, `torch.bfloat16` for example; None = float32.
+        hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
+            weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
             instead of being specialised; None = none.
         graph_backend: what captures graphs; None = CUDA graphs on a CUDA device.
@@ -361,7 +362,7 @@ class Engine:
         bound = subnet.bound
         if bound is None:
             raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
-        if bound.row is not self.supernet.norms.get(subnet.spec):
+        if not bound.current(self.supernet, subnet.spec):
             bound = self._bind(subnet.spec)
             with self._changing:
                 if subnet.bound is not None:

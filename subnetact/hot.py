@@ -38,9 +38,10 @@ class _Fused(nn.Module):
     def __init__(self, conv: PackedConv) -> None:
         super().__init__()
         self.conv = conv
+        self.overwrite = False
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        return self.conv(x, other)
+        return self.conv(x, other, self.overwrite)
 
 
 class Program:
@@ -70,6 +71,7 @@ class Program:
                 fused = _Fused(_fuse(graph, node, leaves, order, name, self))
                 modules[name] = fused
                 self._convs.append(fused.conv)
+        _overwrite(graph, modules)
         used = {node.target for node in graph.nodes if node.op == "call_module"}
         modules = {path: module for path, module in modules.items() if path in used}
         self._copied = 0
@@ -133,9 +135,25 @@ def _fuse(
         conv,
         lambda: _weight(conv, norm).to(dtype),
         None if bias is None else bias.to(dtype),
+        dtype,
         lambda nbytes: program.reserve(nbytes),
         *(activation or ()),
     )
+
+
+def _overwrite(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
+    """Let additions write over the output of another convolution that nothing reads later."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        fused = modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(fused, _Fused) and len(node.args) == 2:
+            other = node.args[1]
+            made = isinstance(modules.get(str(other.target)), _Fused) and other is not node.args[0]
+            # What reads it in between may have returned a part of it rather than something new.
+            readers = [u for u in other.users if u is not node]
+            fused.overwrite = made and all(
+                order[u] < order[node] and isinstance(modules.get(str(u.target)), _Fused) for u in readers
+            )
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -55,7 +55,7 @@ class SliceCache:
             return None
         before = version(weight)
         grow = partial(self._cache.grow, key, evicts=self.EVICTS)
-        packed = PackedConv(conv, lambda: weight, conv.bias, grow)
+        packed = PackedConv(conv, lambda: weight, conv.bias, weight.dtype, grow)
         y = packed(x)
         self._cache.put(key, (packed, weight, before), packed.nbytes, self.KIND, self.EVICTS)
         return y
@@ -76,7 +76,7 @@ class _Quick:
                 return y
         if self.kernel_size == (1, 1) and self.padding == (0, 0):
             if self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1] and can_pack(self.weight):
-                return PackedConv(self, lambda: self.weight, self.bias, _no_more)(x)
+                return PackedConv(self, lambda: self.weight, self.bias, self.weight.dtype, _no_more)(x)
             return _pointwise(self, x)
         if x.device.type == "cpu":
             height, width = (

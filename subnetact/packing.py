@@ -48,6 +48,7 @@ class PackedConv:
         conv: its padding, stride, dilation and groups.
         source: makes the weight, of shape (out, in / groups, kh, kw).
         bias: of shape (out,), or None.
+        dtype: of the weight that `source` makes.
         reserve: asked for the bytes of every further layout; where it says no, the weight is packed
             in each call.
         activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
@@ -58,6 +59,7 @@ class PackedConv:
         conv: nn.Conv2d,
         source: Callable[[], Tensor],
         bias: Tensor | None,
+        dtype: torch.dtype,
         reserve: Callable[[int], bool],
         activation: str = "none",
         scalars: Sequence[float] = (),
@@ -71,7 +73,7 @@ class PackedConv:
         self._reserve = reserve
         self._activation = activation
         self._scalars = tuple(scalars)
-        self._onednn = can_pack(conv.weight)
+        self._onednn = can_pack(conv.weight) and dtype == torch.float32
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
 
@@ -81,8 +83,11 @@ class PackedConv:
         held = sum(map(self._nbytes, list(self._by_layout.values())))
         return held + (0 if self._bias is None else self._bias.numel() * self._bias.element_size())
 
-    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        """Map x of shape (N, in, H, W), in channels_last, to (N, out, H', W'); `other` is added."""
+    def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """Map x of shape (N, in, H, W), in channels_last, to (N, out, H', W').
+
+        `other` is added, and may be overwritten with the sum if nobody needs it any more.
+        """
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self._pack(x)
@@ -94,6 +99,10 @@ class PackedConv:
                 x, weight, self._bias, *self._settings, self._activation, self._scalars, ""
             )
         unary = None if self._activation == "none" else self._activation
+        if overwrite:
+            return torch.ops.mkldnn._convolution_pointwise_.binary(  # type: ignore[no-any-return]
+                other, x, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
+            )
         return convolve.binary(  # type: ignore[no-any-return]
             x, other, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
         )

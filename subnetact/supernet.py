@@ -127,6 +127,11 @@ class Supernet(nn.Module):
             self._warn_uncalibrated(spec)
         return self._bind(spec, statistics), statistics
 
+    @property
+    def moves(self) -> int:
+        """How often views were forgotten; private ones made before are of other weights."""
+        return self._moves
+
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
 
@@ -266,7 +271,7 @@ class Supernet(nn.Module):
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
 

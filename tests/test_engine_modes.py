@@ -211,6 +211,15 @@ def test_weights_and_statistics_that_change_are_followed(digits: Supernet, pinne
         close(engine(x, subnet=1), digits(x, subnet=spec), folded=True)
 
 
+def test_programs_in_bfloat16_agree_roughly(digits: Supernet) -> None:
+    engine = engine_of(digits, 64, hot_dtype=torch.bfloat16)
+    assert engine.pin(1)
+    output, expected = engine(X, subnet=1), digits(X, subnet=engine.specs[1])
+    assert output.dtype == torch.float32
+    assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))
+    assert engine.stats().packed < engine.stats().weights
+
+
 def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
     spec = digits.space.smallest()
     with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
@@ -380,7 +389,7 @@ def test_a_layout_without_room_is_packed_in_each_call() -> None:
         made.append(1)
         return conv.weight.detach()
 
-    packed = PackedConv(conv, source, conv.bias, lambda _: False)
+    packed = PackedConv(conv, source, conv.bias, torch.float32, lambda _: False)
     with torch.inference_mode():
         for side in (4, 32, 4, 32, 9):
             x = torch.randn(1, 64, side, side).contiguous(memory_format=torch.channels_last)

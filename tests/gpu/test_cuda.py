@@ -134,4 +134,4 @@ def test_half_precision_programs_agree_roughly() -> None:
     x = torch.randn(4, 3, 64, 64, device="cuda")
     output, expected = engine(x, subnet=0), supernet(x, subnet=spec)
     assert output.dtype == torch.float32
-    assert float((output - expected).abs().max()) < 0.05 * max(1.0, float(expected.abs().max()))
+    assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))
