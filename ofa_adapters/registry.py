@@ -105,6 +105,7 @@ def load(
         hint = _hint(identify(tensors), family)
         fill(network, tensors, found.rename, subject, found.unused, hint)
     supernet = insert_(network, space, elastic).eval()
+    supernet.origin = {"name": family, "constructor": constructor}
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:

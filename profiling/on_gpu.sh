@@ -19,7 +19,9 @@ step() { # step NAME SECONDS COMMAND...
   [ "${PIPESTATUS[0]}" = 0 ] || { echo "== $name failed"; failed=1; }
 }
 step tests 180 "$python" -m pytest -m gpu --junitxml "$out/tests.xml"
-step profile_ofa_resnet50 300 "$python" -m subnetact.profile --device cuda --family ofa_resnet50 --subnets 8 \
+step engine 240 "$python" benchmarks/engine.py --device cuda --families ofa_resnet50 --parts forward --batch-sizes 1 \
+  --seconds 3 --compile --out "$out/engine.json"
+step profile_ofa_resnet50 90 "$python" -m subnetact.profile --device cuda --family ofa_resnet50 --subnets 8 \
   --batch-sizes 1 2 4 8 16 32 --min-time-ms 300 --out "$out/ofa_resnet50.json"
 step profile_digits 60 "$python" -m subnetact.profile --device cuda --subnets 8 --min-time-ms 100 \
   --out "$out/digits.json"

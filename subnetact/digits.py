@@ -122,7 +122,9 @@ def _elastic() -> dict[str, Elastic]:
 
 def new_digits_supernet() -> Supernet:
     """Return the supernet with random weights."""
-    return insert_(DigitsNet(), digits_space(), _elastic())
+    supernet = insert_(DigitsNet(), digits_space(), _elastic())
+    supernet.origin = {"name": "digits", "constructor": {}}
+    return supernet
 
 
 def load_digits_supernet() -> Supernet:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from statistics import median
+from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from subnetact.bundle import load_bundle, save_bundle
+from subnetact.byte_cache import ByteCache
+from subnetact.compiled import Compiler
+from subnetact.engine_stats import EngineStats, weight_bytes
 from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
+from subnetact.graphs import GraphBackend, Graphs, cuda_graphs
+from subnetact.heating import Heater
+from subnetact.latency import LatencyTable
+from subnetact.layers import SliceCache
 from subnetact.spec import SubnetSpec
+from subnetact.subnets import Bound, ReadySubnet
 from subnetact.supernet import Supernet
 from subnetact.timing import find_device
 
@@ -17,27 +30,43 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Subnets 0 .. n-1 of one supernet, each ready as a zero-copy view.
+    """Subnets 0 .. n-1 of one supernet, each ready to run from one copy of the weights.
 
     It is the runner of a `Batcher` and what `profile_latency` measures. Safe to use from many threads.
+    Without a budget no weight is copied outside a call. Within a budget, packed slices are shared by
+    all subnets, and subnets that are pinned or used most get a program of their own: BatchNorm
+    folded, activations and residual additions fused, weights packed. What does not fit in the budget
+    is slower, never wrong. Outputs are those of `supernet(x, subnet=spec)` up to rounding: 5e-5, or
+    1e-3 relative and 1e-4 absolute where BatchNorm is folded.
+
+    Statistics that change in the norm table, weights that change in place and `load_state_dict` are
+    followed.
 
     Args:
         supernet: the supernet; it is moved to `device`.
         specs: the subnets to register; their ids are their positions.
         example: one input without a batch dimension, (C, H, W) for images: the shape and dtype that
-            requests must have.
+            requests must have. None = the first input seen tells.
         device: where to run; None = where the supernet is.
+        memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table.
+        accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
+        hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
+            weights' own.
+        compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
+            instead of being specialised; None = none.
+        graph_backend: what captures graphs; None = CUDA graphs on a CUDA device.
 
     Attributes:
-        specs: the registered subnets, in id order.
+        specs: the registered subnets, in id order; removed ones included.
         keys: their readable keys.
+        accuracy: theirs, percent or None.
         fingerprint: the hash of the weights they were registered with.
+        tables: latency tables by name; kept in bundles.
 
     Raises:
         NotCalibrated: a subnet has no statistics of its own.
         SpecError: a specification is of another space, repeated, or there is none.
-        DeviceError: the device cannot be used here.
     """
 
     def __init__(
@@ -45,45 +74,149 @@ class Engine:
         supernet: Supernet,
         specs: Sequence[SubnetSpec],
         *,
-        example: Tensor,
+        example: Tensor | None = None,
         device: str | torch.device | None = None,
+        memory_budget_mb: float = 0.0,
+        accuracy: Sequence[float | None] | None = None,
         allow_uncalibrated: bool = False,
+        hot_dtype: torch.dtype | None = None,
+        compile: str | None = None,
+        graph_backend: GraphBackend | None = None,
     ) -> None:
-        self.specs = tuple(supernet.space.check(spec) for spec in specs)
-        if not self.specs or len(set(self.specs)) != len(self.specs):
-            raise SpecError(f"an engine needs distinct subnets, at least one; got {len(self.specs)}")
-        bare = [spec for spec in self.specs if not supernet.calibrated(spec)]
-        if bare and not allow_uncalibrated:
-            raise NotCalibrated(
-                f"{len(bare)} of {len(self.specs)} subnets have no BatchNorm statistics of their own, "
-                f"{bare[0]} first; call subnetact.calibrate(supernet, specs, batches), or pass "
-                "allow_uncalibrated=True to serve them on the shared ones"
-            )
+        canonical = [supernet.space.check(spec) for spec in specs]
+        known = [None] * len(canonical) if accuracy is None else list(accuracy)
+        if not canonical or len(set(canonical)) != len(canonical):
+            raise SpecError(f"an engine needs distinct subnets, at least one; got {len(canonical)}")
+        if len(known) != len(canonical):
+            raise SpecError(f"accuracy: {len(known)} values for {len(canonical)} subnets; give one a subnet")
+        self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device
         self.device = home if device is None else find_device(device)
+        self.supernet = supernet
+        self._refuse_uncalibrated(canonical)
         if self.device != home:
             supernet.to(self.device)
-        self.supernet = supernet.eval()
-        self.example = example.detach().to("cpu")
-        self.keys = tuple(spec.key for spec in self.specs)
+        supernet.eval()
+        self.tables: dict[str, LatencyTable] = {}
         self.fingerprint = supernet.fingerprint()
-        self._views = tuple(supernet.subnet(spec) for spec in self.specs)
+        self._example = None if example is None else example.detach().to("cpu")
+        self._changing = Lock()
+        self._cache = ByteCache(int(memory_budget_mb * 2**20))
+        slices = SliceCache(self._cache) if self._cache.budget and self.device.type == "cpu" else None
+        self._slices = None if compile else slices
+        self._compiler = None if compile is None else Compiler(compile)
+        self._heater = (
+            Heater(self._cache, supernet, hot_dtype) if self._cache.budget and not compile else None
+        )
+        if graph_backend is None and self.device.type == "cuda":
+            graph_backend = cuda_graphs(self.device)
+        self._graphs = Graphs(self._cache, graph_backend) if graph_backend and self._cache.budget else None
+        self._bind_ms: list[float] = []
+        self._subnets: tuple[ReadySubnet, ...] = ()
+        self._served: dict[int, ReadySubnet] = {}
+        for spec, percent in zip(canonical, known, strict=True):
+            self.register(spec, percent)
+
+    # -- registration ----------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self.specs)
+        return len(self._subnets)
 
-    def ready(self, subnet: int) -> Callable[..., Any]:
-        """Return the callable of a registered subnet.
+    @property
+    def specs(self) -> tuple[SubnetSpec, ...]:
+        """The subnets in id order, removed ones included."""
+        return tuple(subnet.spec for subnet in self._subnets)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The readable keys in id order, removed ones included."""
+        return tuple(subnet.spec.key for subnet in self._subnets)
+
+    @property
+    def accuracy(self) -> tuple[float | None, ...]:
+        """The accuracy in id order, percent or None, removed ones included."""
+        return tuple(subnet.accuracy for subnet in self._subnets)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids that are served."""
+        return tuple(sorted(self._served))
+
+    @property
+    def example(self) -> Tensor:
+        """One input without a batch dimension, on the CPU.
+
+        Raises:
+            InvalidRequest: none was given, and no input was seen yet.
+        """
+        if self._example is None:
+            raise InvalidRequest("this engine has seen no input yet; give it example=, one input (C, H, W)")
+        return self._example
+
+    def register(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
+        """Make one more subnet ready, while others are served, and return its id.
+
+        A subnet that is registered already keeps its id; one that was removed gets its old id back.
+
+        Raises:
+            NotCalibrated: it has no statistics of its own.
+            SpecError: the specification is malformed, or of another space.
+        """
+        spec = self.supernet.space.check(spec)
+        self._refuse_uncalibrated([spec])
+        with self._changing:
+            known = next((s for s in self._subnets if s.spec == spec), None)
+            subnet = known or ReadySubnet(len(self._subnets), spec, accuracy, self._run)
+            if accuracy is not None:
+                subnet.accuracy = accuracy
+            if subnet.bound is None:
+                subnet.bound = self._bind(spec)
+            if known is None:
+                self._subnets = (*self._subnets, subnet)
+            self._served = {**self._served, subnet.id: subnet}
+            return subnet.id
+
+    def remove(self, subnet: int) -> None:
+        """Stop serving a subnet; calls under way finish. Its id is not given to another.
 
         Raises:
             SpecError: there is no such id.
         """
-        return self._view(subnet)
+        with self._changing:
+            gone = self.ready(subnet)
+            self._served = {i: s for i, s in self._served.items() if i != subnet}
+            gone.bound = None
+            gone.refused = False
+        if self._heater is not None:
+            self._heater.drop(subnet)
+        if self._graphs is not None:
+            self._graphs.drop(subnet)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def ready(self, subnet: int) -> ReadySubnet:
+        """Return the callable of a registered subnet.
+
+        Raises:
+            SpecError: there is no such id, or it was removed.
+        """
+        found = self._served.get(subnet)
+        if found is None:
+            ids = self.ids
+            span = f"0..{len(self) - 1}" if len(ids) == len(self) else ", ".join(map(str, ids))
+            raise SpecError(f"no subnet {subnet}; this engine has {span}")
+        return found
 
     def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch, x of shape (N, ...) on the engine's device, through a registered subnet."""
-        with torch.inference_mode():
-            return self._view(subnet)(x)
+        return self._run(self.ready(subnet), x)
+
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:  # noqa: ARG002
+        """Run single inputs as one batch and return one output each, on the CPU.
+
+        `batch_size` is what the inputs may be padded to; graphs pad to a size they were captured for.
+        """
+        return self(torch.stack(list(inputs)).to(self.device), subnet).cpu().unbind(0)  # type: ignore[no-any-return]
 
     def check(self, x: Any) -> None:
         """Refuse an input that could not run: anything but the example's shape and dtype.
@@ -93,20 +226,160 @@ class Engine:
         """
         if not isinstance(x, Tensor):
             raise InvalidRequest(f"input: expected a torch.Tensor, got {type(x).__name__}")
-        if x.shape != self.example.shape or x.dtype != self.example.dtype:
+        if self._example is not None and (x.shape != self._example.shape or x.dtype != self._example.dtype):
             raise InvalidRequest(
-                f"input: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {self.example.dtype} "
-                f"of shape {tuple(self.example.shape)}, without a batch dimension"
+                f"input: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {self._example.dtype} "
+                f"of shape {tuple(self._example.shape)}, without a batch dimension"
             )
 
-    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:  # noqa: ARG002
-        """Run single inputs as one batch and return one output each, on the CPU.
+    # -- speed -----------------------------------------------------------------------------------
 
-        `batch_size` is what the inputs may be padded to; eager execution needs no padding.
+    def pin(self, subnet: int) -> bool:
+        """Specialise a subnet now and keep its program; tell whether the budget and network allow it.
+
+        Raises:
+            SpecError: there is no such id.
         """
-        return self(torch.stack(list(inputs)).to(self.device), subnet).cpu().unbind(0)  # type: ignore[no-any-return]
+        chosen = self.ready(subnet)
+        bound = self._bound(chosen)
+        return self._heater is not None and self._heater.pin(chosen, bound, self.example)
 
-    def _view(self, subnet: int) -> nn.Module:
-        if not 0 <= subnet < len(self._views):
-            raise SpecError(f"no subnet {subnet}; this engine has 0..{len(self._views) - 1}")
-        return self._views[subnet]
+    def unpin(self, subnet: int) -> None:
+        """Let a pinned program make room for others when it is the least recently used.
+
+        Raises:
+            SpecError: there is no such id.
+        """
+        if self._heater is not None:
+            self._heater.unpin(self.ready(subnet).id)
+
+    def is_hot(self, subnet: int) -> bool:
+        """Tell whether a subnet runs as a program of its own right now."""
+        return self._heater is not None and self._heater.holds(subnet)
+
+    def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
+        """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
+
+        With `compile`, a batch of another shape than those prepared is refused from then on
+        (`RecompileRefused`).
+
+        Args:
+            batch_sizes: the sizes to come.
+            subnets: ids; None = all that are served.
+        """
+        chosen = [self.ready(i) for i in (self.ids if subnets is None else subnets)]
+        for size in sorted(batch_sizes, reverse=True):
+            x = torch.stack([self.example] * size).to(self.device)
+            for subnet in chosen:
+                if self._compiler is not None:
+                    with self._compiler.allowed():
+                        self._run(subnet, x)
+                self._run(subnet, x)
+        if self._compiler is not None:
+            self._compiler.seal()
+
+    def stats(self) -> EngineStats:
+        """Measure how long choosing a subnet takes, and count the bytes held."""
+        ids, taken = self.ids, []
+        for i in (ids * (1000 // max(1, len(ids)) + 1))[:1000]:
+            start = time.perf_counter_ns()
+            self.ready(i)
+            taken.append(time.perf_counter_ns() - start)
+        return EngineStats(
+            subnets=len(ids),
+            hot=0 if self._heater is None else sum(map(self.is_hot, ids)),
+            actuate_us=median(taken) / 1e3 if taken else 0.0,
+            bind_ms=median(self._bind_ms),
+            weights=weight_bytes(self.supernet),
+            norm_table=self.supernet.norms.nbytes(),
+            slice_cache=self._cache.nbytes(SliceCache.KIND),
+            packed=self._cache.nbytes(Heater.KIND),
+            graphs=self._cache.nbytes(Graphs.KIND),
+            budget=self._cache.budget,
+        )
+
+    # -- bundles ---------------------------------------------------------------------------------
+
+    def save(self, directory: str | PathLike[str]) -> None:
+        """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
+
+        The directory must be new, empty, or hold a bundle, which is then replaced.
+
+        Raises:
+            FileFormatError: the directory holds something else.
+        """
+        save_bundle(self, directory)
+
+    @classmethod
+    def load(
+        cls, directory: str | PathLike[str], *, supernet: Supernet | None = None, **options: Any
+    ) -> Engine:
+        """Read a bundle that `save` wrote. Nothing is unpickled.
+
+        Args:
+            directory: the bundle.
+            supernet: for an own network, the same with any weights; they are replaced by the bundle's.
+                None = rebuilt by its family's name.
+            options: `device`, `memory_budget_mb` and others, as of `Engine`.
+
+        Raises:
+            FileFormatError: a file is missing, truncated, changed, or of a newer schema; it is named.
+            ForeignSpec: the given supernet is of another space.
+        """
+        found = load_bundle(directory, supernet)
+        served: Mapping[str, Any] = {
+            "example": found.example,
+            "accuracy": found.accuracy,
+            "allow_uncalibrated": found.allow_uncalibrated,
+        }
+        engine = cls(found.supernet, found.specs, **{**served, **options})
+        engine.tables.update(found.tables)
+        for removed in found.removed:
+            engine.remove(removed)
+        return engine
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    def _run(self, subnet: ReadySubnet, x: Any) -> Any:
+        bound = self._bound(subnet)
+        with torch.inference_mode():
+            if isinstance(x, Tensor):
+                if self._example is None and x.dim():
+                    self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
+                if x.dim() == 4:
+                    x = x.contiguous(memory_format=torch.channels_last)
+            if self._compiler is not None:
+                call = self._compiler.of(subnet.id, bound)
+            elif self._heater is None or not isinstance(x, Tensor):
+                return bound.view(x)
+            else:
+                call = self._heater.program(subnet, bound, self._example) or bound.view
+            if self._graphs is not None:
+                return self._graphs.run(subnet.id, bound, call, x)
+            return call(x)
+
+    def _bound(self, subnet: ReadySubnet) -> Bound:
+        bound = subnet.bound
+        if bound is None:
+            raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
+        if not bound.current(self.supernet, subnet.spec):
+            bound = self._bind(subnet.spec)
+            with self._changing:
+                if subnet.bound is not None:
+                    subnet.bound = bound
+        return bound
+
+    def _bind(self, spec: SubnetSpec) -> Bound:
+        start = time.perf_counter()
+        bound = Bound.of(self.supernet, spec, self._slices)
+        self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
+        return bound
+
+    def _refuse_uncalibrated(self, specs: Sequence[SubnetSpec]) -> None:
+        bare = [spec for spec in specs if not self.supernet.calibrated(spec)]
+        if bare and not self._allow_uncalibrated:
+            raise NotCalibrated(
+                f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, "
+                f"{bare[0]} first; call subnetact.calibrate(supernet, specs, batches), or pass "
+                "allow_uncalibrated=True to serve them on the shared ones"
+            )

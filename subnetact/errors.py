@@ -10,6 +10,7 @@ SubnetActError
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
+├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
 ├── TableError (ValueError)           a latency table is malformed
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
 ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
@@ -39,6 +40,7 @@ __all__ = [
     "PolicyError",
     "ProfileMismatch",
     "QueueFull",
+    "RecompileRefused",
     "RequestError",
     "SpecError",
     "SubnetActError",
@@ -87,6 +89,10 @@ class DeviceError(SubnetActError, RuntimeError):
 
 class NotCalibrated(SubnetActError, RuntimeError):
     """A subnet with BatchNorm has no statistics of its own."""
+
+
+class RecompileRefused(SubnetActError, RuntimeError):
+    """A compiled engine got an input of a shape that it was not prepared for."""
 
 
 class TableError(SubnetActError, ValueError):

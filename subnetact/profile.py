@@ -79,7 +79,9 @@ def profile_latency(
     runs: dict[tuple[int, int], list[Runs]] = {cell: [] for cell in cells}
     inputs = {b: torch.stack([engine.example] * b).to(engine.device) for b in batch_sizes}
     for _, (i, b) in tqdm(
-        [(r, cell) for r in range(rounds) for cell in cells], desc="profiling", disable=not progress
+        [(r, cell) for r in range(rounds) for cell in cells if cell[0] in engine.ids],
+        desc="profiling",
+        disable=not progress,
     ):
         try:
             taken = measure(

@@ -50,7 +50,11 @@ class Supernet(nn.Module):
         space: its search space.
         norms: the statistics of calibrated subnets.
         report: what was made elastic and what was left fixed.
+        origin: how to build it again: `{"name": family, "constructor": arguments}`; None = only the
+            caller knows.
     """
+
+    origin: dict[str, Any] | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
@@ -110,6 +114,23 @@ class Supernet(nn.Module):
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
         return self._ready(spec) or self._build(self.space.check(spec))
+
+    def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
+        """Return a new view that nobody else holds, and the row of statistics it runs on, or None.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        statistics = self._norms.get(spec)
+        if statistics is None:
+            self._warn_uncalibrated(spec)
+        return self._bind(spec, statistics), statistics
+
+    @property
+    def moves(self) -> int:
+        """How often views were forgotten; private ones made before are of other weights."""
+        return self._moves
 
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
@@ -217,11 +238,9 @@ class Supernet(nn.Module):
         return view
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
-        if spec not in self._norms:
-            self._warn_uncalibrated(spec)
         while True:
-            moves, statistics = self._moves, self._norms.get(spec)
-            view = self._bind(spec, statistics)
+            moves = self._moves
+            view, statistics = self.private_view(spec)
             with self._lock:
                 cached = self._cached(spec)
                 if cached is not None:

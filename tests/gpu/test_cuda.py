@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,3 +65,73 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
     outputs = engine.run(0, list(torch.zeros(3, 3, 64, 64)), 4)
     assert len(outputs) == 3
     assert outputs[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("budget", [0, 512])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None:
+    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    specs = [supernet.space.smallest(), supernet.space.sample(0), supernet.space.largest()]
+    engine = subnetact.Engine(
+        supernet,
+        specs,
+        example=torch.zeros(3, 64, 64),
+        device="cuda",
+        memory_budget_mb=budget,
+        allow_uncalibrated=True,
+    )
+    if pinned and budget:
+        assert all(engine.pin(i) for i in range(3))
+    for batch in (1, 3, 8, 3, 1):
+        x = torch.randn(batch, 3, 64, 64, device="cuda")
+        for i, spec in enumerate(specs):
+            torch.testing.assert_close(engine(x, subnet=i), supernet(x, subnet=spec), atol=1e-3, rtol=1e-3)
+    stats = engine.stats()
+    assert (stats.graphs > 0) == (budget > 0)
+    assert stats.graphs + stats.packed <= stats.budget
+
+
+def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
+    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    specs = [supernet.space.smallest(), supernet.space.sample(0), supernet.space.largest()]
+    engine = subnetact.Engine(
+        supernet,
+        specs,
+        example=torch.zeros(3, 64, 64),
+        device="cuda",
+        memory_budget_mb=512,
+        allow_uncalibrated=True,
+    )
+    engine.prepare([1, 2, 4])
+    x = torch.randn(3, 3, 64, 64, device="cuda")
+    with torch.inference_mode():
+        expected = [supernet(x, subnet=spec) for spec in specs]
+    torch.cuda.synchronize()
+
+    def client(i: int) -> float:
+        worst = 0.0
+        for _ in range(50):
+            worst = max(worst, float((engine(x, subnet=i % 3) - expected[i % 3]).abs().max()))
+        return worst
+
+    with ThreadPoolExecutor(6) as pool:
+        assert max(pool.map(client, range(6))) < 1e-3 * max(1.0, float(expected[2].abs().max()))
+
+
+def test_half_precision_programs_agree_roughly() -> None:
+    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    spec = supernet.space.largest()
+    engine = subnetact.Engine(
+        supernet,
+        [spec],
+        example=torch.zeros(3, 64, 64),
+        device="cuda",
+        memory_budget_mb=512,
+        allow_uncalibrated=True,
+        hot_dtype=torch.bfloat16,
+    )
+    assert engine.pin(0)
+    x = torch.randn(4, 3, 64, 64, device="cuda")
+    output, expected = engine(x, subnet=0), supernet(x, subnet=spec)
+    assert output.dtype == torch.float32
+    assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))

@@ -1,0 +1,422 @@
+"""The engine beside what else there is: forward times, switching, memory, and eight threads at once.
+
+    python benchmarks/engine.py [--families ofa_resnet50 ofa_mbv3] [--pixels 224] [--threads 1]
+        [--parts forward switch memory hammer] [--compile] [--out benchmarks/results/engine.json]
+
+Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one
+process, interleaved; a ratio is the median of the ratios within a round, against upstream's extracted
+network in eager mode (`extracted_eager`). `--report` draws
+a JSON that was measured before and puts its figures into README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import random
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peers import upstream_network
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import subnetact
+from ofa_adapters import load
+from subnetact.binding import bind
+from subnetact.engine_stats import weight_bytes
+from subnetact.hot import agree
+from subnetact.norm_table import NormRow
+from subnetact.operators import SubnetNorm
+from subnetact.space import Row
+from subnetact.spec import SubnetSpec
+from subnetact.supernet import Supernet
+from subnetact.timing import machine, synchronize
+
+BASE = "extracted_eager"
+ROOMY_MB = 2048.0
+BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
+
+
+def resident_mb() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def sizes_of(supernet: Supernet) -> dict[str, SubnetSpec]:
+    """The smallest subnet, the largest, and the sampled one of median parameter count."""
+    rng = random.Random(0)
+    sampled = sorted(
+        (supernet.space.sample(rng) for _ in range(21)),
+        key=lambda s: sum(p.numel() for p in supernet.private_view(s)[0].parameters()),
+    )
+    return {
+        "smallest": supernet.space.smallest(),
+        "middle": sampled[10],
+        "largest": supernet.space.largest(),
+    }
+
+
+def contenders(
+    supernet: Supernet, upstream: Any, spec: SubnetSpec, x: Tensor, with_compile: bool
+) -> dict[str, Callable[[], Any]]:
+    device = x.device
+    extracted: Any
+    if upstream is None:
+        extracted = supernet.extract(spec)
+    else:
+        upstream.set_active_subnet(**supernet.space.format(spec))
+        extracted = upstream.get_active_subnet(preserve_weight=True).eval().to(device)
+    in_channels_last = copy.deepcopy(extracted).to(memory_format=torch.channels_last)
+    x_last = x.contiguous(memory_format=torch.channels_last)
+    runs: dict[str, Callable[[], Any]] = {
+        BASE: lambda: extracted(x),
+        "extracted_channels_last": lambda: in_channels_last(x_last),
+    }
+    if upstream is not None:
+        runs["upstream_dynamic"] = lambda: upstream(x)
+    scripting: Any = torch.jit
+    scripted = scripting.freeze(scripting.trace(extracted, x))
+    if device.type == "cpu":
+        scripted = scripting.optimize_for_inference(scripted)
+    runs["torchscript_frozen"] = lambda: scripted(x)
+    if with_compile:
+        mode = "max-autotune" if device.type == "cuda" else "default"
+        compiled: Any = torch.compile(extracted, mode=mode, dynamic=False)
+        runs["torch_compile"] = lambda: compiled(x)
+    runs["view"] = lambda: supernet(x, subnet=spec)
+    for name, budget in (("zero_copy", 0.0), ("slice_cache", ROOMY_MB), ("hot", ROOMY_MB)):
+        engine = subnetact.Engine(
+            supernet, [spec], example=x[0], memory_budget_mb=budget, allow_uncalibrated=True
+        )
+        if name == "slice_cache":
+            engine._heater = None  # slices only; an engine with room for programs would make them
+        if name == "hot" and not engine.pin(0):
+            raise RuntimeError(f"{spec} could not be specialised")
+        runs[name] = partial(engine, x, subnet=0)
+    return runs
+
+
+def forward(args: argparse.Namespace, family: str) -> list[dict[str, Any]]:
+    try:
+        upstream = upstream_network(family).to(args.device)
+        supernet = load(family, upstream.state_dict()).to(args.device)
+    except ImportError:
+        print(
+            "ofa is not installed: extracted networks are made by this package, which are the same networks"
+        )
+        upstream, supernet = None, load(family).to(args.device)
+    cells = []
+    for size, spec in sizes_of(supernet).items():
+        for batch in args.batch_sizes:
+            x = torch.randn(batch, 3, args.pixels, args.pixels, device=args.device)
+            runs = contenders(supernet, upstream, spec, x, args.compile)
+            cells.append(
+                {"family": family, "size": size, "batch": batch, **timed(runs, x.device, args.seconds)}
+            )
+            ratios = "  ".join(f"{name} {ratio:.3f}" for name, ratio in cells[-1]["ratio"].items())
+            print(
+                f"{family} {size} batch {batch}: {cells[-1]['median_ms'][BASE]:.1f} ms  {ratios}", flush=True
+            )
+    return cells
+
+
+def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    difference = {}
+    with torch.inference_mode():
+        expected = runs[BASE]()
+        for name, run in runs.items():
+            run(), run()
+            output = run()
+            difference[name] = float((output - expected).abs().max())
+            folded = name in ("hot", "torchscript_frozen", "torch_compile")
+            if not agree(output, expected, *((1e-3, 1e-4) if folded else (5e-5, 5e-5))):
+                raise RuntimeError(f"{name} differs from upstream by {difference[name]}")
+        order, end = list(runs), time.perf_counter() + seconds
+        rng = random.Random(0)
+        while len(times[BASE]) < 5 or time.perf_counter() < end:
+            rng.shuffle(order)
+            for name in order:
+                start = time.perf_counter()
+                runs[name]()
+                synchronize(device)
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {
+        "rounds": len(times[BASE]),
+        "median_ms": {name: median(taken) for name, taken in times.items()},
+        "ratio": {
+            name: median(a / b for a, b in zip(taken, times[BASE], strict=True))
+            for name, taken in times.items()
+        },
+        "ratio_to_channels_last": {
+            name: median(a / b for a, b in zip(taken, times["extracted_channels_last"], strict=True))
+            for name, taken in times.items()
+        },
+        "largest_output": float(expected.abs().max()),
+        "largest_difference": difference,
+    }
+
+
+def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
+    """Give every subnet statistics of its own, fresh ones: what matters here is their size."""
+    rows = {}
+    for spec in specs:
+        row = supernet.space.resolve(spec)
+        used: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def take(
+            norm: SubnetNorm, row: Row = row, used: dict[str, tuple[Tensor, Tensor]] = used
+        ) -> nn.Module:
+            (channels,) = norm.sizes(row)
+            used[norm.path] = torch.zeros(channels), torch.ones(channels)
+            return nn.Identity()
+
+        bind(supernet.network, row, take)
+        rows[spec] = NormRow.of(used)
+    supernet.norms.update(rows)
+
+
+def distinct(supernet: Supernet, count: int) -> list[SubnetSpec]:
+    rng = random.Random(1)
+    found: dict[SubnetSpec, None] = {}
+    while len(found) < count:
+        found[supernet.space.sample(rng)] = None
+    return list(found)
+
+
+def switch(args: argparse.Namespace, family: str) -> dict[str, Any]:
+    upstream = upstream_network(family)
+    supernet = load(family, upstream.state_dict())
+    specs = distinct(supernet, 1000)
+    rows_for(supernet, specs)
+    engine = subnetact.Engine(supernet, specs, device=args.device)
+    choose, build, activate, extract, from_disk = [], [], [], [], []
+    rng = random.Random(2)
+    for i in rng.choices(range(1000), k=20_000):
+        start = time.perf_counter_ns()
+        engine.ready(i)
+        choose.append((time.perf_counter_ns() - start) / 1e3)
+    for spec in specs[:100]:
+        start = time.perf_counter_ns()
+        supernet.private_view(spec)
+        build.append((time.perf_counter_ns() - start) / 1e6)
+    with tempfile.TemporaryDirectory() as folder:
+        for spec in specs[:15]:
+            config = supernet.space.format(spec)
+            start = time.perf_counter_ns()
+            upstream.set_active_subnet(**config)
+            activate.append((time.perf_counter_ns() - start) / 1e3)
+            start = time.perf_counter_ns()
+            network = upstream.get_active_subnet(preserve_weight=True)
+            extract.append((time.perf_counter_ns() - start) / 1e6)
+            file = Path(folder) / "subnet.pt"
+            torch.save(network.state_dict(), file)
+            start = time.perf_counter_ns()
+            network.load_state_dict(torch.load(file, weights_only=True))
+            from_disk.append((time.perf_counter_ns() - start) / 1e6)
+    return {
+        "choose_among_1000_us": median(choose),
+        "build_view_ms": median(build),
+        "engine_register_ms": engine.stats().bind_ms,
+        "upstream_set_active_subnet_us": median(activate),
+        "upstream_extract_ms": median(extract),
+        "load_state_dict_from_disk_ms": median(from_disk),
+    }
+
+
+def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: ARG001
+    supernet = load(family)
+    specs = distinct(supernet, 1000)
+    rows_for(supernet, specs)
+    supernet.private_view(specs[0])
+    copies = [
+        sum(t.numel() * t.element_size() for t in (*view.parameters(), *view.buffers()))
+        for view in (supernet.private_view(spec)[0] for spec in specs)
+    ]
+    found: dict[str, Any] = {"weights_MiB": weight_bytes(supernet) / 2**20, "resident": {}}
+    table = supernet.norms.nbytes() / len(specs) / 2**20
+    for count in (1, 10, 100, 1000):
+        before = resident_mb()
+        engine = subnetact.Engine(supernet, specs[:count])
+        found["resident"][count] = {
+            "engine_MiB": resident_mb() - before,
+            "norm_table_MiB": table * count,
+            "copies_MiB": sum(copies[:count]) / 2**20,
+        }
+        del engine
+    return found
+
+
+def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
+    """Eight threads over 50 subnets, while subnets are registered, removed, pinned and evicted."""
+    supernet = load(family)
+    specs = distinct(supernet, 50)
+    rows_for(supernet, specs)
+    x = torch.randn(1, 3, 96, 96)
+    budget_mb, end, failed = 150.0, time.monotonic() + args.hammer_seconds, list[str]()
+    with torch.inference_mode():
+        expected = [supernet.private_view(spec)[0](x) for spec in tqdm(specs, desc="expected")]
+    engine = subnetact.Engine(supernet, specs, example=x[0], memory_budget_mb=budget_mb)
+    before, peak, served, changes = resident_mb(), 0.0, [0] * 8, 0
+    end = time.monotonic() + args.hammer_seconds
+
+    def client(thread: int) -> None:
+        rng = random.Random(thread)
+        while time.monotonic() < end:
+            i = min(int(rng.expovariate(0.1)), 44)
+            try:
+                if not agree(engine(x, subnet=i), expected[i]):
+                    failed.append(f"subnet {i}: a wrong answer")
+            except Exception as error:
+                failed.append(f"subnet {i}: {error!r}")
+            served[thread] += 1
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    rng = random.Random(9)
+    while time.monotonic() < end:
+        i = rng.randrange(45, 50)
+        engine.remove(i)
+        engine.register(specs[i])
+        if not agree(engine(x, subnet=i), expected[i]):
+            failed.append(f"subnet {i}: a wrong answer after registration")
+        if changes % 10 == 0:
+            engine.pin(rng.randrange(45))
+            for j in range(45):
+                engine.unpin(j)
+        peak, changes = max(peak, resident_mb()), changes + 1
+    for thread in threads:
+        thread.join()
+    held = engine.stats()
+    return {
+        "seconds": args.hammer_seconds,
+        "answers": sum(served),
+        "wrong": len(failed),
+        "first_wrong": failed[:3],
+        "registered_and_removed": changes,
+        "weights_MiB": held.weights / 2**20,
+        "norm_table_MiB": held.norm_table / 2**20,
+        "budget_MiB": budget_mb,
+        "rss_before_serving_MiB": before,
+        "rss_peak_MiB": peak,
+        "held": {"slice_cache": held.slice_cache, "packed": held.packed, "hot": held.hot},
+    }
+
+
+def plot(result: dict[str, Any], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for family, cells in result["forward"].items():
+        names = list(cells[0]["ratio"])
+        figure, axis = plt.subplots(figsize=(11, 4.2))
+        for i, name in enumerate(names):
+            at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(cells))]
+            axis.bar(at, [cell["ratio"][name] for cell in cells], 0.8 / len(names), label=name)
+        axis.axhline(1.0, color="black", linewidth=0.6)
+        axis.set_xticks(range(len(cells)), [f"{cell['size']}\nbatch {cell['batch']}" for cell in cells])
+        axis.set_ylabel("time / upstream's extracted network")
+        on = result["machine"]
+        axis.set_title(
+            f"{family}, {result['pixels']} px, {on['device_name']}, {on['threads']} thread(s)", fontsize=10
+        )
+        axis.legend(ncol=5, fontsize=7, loc="lower center")
+        figure.tight_layout()
+        figure.savefig(out.with_name(f"{out.stem}_{family}.png"), dpi=110)
+
+
+def report(result: dict[str, Any], out: Path) -> None:
+    """Draw what was measured, and put it into benchmarks/README.md."""
+    plot(result, out)
+    on = result["machine"]
+    lines = [
+        f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, {result['pixels']} px, "
+        "float32. Time as a share of upstream's extracted network in eager mode; medians of interleaved "
+        "rounds.",
+    ]
+    for family, cells in result["forward"].items():
+        names = [name for name in cells[0]["ratio"] if name != BASE]
+        lines += ["", f"| {family} | ms | {' | '.join(names)} |", f"|{'---|' * (len(names) + 2)}"]
+        for cell in cells:
+            ratios = " | ".join(f"{cell['ratio'][name]:.2f}" for name in names)
+            lines.append(
+                f"| {cell['size']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.1f} | {ratios} |"
+            )
+    for family, found in result.get("switch", {}).items():
+        lines += ["", f"| time to switch, {family} | |", "|---|---|"]
+        lines += [f"| {name.replace('_', ' ')} | {value:.3g} |" for name, value in found.items()]
+    for family, found in result.get("memory", {}).items():
+        lines += [
+            "",
+            f"| {family}, weights {found['weights_MiB']:.0f} MiB; resident subnets | beyond weights and "
+            "norm table, MiB | norm table, MiB | copies, MiB |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {count} | {m['engine_MiB']:.1f} | {m['norm_table_MiB']:.1f} | {m['copies_MiB']:.0f} |"
+            for count, m in found["resident"].items()
+        ]
+    for found in result.get("hammer", {}).values():
+        lines += [
+            "",
+            f"Eight threads over 50 subnets for {found['seconds']:.0f} s, while "
+            f"{found['registered_and_removed']} were removed and registered again and others pinned and "
+            f"evicted: {found['answers']} answers, "
+            f"{found['wrong']} wrong; resident memory grew by "
+            f"{found['rss_peak_MiB'] - found['rss_before_serving_MiB']:.0f} MiB under a budget of "
+            f"{found['budget_MiB']:.0f} MiB.",
+        ]
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=["ofa_resnet50", "ofa_mbv3"])
+    parser.add_argument("--parts", nargs="+", default=["forward", "switch", "memory", "hammer"])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--pixels", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per forward cell, at least 5 rounds")
+    parser.add_argument("--hammer-seconds", type=float, default=60.0)
+    parser.add_argument("--compile", action="store_true", help="also torch.compile, which takes minutes")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
+    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report:
+        return report(result, args.out)
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    result.update(machine=machine(torch.device(args.device)), pixels=args.pixels)
+    parts = {"forward": forward, "switch": switch, "memory": memory, "hammer": hammer}
+    for part in args.parts:
+        for family in args.families if part == "forward" else args.families[:1]:
+            result.setdefault(part, {})[family] = parts[part](args, family)
+            if part != "forward":
+                print(json.dumps(result[part][family], indent=1))
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

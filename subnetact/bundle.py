@@ -1,0 +1,214 @@
+"""Bundles: everything an engine serves, in one directory, without pickle.
+
+`bundle.json` names every other file with its size and SHA-256, and carries a checksum of itself.
+Checksums find accidents and edits; they are no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from subnetact._version import __version__
+from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact.files import replacing
+from subnetact.latency import LatencyTable
+from subnetact.norm_table import NormTable
+from subnetact.spec import SubnetSpec
+from subnetact.supernet import Supernet
+
+if TYPE_CHECKING:
+    from subnetact.engine import Engine
+
+__all__ = ["Bundle", "load_bundle", "save_bundle"]
+
+KIND, SCHEMA = "subnetact.bundle", 1
+INDEX, WEIGHTS, NORMS = "bundle.json", "weights.safetensors", "norms.safetensors"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a bundle holds; the attributes are `Engine`'s arguments."""
+
+    supernet: Supernet
+    specs: list[SubnetSpec]
+    accuracy: list[float | None]
+    removed: list[int]
+    example: Tensor | None
+    tables: dict[str, LatencyTable]
+    allow_uncalibrated: bool
+
+
+def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
+    """Write a bundle; `bundle.json` comes last, so that an interrupted write leaves none that loads.
+
+    Raises:
+        FileFormatError: the directory holds something else than a bundle.
+    """
+    folder = Path(directory)
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / INDEX).exists())):
+        raise FileFormatError(f"{folder}: holds something else than a bundle; choose a new directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)
+    supernet = engine.supernet
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
+    with replacing(folder / WEIGHTS) as temporary:
+        save_file(tensors, temporary, {"format": "pt"})
+    supernet.norms.save(folder / NORMS)
+    tables = {f"latency-{i}.json": name for i, name in enumerate(engine.tables)}
+    for file, name in tables.items():
+        engine.tables[name].save(folder / file)
+    example = engine._example
+    document = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "subnetact": __version__,
+        "space": supernet.space.id,
+        "family": _portable(supernet.origin),
+        "example": None if example is None else [str(example.dtype), list(example.shape)],
+        "allow_uncalibrated": engine._allow_uncalibrated,
+        "subnets": [spec.to_json() for spec in engine.specs],
+        "accuracy": list(engine.accuracy),
+        "removed": sorted(set(range(len(engine))) - set(engine.ids)),
+        "tables": tables,
+        "files": {name: _described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
+    }
+    document["checksum"] = _checksum(document)
+    with replacing(folder / INDEX) as temporary:
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bundle:
+    """Read a bundle into the given supernet, or into one rebuilt by its family's name.
+
+    Raises:
+        FileFormatError: naming the file that is missing, truncated, changed, or of a newer schema.
+        ForeignSpec: the given supernet is of another space.
+    """
+    folder = Path(directory)
+    index = folder / INDEX
+    document = _read_index(index)
+    try:
+        for name, described in document["files"].items():
+            if Path(name).name != name:
+                raise FileFormatError(f"{index}: {name!r} is not a file of this directory")
+            if _described(folder / name) != described:
+                raise FileFormatError(
+                    f"{folder / name}: truncated or changed since it was saved; restore it, or save again"
+                )
+        built = supernet is None
+        if supernet is None:
+            supernet = _rebuilt(document["family"], index)
+        if supernet.space.id != document["space"]:
+            message = f"{index}: is of space {document['space']}, the supernet's is {supernet.space.id}"
+            raise FileFormatError(message) if built else ForeignSpec(message)
+        specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
+        example = None
+        if document["example"] is not None:
+            dtype, shape = document["example"]
+            example = torch.zeros(shape, dtype=_dtype(dtype))
+        norms = NormTable.load(folder / NORMS)
+        tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
+        accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
+        _fill(supernet, folder / WEIGHTS)
+        supernet.norms = norms
+        return Bundle(
+            supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
+        )
+    except (KeyError, TypeError, AttributeError, SpecError) as error:
+        if isinstance(error, ForeignSpec) and supernet is not None:
+            raise
+        raise FileFormatError(f"{index}: a field is missing or of the wrong kind: {error!r}") from error
+
+
+def _portable(origin: Any) -> Any:
+    try:
+        return json.loads(json.dumps(origin))
+    except (TypeError, ValueError):
+        return None  # built with arguments that no file can hold: the caller has to give the supernet
+
+
+def _read_index(index: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{index}: not a readable bundle ({error}); save it again") from error
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise FileFormatError(f"{index}: not a bundle; write one with Engine.save()")
+    schema = document.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
+        raise FileFormatError(
+            f"{index}: bundle of schema {schema!r}, this version reads 1 to {SCHEMA}; update subnetact"
+        )
+    checksum = document.pop("checksum", None)
+    if checksum != _checksum(document):
+        raise FileFormatError(f"{index}: changed since it was saved; restore it, or save again")
+    return document
+
+
+def _rebuilt(origin: Any, index: Path) -> Supernet:
+    if origin is None:
+        raise FileFormatError(
+            f"{index}: is of an own network; give it: Engine.load(directory, supernet=insert_(network, ...))"
+        )
+    family, constructor = origin["name"], origin["constructor"]
+    if family == "digits":
+        built: Supernet = import_module("subnetact.digits").new_digits_supernet()
+        return built
+    try:
+        built = import_module("ofa_adapters").load(family, None, **constructor)
+    except (ImportError, ValueError, TypeError) as error:
+        raise FileFormatError(f"{index}: cannot rebuild {family!r} ({error}); update ofa_adapters") from error
+    return built
+
+
+def _fill(supernet: Supernet, path: Path) -> None:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FileFormatError(f"{path}: not readable as safetensors ({error}); save it again") from error
+    own: Mapping[str, Tensor] = supernet.state_dict()
+    differing = sorted(set(own) ^ set(tensors)) or [
+        name for name, tensor in tensors.items() if tensor.shape != own[name].shape
+    ]
+    if differing:
+        raise FileFormatError(f"{path}: its tensors are not the supernet's; {differing[0]} differs first")
+    for name, tensor in tensors.items():
+        if tensor.dtype != own[name].dtype:
+            raise FileFormatError(f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}")
+    supernet.load_state_dict(tensors)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise FileFormatError(
+            f"{path}: not readable ({error.strerror}); restore it, or save again"
+        ) from error
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found

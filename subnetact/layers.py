@@ -1,0 +1,126 @@
+"""Faster convolutions of a view, which copy no weight outside a call, or share packed slices.
+
+Convolutions are swapped by class in a view of the engine's own; nothing is traced, so any network
+can have them. Measured on OFA-ResNet50: ATen copies a sliced weight into channels_last and again into
+oneDNN's layout in every call, while a matrix product reads it where it is.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subnetact.byte_cache import ByteCache
+from subnetact.packing import PackedConv, can_pack, plain_conv, version
+
+__all__ = ["SliceCache", "quicken_"]
+
+SMALL_MAP = 128
+"""Output pixels up to which unfolding the input is cheaper than packing the weight in the call."""
+LARGE_MAP = 4096
+"""Pixels from which packing a 1x1 weight in the call is cheaper than a product with the strided one."""
+
+
+def _no_more(_: int) -> bool:
+    return False
+
+
+class SliceCache:
+    """Packed weights, one for each distinct slice of each layer, shared by every subnet that uses it.
+
+    Args:
+        cache: where they are kept; they make room for each other only.
+    """
+
+    KIND = "slice_cache"
+    EVICTS: ClassVar[dict[str, float]] = {KIND: math.inf}
+
+    def __init__(self, cache: ByteCache) -> None:
+        self._cache = cache
+
+    def run(self, conv: nn.Conv2d, x: Tensor) -> Tensor | None:
+        """Run a view's convolution on x in channels_last, or return None where there is no room."""
+        weight = conv.weight
+        key = self.KIND, id(weight)
+        found = self._cache.get(key)
+        if found is not None and found[1] is weight and found[2] == version(weight):
+            return found[0](x)  # type: ignore[no-any-return]
+        nbytes = weight.numel() * weight.element_size()
+        if nbytes > self._cache.budget or not self._cache.make_room(nbytes, self.EVICTS):
+            return None
+        before = version(weight)
+        grow = partial(self._cache.grow, key, evicts=self.EVICTS)
+        packed = PackedConv(conv, lambda: weight, conv.bias, weight.dtype, grow)
+        y = packed(x)
+        self._cache.put(key, (packed, weight, before), packed.nbytes, self.KIND, self.EVICTS)
+        return y
+
+
+class _Quick:
+    """Forward of a Conv2d whose input is in channels_last; otherwise it is the plain one's."""
+
+    slices: SliceCache | None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Map (N, in, H, W) to (N, out, H', W')."""
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        if self.slices is not None:
+            y: Tensor | None = self.slices.run(self, x)
+            if y is not None:
+                return y
+        if self.kernel_size == (1, 1) and self.padding == (0, 0):
+            if self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1] and can_pack(self.weight):
+                return PackedConv(self, lambda: self.weight, self.bias, self.weight.dtype, _no_more)(x)
+            return _pointwise(self, x)
+        if x.device.type == "cpu":
+            height, width = (
+                (x.shape[2 + i] + 2 * self.padding[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1)
+                // self.stride[i]
+                + 1
+                for i in range(2)
+            )
+            if x.shape[0] * height * width <= SMALL_MAP:
+                return _unfolded(self, x, height, width)
+        return super().forward(x)  # type: ignore[misc, no-any-return]
+
+
+def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    down, right = conv.stride
+    pixels = x.permute(0, 2, 3, 1)
+    if (down, right) != (1, 1):
+        pixels = pixels[:, ::down, ::right]
+    return F.linear(pixels, conv.weight[:, :, 0, 0], conv.bias).permute(0, 3, 1, 2)
+
+
+def _unfolded(conv: nn.Conv2d, x: Tensor, height: int, width: int) -> Tensor:
+    # A slice's rows stay whole in memory, so flattening it is a view.
+    columns = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # type: ignore[arg-type]
+    y = F.linear(columns.transpose(1, 2), conv.weight.flatten(1), conv.bias)
+    return y.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=256)
+def _quick_class(cls: type[nn.Module], slices: SliceCache | None) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "slices": slices}
+    return type(cls.__name__, (_Quick, cls), names)
+
+
+def quicken_(view: nn.Module, slices: SliceCache | None) -> nn.Module:
+    """Give a view's plain, ungrouped convolutions the faster forward, in place; return it.
+
+    Args:
+        view: a view that nobody else uses.
+        slices: where packed weights are shared; None = no weight is copied outside a call.
+    """
+    for module in view.modules():
+        if isinstance(module, nn.Conv2d) and plain_conv(module) and module.groups == 1:
+            usable = slices if slices is not None and can_pack(module.weight) else None
+            # The shell's dictionary is left alone: shells of a class share its keys.
+            object.__setattr__(module, "__class__", _quick_class(type(module), usable))  # type: ignore[arg-type]
+    return view

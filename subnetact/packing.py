@@ -1,0 +1,144 @@
+"""Convolution weights in the layout that the device's kernels want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["PackedConv", "can_pack", "plain_conv", "version"]
+
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
+    torch.ops.mkldnn, "_convolution_pointwise"
+)
+SHAPES = 64
+"""Input shapes for which a convolution remembers the layout to take."""
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that grows when a tensor changes in place; inference tensors keep 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def plain_conv(module: nn.Module) -> bool:
+    """Tell whether a module computes nothing but a zero-padded Conv2d."""
+    return (
+        isinstance(module, nn.Conv2d)
+        and getattr(type(module), "_conv_forward", None) is nn.Conv2d._conv_forward
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+    )
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Tell whether oneDNN's fused convolution is to be had for a weight."""
+    return _ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+class PackedConv:
+    """A convolution with its weight prepacked for oneDNN (CPU) or in channels_last (elsewhere).
+
+    It may add a second input and apply an activation in the same pass. oneDNN's layout depends on the
+    shape of the input, and a weight in a layout of another shape can be a hundred times slower: the
+    weight is packed when a shape is first seen, once for each layout.
+
+    Args:
+        conv: its padding, stride, dilation and groups.
+        source: makes the weight, of shape (out, in / groups, kh, kw).
+        bias: of shape (out,), or None.
+        dtype: of the weight that `source` makes.
+        reserve: asked for the bytes of every further layout; where it says no, the weight is packed
+            in each call.
+        activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
+    """
+
+    def __init__(
+        self,
+        conv: nn.Conv2d,
+        source: Callable[[], Tensor],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        reserve: Callable[[int], bool],
+        activation: str = "none",
+        scalars: Sequence[float] = (),
+    ) -> None:
+        padding, stride, dilation = (
+            [int(n) for n in numbers] for numbers in (conv.padding, conv.stride, conv.dilation)
+        )
+        self._settings = padding, stride, dilation, conv.groups
+        self._source = source
+        self._bias = bias
+        self._reserve = reserve
+        self._activation = activation
+        self._scalars = tuple(scalars)
+        self._onednn = can_pack(conv.weight) and dtype == torch.float32
+        self._by_layout: dict[bytes, Tensor] = {}
+        self._by_shape: dict[torch.Size, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the packed weights and the bias."""
+        held = sum(map(self._nbytes, list(self._by_layout.values())))
+        return held + (0 if self._bias is None else self._bias.numel() * self._bias.element_size())
+
+    def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """Map x of shape (N, in, H, W), in channels_last, to (N, out, H', W').
+
+        `other` is added, and may be overwritten with the sum if nobody needs it any more.
+        """
+        weight = self._by_shape.get(x.shape)
+        if weight is None:
+            weight = self._pack(x)
+        if not self._onednn:
+            return self._elsewhere(x, weight, other)
+        convolve = torch.ops.mkldnn._convolution_pointwise
+        if other is None:
+            return convolve(  # type: ignore[no-any-return]
+                x, weight, self._bias, *self._settings, self._activation, self._scalars, ""
+            )
+        unary = None if self._activation == "none" else self._activation
+        if overwrite:
+            return torch.ops.mkldnn._convolution_pointwise_.binary(  # type: ignore[no-any-return]
+                other, x, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
+            )
+        return convolve.binary(  # type: ignore[no-any-return]
+            x, other, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
+        )
+
+    def _pack(self, x: Tensor) -> Tensor:
+        if self._onednn:
+            packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
+                self._source(), *self._settings, x.shape
+            )
+            layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
+        else:
+            packed, layout = self._source().contiguous(memory_format=torch.channels_last), b""
+        found = self._by_layout.get(layout)
+        if found is None:
+            if self._by_layout and not self._reserve(self._nbytes(packed)):
+                return packed
+            found = self._by_layout.setdefault(layout, packed)
+        if len(self._by_shape) >= SHAPES:
+            self._by_shape = {}
+        self._by_shape[x.shape] = found
+        return found
+
+    def _nbytes(self, weight: Tensor) -> int:
+        if self._onednn:
+            return int(torch.ops.mkldnn._nbytes(weight))
+        return weight.numel() * weight.element_size()
+
+    def _elsewhere(self, x: Tensor, weight: Tensor, other: Tensor | None) -> Tensor:
+        padding, stride, dilation, groups = self._settings
+        y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
+        if other is not None:
+            y = y.add_(other)
+        if self._activation == "relu":
+            return y.relu_()
+        if self._activation == "hardswish":
+            return F.hardswish(y, inplace=True)
+        if self._activation == "hardtanh":
+            return y.clamp_(*self._scalars)
+        return y

@@ -1,0 +1,63 @@
+"""What a view's forward computes, as a torch.fx graph, without disturbing threads that run others.
+
+`torch.fx.symbolic_trace` replaces `nn.Module.__call__` for the whole process while it runs. Here the
+leaves of one private view record themselves instead.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.proxy import GraphAppendingTracer
+
+__all__ = ["trace_"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class _Leaf:
+    """A module that records its call instead of computing."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer, path = self.recorder
+        return tracer.create_proxy("call_module", path, args, kwargs)
+
+
+@cache
+def _leaf_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Leaf, cls), {})
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    library = type(module).__module__.startswith("torch.nn.")
+    return isinstance(module, nn.Conv2d) or (library and not isinstance(module, _CONTAINERS))
+
+
+def trace_(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
+    """Return the graph of a view's forward of one tensor, and its leaves by name.
+
+    Args:
+        view: a view that nobody else uses; it is as before afterwards.
+
+    Raises:
+        Exception: the forward depends on values, or reads parameters itself; it cannot be traced.
+    """
+    graph = fx.Graph()
+    tracer = GraphAppendingTracer(graph)
+    leaves: dict[str, nn.Module] = {}
+    classes: dict[str, type[nn.Module]] = {}
+    for path, module in view.named_modules():
+        if path and _is_leaf(module) and not any(path.startswith(f"{leaf}.") for leaf in leaves):
+            leaves[path], classes[path] = module, type(module)
+    try:
+        for path, leaf in leaves.items():
+            object.__setattr__(leaf, "recorder", (tracer, path))
+            object.__setattr__(leaf, "__class__", _leaf_class(type(leaf)))  # type: ignore[arg-type]
+        graph.output(view(fx.Proxy(graph.placeholder("x"), tracer)).node)
+    finally:
+        for path, leaf in leaves.items():
+            object.__setattr__(leaf, "__class__", classes[path])
+            object.__delattr__(leaf, "recorder")
+    return graph, leaves
