@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,15 @@ class _Hot:
     bound: Bound
     versions: list[int]
 
+    def __call__(self, x: Tensor) -> Any:
+        return self.program(x)
+
     def fresh(self, bound: Bound) -> bool:
         return self.bound is bound and bound.versions() == self.versions
+
+
+class _Place:
+    """Keeps room for a program that is being made."""
 
 
 class Heater:
@@ -47,6 +54,8 @@ class Heater:
 
     KIND = "packed"
     EVICTS: ClassVar[dict[str, float]] = {SliceCache.KIND: math.inf, KIND: math.inf}
+    WAIT_S = 1.0
+    """Seconds to wait for a program that was dropped while a call runs through it."""
 
     def __init__(self, cache: ByteCache, supernet: Supernet, dtype: torch.dtype | None) -> None:
         self._cache = cache
@@ -56,12 +65,12 @@ class Heater:
         self._pinned: set[int] = set()
         self._warned = False
 
-    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> Program | None:
+    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> _Hot | None:
         """Return a hot subnet's program, or None; count the use."""
         hot: _Hot | None = self._cache.get((self.KIND, subnet.id))
         if hot is not None:
             if hot.fresh(bound):
-                return hot.program
+                return hot
             self._cache.drop((self.KIND, subnet.id))
             subnet.uses = HOT_AFTER
         subnet.uses += 1
@@ -107,29 +116,39 @@ class Heater:
             self._working.release()
 
     def _make(self, subnet: ReadySubnet, bound: Bound, example: Tensor, evicts: dict[str, float]) -> bool:
-        key = self.KIND, subnet.id
+        key, place = (self.KIND, subnet.id), (self.KIND, "place")
         size = 4 if self._dtype is None else self._dtype.itemsize
-        weights = [m.weight for m in bound.view.modules() if isinstance(m, nn.Conv2d)]
-        if not self._cache.make_room(sum(w.numel() for w in weights) * size, evicts):
+        nbytes = size * sum(m.weight.numel() for m in bound.view.modules() if isinstance(m, nn.Conv2d))
+        if not self._cache.make_room(nbytes, evicts, self.WAIT_S):
             return False
+        self._cache.put(place, _Place(), nbytes, self.KIND, evicts, pinned=True)
+        try:
+            program = self._program(subnet, bound, example)
+        finally:
+            self._cache.drop(place)
+        if program is None:
+            return False
+        program.limit(partial(self._cache.grow, key, evicts={SliceCache.KIND: math.inf}))
+        hot, pinned = _Hot(program, bound, bound.versions()), subnet.id in self._pinned
+        kept = self._cache.put(key, hot, program.nbytes, self.KIND, evicts, pinned)
+        if subnet.bound is None:
+            self._cache.drop(key)
+        return kept
+
+    def _program(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> Program | None:
         versions = bound.versions()
         try:
             program = self._checked(subnet, bound, example)
         except Exception as error:
             current = bound.current(self._supernet, subnet.spec) and bound.versions() == versions
             if not current:
-                return False  # it changed meanwhile; the next use tries again
+                return None  # it changed meanwhile; the next use tries again
             subnet.refused = True
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
             _log.log(level, "%s cannot be specialised and runs as a view: %s", subnet, error)
-            return False
-        nbytes, pinned = program.nbytes, subnet.id in self._pinned
-        program.reserve = partial(self._cache.grow, key, evicts={SliceCache.KIND: math.inf})
-        kept = self._cache.put(key, _Hot(program, bound, versions), nbytes, self.KIND, evicts, pinned)
-        if subnet.bound is None:
-            self._cache.drop(key)
-        return kept
+            return None
+        return program if bound.versions() == versions else None
 
     def _checked(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> Program:
         device = next(bound.view.parameters()).device

@@ -51,16 +51,12 @@ class Program:
         view: a view that nobody else uses, of a network that maps one tensor to one.
         dtype: what to compute in; inputs are converted, outputs converted back. None = as they are.
 
-    Attributes:
-        reserve: asked for the bytes of what further shapes of input need.
-
     Raises:
         Exception: the network cannot be specialised.
     """
 
     def __init__(self, view: nn.Module, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
-        self.reserve: Callable[[int], bool] = lambda _: True
         graph, leaves = trace_(view)
         modules: dict[str, nn.Module] = dict(leaves)
         order = {node: i for i, node in enumerate(graph.nodes)}
@@ -68,7 +64,7 @@ class Program:
         for node in list(graph.nodes):
             if node.op == "call_module" and plain_conv(leaves[node.target]) and len(node.args) == 1:
                 name = f"fused_{order[node]}"
-                fused = _Fused(_fuse(graph, node, leaves, order, name, self))
+                fused = _Fused(_fuse(graph, node, leaves, order, name, dtype))
                 modules[name] = fused
                 self._convs.append(fused.conv)
         _overwrite(graph, modules)
@@ -82,11 +78,17 @@ class Program:
                     self._copied += sum(p.numel() * p.element_size() for p in modules[path].parameters())
         graph.lint()
         self.module = fx.GraphModule(modules, graph)
+        self.module.graph.owning_module = None  # else only the garbage collector frees the weights
 
     @property
     def nbytes(self) -> int:
         """The bytes of the tensors that belong to this program alone, as of now."""
         return self._copied + sum(conv.nbytes for conv in self._convs)
+
+    def limit(self, reserve: Callable[[int], bool]) -> None:
+        """Have `reserve` asked for the bytes of what further shapes of input need."""
+        for conv in self._convs:
+            conv.reserve = reserve
 
     def __call__(self, x: Tensor) -> Any:
         """Run a batch, x of shape (N, C, H, W) in channels_last."""
@@ -101,7 +103,7 @@ def _fuse(
     leaves: dict[str, nn.Module],
     order: dict[fx.Node, int],
     name: str,
-    program: Program,
+    dtype: torch.dtype | None,
 ) -> PackedConv:
     """Replace a convolution, and what follows it alone, by one node of the given name."""
     conv: Any = leaves[str(node.target)]
@@ -129,14 +131,13 @@ def _fuse(
         graph.erase_node(last)
         last = before
     graph.erase_node(node)
-    dtype = program.dtype or conv.weight.dtype
+    dtype = dtype or conv.weight.dtype
     bias = _bias(conv, norm)
     return PackedConv(
         conv,
         lambda: _weight(conv, norm).to(dtype),
         None if bias is None else bias.to(dtype),
         dtype,
-        lambda nbytes: program.reserve(nbytes),
         *(activation or ()),
     )
 

@@ -7,9 +7,10 @@ oneDNN's layout in every call, while a matrix product reads it where it is.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache, partial
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,39 +27,61 @@ LARGE_MAP = 4096
 """Pixels from which packing a 1x1 weight in the call is cheaper than a product with the strided one."""
 
 
-def _no_more(_: int) -> bool:
-    return False
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class _Slice:
+    packed: PackedConv
+    weight: Tensor
+    version: int
+
+    def fits(self, weight: Tensor) -> bool:
+        return self.weight is weight and self.version == version(weight)
 
 
 class SliceCache:
     """Packed weights, one for each distinct slice of each layer, shared by every subnet that uses it.
 
     Args:
-        cache: where they are kept; they make room for each other only.
+        cache: where they are kept; slices that have not been used lately make room.
     """
 
     KIND = "slice_cache"
-    EVICTS: ClassVar[dict[str, float]] = {KIND: math.inf}
+    STAYS = 8
+    """A slice stays if it was used within the last so many look-ups per kept value: where all slices are in
+    use and do not fit, the rest runs without a copy, which is faster than packing them in turn."""
 
     def __init__(self, cache: ByteCache) -> None:
         self._cache = cache
+        self._packing = Lock()
+        self.classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     def run(self, conv: nn.Conv2d, x: Tensor) -> Tensor | None:
         """Run a view's convolution on x in channels_last, or return None where there is no room."""
         weight = conv.weight
         key = self.KIND, id(weight)
-        found = self._cache.get(key)
-        if found is not None and found[1] is weight and found[2] == version(weight):
-            return found[0](x)  # type: ignore[no-any-return]
+        found: _Slice | None = self._cache.get(key)
+        if found is None or not found.fits(weight):
+            with self._packing:  # one at a time: a weight being packed is in memory twice
+                found = self._cache.get(key)
+                if found is None or not found.fits(weight):
+                    found = self._pack(conv, x, key)
+        return None if found is None else found.packed(x)
+
+    def _pack(self, conv: nn.Conv2d, x: Tensor, key: Any) -> _Slice | None:
+        weight = conv.weight
         nbytes = weight.numel() * weight.element_size()
-        if nbytes > self._cache.budget or not self._cache.make_room(nbytes, self.EVICTS):
+        evicts = {self.KIND: float(self._cache.now - self.STAYS * len(self._cache))}
+        if not self._cache.make_room(nbytes, evicts):
             return None
         before = version(weight)
-        grow = partial(self._cache.grow, key, evicts=self.EVICTS)
-        packed = PackedConv(conv, lambda: weight, conv.bias, weight.dtype, grow)
-        y = packed(x)
-        self._cache.put(key, (packed, weight, before), packed.nbytes, self.KIND, self.EVICTS)
-        return y
+        packed = PackedConv(conv, lambda: weight, conv.bias, weight.dtype)
+        packed.reserve = partial(self._cache.grow, key, evicts=evicts)
+        packed.prepare(x.shape)
+        found = _Slice(packed, weight, before)
+        self._cache.put(key, found, packed.nbytes, self.KIND, evicts)
+        return found
 
 
 class _Quick:
@@ -76,7 +99,7 @@ class _Quick:
                 return y
         if self.kernel_size == (1, 1) and self.padding == (0, 0):
             if self.stride == (1, 1) and x.numel() >= LARGE_MAP * x.shape[1] and can_pack(self.weight):
-                return PackedConv(self, lambda: self.weight, self.bias, self.weight.dtype, _no_more)(x)
+                return PackedConv(self, lambda: self.weight, self.bias, self.weight.dtype)(x)
             return _pointwise(self, x)
         if x.device.type == "cpu":
             height, width = (
@@ -105,10 +128,12 @@ def _unfolded(conv: nn.Conv2d, x: Tensor, height: int, width: int) -> Tensor:
     return y.view(x.shape[0], height, width, -1).permute(0, 3, 1, 2)
 
 
-@lru_cache(maxsize=256)
 def _quick_class(cls: type[nn.Module], slices: SliceCache | None) -> type[nn.Module]:
-    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "slices": slices}
-    return type(cls.__name__, (_Quick, cls), names)
+    known = _PLAIN if slices is None else slices.classes
+    if cls not in known:
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "slices": slices}
+        known[cls] = type(cls.__name__, (_Quick, cls), names)
+    return known[cls]
 
 
 def quicken_(view: nn.Module, slices: SliceCache | None) -> nn.Module:
@@ -122,5 +147,5 @@ def quicken_(view: nn.Module, slices: SliceCache | None) -> nn.Module:
         if isinstance(module, nn.Conv2d) and plain_conv(module) and module.groups == 1:
             usable = slices if slices is not None and can_pack(module.weight) else None
             # The shell's dictionary is left alone: shells of a class share its keys.
-            object.__setattr__(module, "__class__", _quick_class(type(module), usable))  # type: ignore[arg-type]
+            object.__setattr__(module, "__class__", _quick_class(type(module), usable))
     return view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ __all__ = ["PackedConv", "can_pack", "plain_conv", "version"]
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
 )
+_PACKING = Lock()  # one at a time, in all engines: a weight being packed is in memory up to three times
 SHAPES = 64
 """Input shapes for which a convolution remembers the layout to take."""
 
@@ -49,9 +51,11 @@ class PackedConv:
         source: makes the weight, of shape (out, in / groups, kh, kw).
         bias: of shape (out,), or None.
         dtype: of the weight that `source` makes.
-        reserve: asked for the bytes of every further layout; where it says no, the weight is packed
-            in each call.
         activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
+
+    Attributes:
+        reserve: asked for the bytes of every further layout; where it says no, the weight is packed in
+            each call.
     """
 
     def __init__(
@@ -60,7 +64,6 @@ class PackedConv:
         source: Callable[[], Tensor],
         bias: Tensor | None,
         dtype: torch.dtype,
-        reserve: Callable[[int], bool],
         activation: str = "none",
         scalars: Sequence[float] = (),
     ) -> None:
@@ -70,7 +73,7 @@ class PackedConv:
         self._settings = padding, stride, dilation, conv.groups
         self._source = source
         self._bias = bias
-        self._reserve = reserve
+        self.reserve: Callable[[int], bool] = lambda _: True
         self._activation = activation
         self._scalars = tuple(scalars)
         self._onednn = can_pack(conv.weight) and dtype == torch.float32
@@ -90,7 +93,7 @@ class PackedConv:
         """
         weight = self._by_shape.get(x.shape)
         if weight is None:
-            weight = self._pack(x)
+            weight = self.prepare(x.shape)
         if not self._onednn:
             return self._elsewhere(x, weight, other)
         convolve = torch.ops.mkldnn._convolution_pointwise
@@ -107,22 +110,28 @@ class PackedConv:
             x, other, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
         )
 
-    def _pack(self, x: Tensor) -> Tensor:
+    def prepare(self, shape: torch.Size) -> Tensor:
+        """Pack the weight for inputs of a shape (N, in, H, W), and return it."""
+        with _PACKING:
+            known = self._by_shape.get(shape)
+            return self._pack(shape) if known is None else known
+
+    def _pack(self, shape: torch.Size) -> Tensor:
         if self._onednn:
             packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-                self._source(), *self._settings, x.shape
+                self._source(), *self._settings, shape
             )
             layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
         else:
             packed, layout = self._source().contiguous(memory_format=torch.channels_last), b""
         found = self._by_layout.get(layout)
         if found is None:
-            if self._by_layout and not self._reserve(self._nbytes(packed)):
+            if self._by_layout and not self.reserve(self._nbytes(packed)):
                 return packed
             found = self._by_layout.setdefault(layout, packed)
         if len(self._by_shape) >= SHAPES:
             self._by_shape = {}
-        self._by_shape[x.shape] = found
+        self._by_shape[shape] = found
         return found
 
     def _nbytes(self, weight: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from subnetact.supernet import Supernet
 
 torch.set_num_threads(1)
+# Some virtual machines announce matrix units that they do not let a process use: oneDNN's bfloat16 kernels
+# then die of an illegal instruction.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def _define_missing_torchvision_operators() -> list[object]:

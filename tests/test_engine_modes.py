@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -358,19 +360,23 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
     assert min(served) > 0
 
 
+class Value:
+    """Something that is held or not."""
+
+
 def test_the_least_recently_used_makes_room() -> None:
     cache = ByteCache(10)
     always = {"a": float("inf")}
     for key in "xyz":
-        assert cache.put(key, key.upper(), 3, "a", always)
-    assert cache.get("x") == "X"
-    assert cache.put("w", "W", 3, "a", always)
+        assert cache.put(key, Value(), 3, "a", always)
+    assert isinstance(cache.get("x"), Value)
+    assert cache.put("w", Value(), 3, "a", always)
     assert "y" not in cache
     assert {"x", "z", "w"} == {k for k in "xyzw" if k in cache}
-    assert not cache.put("huge", 0, 11, "a", always)
-    assert not cache.put("b", 0, 5, "b", {"b": float("inf")})
+    assert not cache.put("huge", Value(), 11, "a", always)
+    assert not cache.put("b", Value(), 5, "b", {"b": float("inf")})
     cache.pin("z", True)
-    assert cache.put("x2", 0, 6, "a", always)
+    assert cache.put("x2", Value(), 6, "a", always)
     assert "z" in cache
     assert cache.nbytes() == cache.nbytes("a") == 9
     assert not cache.grow("z", 8, always)
@@ -378,6 +384,44 @@ def test_the_least_recently_used_makes_room() -> None:
     assert cache.nbytes() == 10
     cache.drop("z")
     assert cache.nbytes() == 0
+
+
+def test_what_is_in_use_is_not_free_yet() -> None:
+    cache = ByteCache(10)
+    always = {"a": float("inf")}
+    cache.put("x", Value(), 8, "a", always)
+    running = cache.get("x")
+    assert not cache.make_room(5, always)
+    assert "x" not in cache
+    assert not cache.put("y", Value(), 5, "a", always)
+    assert cache.put("z", Value(), 2, "a", always)
+    started = time.monotonic()
+    threading.Timer(0.05, lambda held=[running]: held.clear()).start()
+    del running
+    assert cache.make_room(5, always, wait_s=30.0)
+    assert time.monotonic() - started < 30.0
+    assert "z" in cache
+
+
+def test_dropped_weights_are_freed_at_once(digits: Supernet) -> None:
+    engine = engine_of(digits, 64)
+    engine(X, subnet=2)
+    engine.pin(1)
+    engine(X, subnet=1)
+    entries = engine._cache._entries
+    convs = [weakref.ref(conv) for conv in entries["packed", 1].value.program._convs]
+    kept = weakref.ref(next(e.value for key, e in entries.items() if key[0] == "slice_cache"))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.remove(1)
+        assert all(conv() is None for conv in convs)
+        assert kept() is not None
+    finally:
+        gc.enable()
+    del engine, entries
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_layout_without_room_is_packed_in_each_call() -> None:
@@ -389,7 +433,8 @@ def test_a_layout_without_room_is_packed_in_each_call() -> None:
         made.append(1)
         return conv.weight.detach()
 
-    packed = PackedConv(conv, source, conv.bias, torch.float32, lambda _: False)
+    packed = PackedConv(conv, source, conv.bias, torch.float32)
+    packed.reserve = lambda _: False
     with torch.inference_mode():
         for side in (4, 32, 4, 32, 9):
             x = torch.randn(1, 64, side, side).contiguous(memory_format=torch.channels_last)
