@@ -48,7 +48,9 @@ class Engine:
         example: one input without a batch dimension, (C, H, W) for images: the shape and dtype that
             requests must have. None = the first input seen tells.
         device: where to run; None = where the supernet is.
-        memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table.
+        memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table: three
+            quarters are kept filled, the rest is for kernels and for weights while they are packed. Each
+            thread's activations, and what the C allocator and MKL keep per thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
@@ -101,7 +103,8 @@ class Engine:
         self.fingerprint = supernet.fingerprint()
         self._example = None if example is None else example.detach().to("cpu")
         self._changing = Lock()
-        self._cache = ByteCache(int(memory_budget_mb * 2**20))
+        self._budget = int(memory_budget_mb * 2**20)
+        self._cache = ByteCache(self._budget - self._budget // 4)
         slices = SliceCache(self._cache) if self._cache.budget and self.device.type == "cpu" else None
         self._slices = None if compile else slices
         self._compiler = None if compile is None else Compiler(compile)
@@ -295,7 +298,7 @@ class Engine:
             slice_cache=self._cache.nbytes(SliceCache.KIND),
             packed=self._cache.nbytes(Heater.KIND),
             graphs=self._cache.nbytes(Graphs.KIND),
-            budget=self._cache.budget,
+            budget=self._budget,
         )
 
     # -- bundles ---------------------------------------------------------------------------------
