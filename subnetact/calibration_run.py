@@ -191,6 +191,17 @@ class CalibrationRun:
         """Return every BatchNorm that averages, in an order of which resuming can be sure."""
         return [*self._shared.norms.values(), *(n for alone in self._alone.values() for n in alone.norms)]
 
+    def steps(self, spec: SubnetSpec) -> dict[str, int]:
+        """Return the number of every shared BatchNorm of a subnet; subnets with equal numbers share it."""
+        return dict(self._steps.get(spec, {}))
+
+    def layers(self) -> tuple[int, int]:
+        """Return the module calls of a batch, with sharing and without."""
+        self._arrange()
+        alone = sum(subnet.layers for subnet in self._alone.values())
+        shared = sum(map(self._shared.alone, self._steps))
+        return self._shared.together() + alone, shared + alone
+
     def alone_batches(self, batches: Sequence[int] | None = None) -> list[int]:
         """Return, or set, how many batches each of the subnets that run one at a time has taken."""
         if batches is not None:
