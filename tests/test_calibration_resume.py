@@ -19,6 +19,7 @@ from torch import nn
 
 import subnetact
 from subnetact import calibration
+from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.operators import CollectingNorm
 from subnetact.spec import SubnetSpec
@@ -64,7 +65,7 @@ def dying_after(collected: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return lambda: left[0] <= 0
 
 
-@pytest.mark.parametrize("tolerance", [None, 0.35])
+@pytest.mark.parametrize("tolerance", [None, 0.08])
 @pytest.mark.parametrize("after", [30, 75, 150, 260, 333])
 def test_killed_anywhere_and_resumed_gives_the_same_bits(
     digits: Supernet,
@@ -146,7 +147,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 supernet = new_digits_supernet().eval()
 specs = [supernet.space.sample(seed) for seed in range(6)]
-batches = [torch.randn(256, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(12)]
+batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
 calibration.SAVE_EVERY_S = 0.0
 subnetact.calibrate(supernet, specs, batches, False, resume=sys.argv[1])
 supernet.norms.save(sys.argv[2])
@@ -154,7 +155,7 @@ supernet.norms.save(sys.argv[2])
 
 
 def test_a_process_killed_by_a_signal_leaves_a_file_to_go_on_with(tmp_path: Path) -> None:
-    unfinished, reference = tmp_path / "unfinished", tmp_path / "reference"
+    unfinished = tmp_path / "unfinished"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def start(resume: Path, out: Path) -> subprocess.Popen[bytes]:
@@ -167,9 +168,12 @@ def test_a_process_killed_by_a_signal_leaves_a_file_to_go_on_with(tmp_path: Path
     assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "never").exists()
     assert start(unfinished, tmp_path / "resumed").wait() == 0
-    assert start(tmp_path / "other", reference).wait() == 0
-    expected = load_file(reference)
-    assert all(torch.equal(t, expected[name]) for name, t in load_file(tmp_path / "resumed").items())
+    torch.manual_seed(0)
+    supernet = new_digits_supernet().eval()
+    batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    subnetact.calibrate(supernet, specs_of(supernet), batches, False)
+    resumed = subnetact.NormTable.load(tmp_path / "resumed")
+    assert same({spec: resumed.get(spec).flat for spec in resumed}, rows(supernet))
 
 
 def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_subnets_stop_when_they_are_within_the_tolerance(digits: Supernet) -> No
     batches = [torch.randn(12, 1, 16, 16, generator=G) for _ in range(40)]
     read = []
     source = chain.from_iterable([read.append(i) or batch] for i, batch in enumerate(batches))
-    report = subnetact.calibrate(digits, specs, source, False, tolerance=0.08)
+    report = subnetact.calibrate(digits, specs, source, False, tolerance=0.05)
     used = [report.batches[spec] for spec in specs]
     assert min(used) >= 4
     assert len(set(used)) > 1

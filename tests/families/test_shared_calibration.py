@@ -154,7 +154,7 @@ def test_every_distinct_layer_is_computed_once(constructor_of: Any, monkeypatch:
     assert report.layers_alone == 2 * sum(map(len, per_subnet))
     norms = sum("bn" in layer[0] for layer in distinct)
     assert len(set(map(id, collected[-2 * norms :]))) == norms
-    assert report.saved > 0.3
+    assert report.saved > 0.15
     subnets_norms = sum(sum("bn" in layer[0] for layer in layers) for layers in per_subnet)
     assert supernet.norms.nbytes() < sum(supernet.norms.get(spec).nbytes for spec in specs)
     assert sum(len(supernet.norms.get(spec)) for spec in specs) == subnets_norms
