@@ -18,7 +18,7 @@ from subnetact.supernet import Supernet
 
 __all__ = ["CalibrationRun"]
 
-TRIAL_IMAGES = 4
+TRIAL_IMAGES = 2
 AT_LEAST = 4
 """Batches before a subnet may be found to be within the tolerance."""
 
