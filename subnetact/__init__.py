@@ -11,7 +11,7 @@ from subnetact import errors
 from subnetact._version import __version__
 
 if TYPE_CHECKING:
-    from subnetact.calibration import calibrate
+    from subnetact.calibration import CalibrationReport, calibrate
     from subnetact.engine import Engine
     from subnetact.insert import insert_
     from subnetact.latency import LatencyTable
@@ -53,6 +53,7 @@ _HOME = {
     "Policy": "serving.context",
     "Axis": "space",
     "Batcher": "serving.batcher",
+    "CalibrationReport": "calibration",
     "CheapestFeasible": "serving.policies",
     "Coarse": "serving.policies",
     "Engine": "engine",
@@ -91,6 +92,7 @@ __all__ = [
     "Answer",
     "Axis",
     "Batcher",
+    "CalibrationReport",
     "CheapestFeasible",
     "Coarse",
     "Context",

@@ -12,6 +12,7 @@ SubnetActError
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
 ├── TableError (ValueError)           a latency table is malformed
+├── ResumeMismatch (ValueError)      unfinished work of other weights, subnets, data or settings
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
 ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
 ├── TraceError (ValueError)           arrivals that cannot be simulated
@@ -42,6 +43,7 @@ __all__ = [
     "QueueFull",
     "RecompileRefused",
     "RequestError",
+    "ResumeMismatch",
     "SpecError",
     "SubnetActError",
     "TableError",
@@ -97,6 +99,10 @@ class RecompileRefused(SubnetActError, RuntimeError):
 
 class TableError(SubnetActError, ValueError):
     """A latency table is malformed."""
+
+
+class ResumeMismatch(SubnetActError, ValueError):
+    """A file of unfinished work belongs to other weights, subnets, data or settings."""
 
 
 class ProfileMismatch(SubnetActError, ValueError):
