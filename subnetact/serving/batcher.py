@@ -127,7 +127,7 @@ class Batcher:
         if decision_log is not None:
             facts = {"workers": len(engines), "hopeless": hopeless, "slo_ms": usual_slo}
             header = {**facts, "policy": type(policy).__name__, "table": table._document()}
-            self._log = self._core.log = DecisionLog(decision_log, header, clock_ms())
+            self._log = self._core.ledger.log = DecisionLog(decision_log, header, clock_ms())
         self._admit = self._core.admit
         self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)
 
@@ -142,9 +142,9 @@ class Batcher:
             x: one input, without a batch dimension, as the engine's `check` accepts it.
             deadline_ms: time the request is given, from now.
             min_accuracy: least profiled accuracy, percent, of the subnet that may answer.
-            priority: a whole number, higher is more important; None = 0. Deadlines alone order the queue. Only
-                when not all of them can be met, those of lower priority are given up first, by the hopeless
-                rule (under `serve` priority has no effect).
+            priority: a whole number, higher is more important; None = 0. Deadlines alone order the queue.
+                Only when not all can be met, requests of lower priority are given up first, by the
+                hopeless rule (under `serve` priority has no effect).
 
         Raises:
             InvalidRequest: a deadline that is not finite and > 0, a floor no subnet reaches, a priority that
@@ -187,7 +187,7 @@ class Batcher:
         core = self._core
         correction, drifted = core.learner.corrections.drift()
         with core.lock:
-            return core.observation.snapshot(**core.stats_fields(), correction=correction, drifted=drifted)
+            return core.ledger.seen.snapshot(**core.facts(), correction=correction, drifted=drifted)
 
     def prometheus(self) -> str:
         """The snapshot in Prometheus' text format, for a `/metrics` endpoint."""
@@ -299,8 +299,8 @@ def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite:
         check_count(threads, "threads_per_worker")
         if not callable(getattr(engine, "enter_worker", None)):
             raise PolicyError(
-                f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "
-                "leave threads_per_worker out"
+                f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add "
+                "it, or leave threads_per_worker out"
             )
     if finite:
         try:

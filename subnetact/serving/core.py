@@ -1,40 +1,33 @@
-"""The state of a batcher: every transition a request or a worker can make, under one lock, without threads."""
+"""The state of a batcher: every transition of a request or a worker, under one lock, without threads."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 from threading import Condition, Lock
 from typing import Any
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    DeadlinePassed,
-    QueueFull,
-    WorkerHung,
-)
+from subnetact.errors import BatcherClosed, BatchFailed
 from subnetact.latency import LatencyTable
 from subnetact.serving.context import Policy
-from subnetact.serving.decision_log import DecisionLog
 from subnetact.serving.dispatch import Batch, Dispatcher
+from subnetact.serving.failures import alone_failed, policy_failed, queue_full, worker_died, worker_hung
 from subnetact.serving.jobs import Job, is_out_of_memory
 from subnetact.serving.learner import Learner
-from subnetact.serving.observation import Observation
-from subnetact.serving.requests import Answer, Outcome, Request
+from subnetact.serving.ledger import Ledger
+from subnetact.serving.requests import Outcome, Request
 from subnetact.serving.roster import Roster
+from subnetact.serving.waiting import Waiting
 
 __all__ = ["Core"]
 
 
 class Core:
-    """Queue, workers and counters. The threads of the batcher call it; a test can call it without any.
+    """Queue, workers and account. The threads of the batcher call it; a test can call it without any.
 
-    A request belongs to the queue, to the suspects (a second try after its worker hung or died) or to one
-    job. Whoever closes it (`open` becomes False, under the lock) owes it the one outcome: methods return
-    the outcomes they made, and the caller settles them and then calls `delivered`.
+    A request waits, or belongs to one job. Whoever closes it, under the lock, owes it the one outcome:
+    methods return the outcomes they made, and the caller settles them and then calls `delivered`.
     """
 
     def __init__(
@@ -51,17 +44,10 @@ class Core:
         learn: bool,
     ) -> None:
         self.clock_ms = clock_ms
-        self.observation = Observation()
+        self.ledger = Ledger()
         self.roster = Roster(workers)
         self.closing = False
-        self.log: DecisionLog | None = None
         self.lock = Lock()
-        #: workers wait here for work
-        self.changed = Condition(self.lock)
-        #: the supervisor waits here while there is nothing to watch
-        self.watched = Condition(self.lock)
-        #: `drain` waits here
-        self.drained = Condition(self.lock)
         self._max_queue = max_queue
         self._accuracy = table.known_accuracy()
         self._watchdog_ms = watchdog_ms
@@ -69,15 +55,14 @@ class Core:
         self._dispatcher: Dispatcher[Request] = Dispatcher(
             policy, self.roster.free_at_ms, slo_ms, hopeless, self._given_up.extend, table
         )
+        self.waiting = Waiting(self._dispatcher)
         self.learner = Learner(table, policy, self._dispatcher, self.lock, clock_ms, learn)
-        self._suspects: deque[tuple[Request, int]] = deque()
         self._jobs: dict[int, Job] = {}
+        self._work = Condition(self.lock)
         self._idle = 0
-        self._supervisor_sleeps = False
-        self._delivering = 0
-
-    def __len__(self) -> int:
-        return len(self._dispatcher) + len(self._suspects)
+        self._watch = Condition(self.lock)
+        self._unwatched = False
+        self._drained = Condition(self.lock)
 
     # -- clients ---------------------------------------------------------------------------------
 
@@ -96,43 +81,34 @@ class Core:
                 raise BatcherClosed("the batcher is closed or draining; open another one")
             dispatcher = self._dispatcher
             request = Request(x, now, now + deadline_ms, floor, priority, future, loop)
-            if len(dispatcher) + len(self._suspects) >= self._max_queue:
-                self.observation.refused += 1
-                self.observation.full += 1
-                if self.log is not None:
-                    self.log.outcome("full", request)
-                raise QueueFull(
-                    f"queue: {self._max_queue} requests wait already, as many as max_queue allows; "
-                    "retry later, or raise max_queue"
-                )
+            if len(self.waiting) >= self._max_queue:
+                self.ledger.full(request)
+                raise queue_full(self._max_queue)
             if priority and dispatcher.priority is None:
                 dispatcher.priority = attrgetter("priority")
             dispatcher.queue.push(request.deadline_ms, request, floor)
             dispatcher.arrivals.append(now)
-            self.observation.submitted += 1
+            self.ledger.seen.submitted += 1
             if self._idle:
-                self.changed.notify()
-            if self._supervisor_sleeps:
-                self._supervisor_sleeps = False
-                self.watched.notify()
+                self._work.notify()
+            if self._unwatched:
+                self._unwatched = False
+                self._watch.notify()
         return request
 
     def refused(self) -> None:
         """Count a request that was refused at the door."""
         with self.lock:
-            self.observation.refused += 1
+            self.ledger.seen.refused += 1
 
     def withdraw(self, request: Request) -> bool:
         """Close a request whose client has cancelled; False when it had an outcome already."""
         with self.lock:
             if not request.open:
                 return False
-            dispatcher = self._dispatcher
-            if not dispatcher.queue.remove(request.deadline_ms, request):
-                dispatcher.late.remove(request.deadline_ms, request)
-            self._suspects = deque(entry for entry in self._suspects if entry[0] is not request)
-            self._close(request, "cancelled")
-            self._wake_if_finished()
+            self.waiting.remove(request)
+            self.ledger.cancel(request)
+            self._wake_if_settled()
             return True
 
     # -- workers ---------------------------------------------------------------------------------
@@ -145,49 +121,26 @@ class Core:
         with self.lock:
             while True:
                 outcomes: list[Outcome] = []
-                job = self._decide(worker, outcomes) if len(self) else None
+                job = self._decide(worker, outcomes) if len(self.waiting) else None
                 if job is not None or outcomes:
-                    self._owe(outcomes)
-                    return job, outcomes
+                    return job, self.ledger.owed(outcomes)
                 if not wait or self._finished():
                     return None, []
                 self._idle += 1
-                self.changed.wait(timeout=0.05 if len(self) else None)
+                self._work.wait(timeout=0.05 if len(self.waiting) else None)
                 self._idle -= 1
 
     def answered(self, job: Job, outputs: Any) -> list[Outcome]:
         """The current part ran and gave one output for each request; go on to the next."""
         now = self.clock_ms()
-        outcomes: list[Outcome] = []
         with self.lock:
             if job.abandoned:
-                return outcomes
-            seen, size, subnet = self.observation, job.size, job.subnet
-            accuracy = self._accuracy[subnet]
-            met = 0
-            for request, output in zip(job.part, outputs, strict=True):
-                if request.open:
-                    request.open = False
-                    in_time = now <= request.deadline_ms
-                    met += in_time
-                    latency_ms = now - request.accepted_ms
-                    seen.latency_ms.add(latency_ms)
-                    answer = Answer(output, subnet, accuracy, latency_ms, in_time, size)
-                    outcomes.append((request, answer, None))
-            took_ms = now - job.started_ms
-            seen.met += met
-            seen.late += len(outcomes) - met
-            seen.accuracy_sum += met * accuracy
-            seen.served_by[subnet] += len(outcomes)
-            seen.batch_sizes[size] += 1
-            seen.run_ms.add(took_ms)
-            if self.log is not None:
-                self.log.batch(job, [request for request, _, _ in outcomes], took_ms)
-            self.learner.observe(job, took_ms)
+                return []
+            outcomes = self.ledger.answer(job, outputs, self._accuracy[job.subnet], now)
+            self.learner.observe(job, now - job.started_ms)
             self.roster.succeeded(job.worker)
             self._advance(job, now)
-            self._owe(outcomes)
-        return outcomes
+            return outcomes
 
     def raised(self, job: Job, error: Exception) -> list[Outcome]:
         """The current part raised: split it, or fail the one request it held."""
@@ -196,24 +149,19 @@ class Core:
         with self.lock:
             if job.abandoned:
                 return outcomes
-            seen, part = self.observation, [r for r in job.part if r.open]
+            seen, part = self.ledger.seen, [r for r in job.part if r.open]
+            most = (len(part) + 1) // 2
             exhausted = is_out_of_memory(error)
             if exhausted:
                 seen.out_of_memory += 1
-                limit = self.learner.limit(job.subnet, job.size, len(part))
+                most = self.learner.limit(job.subnet, job.size, len(part))
             if len(part) > 1:
                 seen.bisected += not exhausted
-                job.split(part, limit if exhausted else (len(part) + 1) // 2)
+                job.split(part, most)
             elif part:
-                failure = BatchFailed(
-                    f"subnet {job.subnet} failed on this request, alone in its batch: "
-                    f"{type(error).__name__}: {error}"
-                )
-                failure.__cause__ = error
-                outcomes.append(self._fail(part[0], failure))
+                outcomes.append(self.ledger.fail(part[0], alone_failed(job, error)))
             self._advance(job, now)
-            self._owe(outcomes)
-        return outcomes
+            return self.ledger.owed(outcomes)
 
     def died(self, worker: int, job: Job | None, error: BaseException) -> list[Outcome]:
         """The worker's thread is about to end because of an exception that is no `Exception`."""
@@ -223,18 +171,13 @@ class Core:
             if job is not None and job.abandoned:
                 self.roster.came_back(worker)
                 return outcomes
-            self.observation.died += 1
+            self.ledger.seen.died += 1
             self.roster.down(worker, now)
             if self._jobs.pop(worker, None) is not None and job is not None:
                 for request in job.requests():
-                    failure = BatchFailed(
-                        f"a worker died over this request, twice: {type(error).__name__}: {error}"
-                    )
-                    failure.__cause__ = error
-                    self._retry(request, job.subnet, now, failure, outcomes)
-            self._owe(outcomes)
+                    self._retry(request, job.subnet, now, worker_died(error), outcomes)
             self._wake_all()
-        return outcomes
+            return self.ledger.owed(outcomes)
 
     def returned(self, job: Job) -> None:
         """A worker that was replaced came back after all; its thread ends."""
@@ -245,8 +188,8 @@ class Core:
     def delivered(self) -> None:
         """The outcomes of one call were settled."""
         with self.lock:
-            self._delivering -= 1
-            self._wake_if_finished()
+            self.ledger.delivering -= 1
+            self._wake_if_settled()
 
     # -- supervisor ------------------------------------------------------------------------------
 
@@ -265,23 +208,22 @@ class Core:
                 elif now > job.started_ms + max(50.0, 5.0 * job.expected_ms):
                     self.roster.free_at_ms[job.worker] = math.inf
             revived = [] if self._finished() else self.roster.due(now)
-            self.observation.revived += len(revived)
+            self.ledger.seen.revived += len(revived)
             if self._dispatcher.hopeless == "drop":
                 self._dispatcher.clear_hopeless(now)
                 self._answer_given_up(now, outcomes)
-            if not self.roster.up() and not revived:
+            if not self.roster.up():
                 self._nobody_serves(now, outcomes)
-            self._owe(outcomes)
-        return revived, outcomes
+            return revived, self.ledger.owed(outcomes)
 
     def wait_until_watched(self, timeout_s: float) -> bool:
         """Sleep for one tick, or until there is something to watch; False when everything has ended."""
         with self.lock:
             if self._finished():
                 return False
-            self._supervisor_sleeps = not (len(self) or self._jobs or self.roster.any_down())
-            self.watched.wait(None if self._supervisor_sleeps else timeout_s)
-            self._supervisor_sleeps = False
+            self._unwatched = not (len(self.waiting) or self._jobs or self.roster.any_down())
+            self._watch.wait(None if self._unwatched else timeout_s)
+            self._unwatched = False
             return not self._finished()
 
     # -- ending ----------------------------------------------------------------------------------
@@ -295,24 +237,20 @@ class Core:
     def wait_until_drained(self, timeout_s: float | None) -> bool:
         """Wait until every accepted request has its outcome; False when that takes longer."""
         with self.lock:
-            return self.drained.wait_for(
-                lambda: not self.observation.unfinished and not self._delivering, timeout_s
-            )
+            return self._drained.wait_for(lambda: self.ledger.settled, timeout_s)
 
     def abandon_queue(self) -> list[Outcome]:
         """Close every request that waits."""
         with self.lock:
-            outcomes = [self._refuse(request) for request in self._empty()]
-            self._owe(outcomes)
+            outcomes = [self.ledger.refuse(request) for request in self.waiting.take_all()]
             self._wake_all()
-        return outcomes
+            return self.ledger.owed(outcomes)
 
-    def stats_fields(self) -> dict[str, Any]:
-        """What the core adds to the counters; call it under the lock."""
-        running = sum(len(job.requests()) for job in self._jobs.values())
+    def facts(self) -> dict[str, Any]:
+        """What a snapshot says beside the counters; call it under the lock."""
         return {
-            "queued": len(self),
-            "running": running,
+            "queued": len(self.waiting),
+            "running": sum(len(job.requests()) for job in self._jobs.values()),
             "workers": len(self.roster.free_at_ms),
             "workers_up": self.roster.up(),
             "batch_limits": dict(self._dispatcher.limits),
@@ -322,23 +260,21 @@ class Core:
 
     def _decide(self, worker: int, outcomes: list[Outcome]) -> Job | None:
         now = self.clock_ms()
-        if self._suspects:
-            return self._second_try(worker, now, outcomes)
+        job = self._second_try(worker, now, outcomes)
+        if job is not None:
+            return job
         batch: Batch | None = None
         try:
             batch = self._dispatcher.next_batch(now, worker)
         except Exception as error:
             taken, self._dispatcher.taken = self._dispatcher.taken, []
-            message = f"the policy failed: {type(error).__name__}: {error}"
-            for request in taken + self._empty():
-                failure = BatchFailed(message)
-                failure.__cause__ = error
-                outcomes.append(self._fail(request, failure))
+            for request in taken + self.waiting.take_all():
+                outcomes.append(self.ledger.fail(request, policy_failed(error)))
         if self._given_up:
             self._answer_given_up(now, outcomes)
         if batch is None:
             return None
-        seen = self.observation
+        seen = self.ledger.seen
         seen.batches += 1
         seen.slack_ms.add(batch.slack_ms)
         seen.queue_depth.add(batch.queued)
@@ -349,13 +285,13 @@ class Core:
         return job
 
     def _second_try(self, worker: int, now: float, outcomes: list[Outcome]) -> Job | None:
-        while self._suspects:
-            request, subnet = self._suspects.popleft()
+        while (suspect := self.waiting.next_suspect()) is not None:
+            request, subnet = suspect
             if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
                 outcomes.append(self._drop(request, now))
                 continue
-            job = Job(worker, subnet, [request], len(self) + 1, request.deadline_ms - now)
-            self.observation.batches += 1
+            job = Job(worker, subnet, [request], len(self.waiting) + 1, request.deadline_ms - now)
+            self.ledger.seen.batches += 1
             self._start(job, now)
             return job
         return None
@@ -366,7 +302,8 @@ class Core:
         job.size = self._dispatcher.padded(count)
         job.started_ms = now
         expected_ms = self._dispatcher.expected_ms(job.subnet, count)
-        job.expected_ms = expected_ms if expected_ms == expected_ms else job.expected_ms
+        if not math.isnan(expected_ms):
+            job.expected_ms = expected_ms
         patience_ms = self._watchdog_ms
         if patience_ms is None:
             patience_ms = max(1000.0, 20.0 * job.expected_ms)
@@ -381,21 +318,14 @@ class Core:
             return
         del self._jobs[job.worker]
         self.roster.free_at_ms[job.worker] = now
-        if self.closing:
-            self._wake_all()
 
     def _abandon(self, job: Job, now: float, outcomes: list[Outcome]) -> None:
         job.abandoned = True
         del self._jobs[job.worker]
-        self.observation.hung += 1
+        self.ledger.seen.hung += 1
         self.roster.hung(job.worker, now)
-        after = f"{now - job.started_ms:.0f} ms, where {job.expected_ms:.1f} ms were expected"
         for request in job.requests():
-            failure = WorkerHung(
-                f"subnet {job.subnet}: a worker hung over this request, twice; the last one was replaced after "
-                f"{after}; look at the input and the engine, or raise watchdog_ms"
-            )
-            self._retry(request, job.subnet, now, failure, outcomes)
+            self._retry(request, job.subnet, now, worker_hung(job, now), outcomes)
         self._wake_all()
 
     def _retry(
@@ -405,88 +335,40 @@ class Core:
         if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
             outcomes.append(self._drop(request, now))
         elif request.retried:
-            outcomes.append(self._fail(request, failure))
+            outcomes.append(self.ledger.fail(request, failure))
         else:
             request.retried = True
-            self.observation.retried += 1
-            self._suspects.append((request, subnet))
+            self.ledger.seen.retried += 1
+            self.waiting.suspect(request, subnet)
 
     def _nobody_serves(self, now: float, outcomes: list[Outcome]) -> None:
         """No worker is up: nobody else would tell those whose deadline passes."""
         if self.closing and not self.roster.hope():
-            outcomes += [self._refuse(request) for request in self._empty()]
+            outcomes += [self.ledger.refuse(request) for request in self.waiting.take_all()]
             return
-        passed = [request for request in self._waiting() if request.deadline_ms < now]
-        for request in passed:
-            if not self._dispatcher.queue.remove(request.deadline_ms, request):
-                self._dispatcher.late.remove(request.deadline_ms, request)
-            outcomes.append(self._drop(request, now))
-        if passed:
-            self._suspects = deque(entry for entry in self._suspects if entry[0].open)
-
-    def _waiting(self) -> list[Request]:
-        queue, late = self._dispatcher.queue, self._dispatcher.late
-        entries = queue.entries(len(queue)) + late.entries(len(late))
-        return [request for _, request in entries] + [request for request, _ in self._suspects]
-
-    def _empty(self) -> list[Request]:
-        waiting, dispatcher = self._waiting(), self._dispatcher
-        dispatcher.queue.take(len(dispatcher.queue))
-        dispatcher.late.take(len(dispatcher.late))
-        self._suspects.clear()
-        return waiting
+        for request in self.waiting.requests():
+            if request.deadline_ms < now:
+                self.waiting.remove(request)
+                outcomes.append(self._drop(request, now))
 
     def _answer_given_up(self, now: float, outcomes: list[Outcome]) -> None:
         outcomes += [self._drop(request, now) for request in self._given_up]
         self._given_up.clear()
 
     def _drop(self, request: Request, now: float) -> Outcome:
-        self._close(request, "dropped")
         self.learner.starving = True
-        slo_ms = request.deadline_ms - request.accepted_ms
-        return (
-            request,
-            None,
-            DeadlinePassed(
-                f"deadline_ms: {slo_ms:g} ms were given, and after {now - request.accepted_ms:.1f} ms no subnet "
-                f"could answer in time any more (the fastest needs {self._dispatcher.least_ms(0.0):.3g} ms); "
-                "allow more time, or send less"
-            ),
-        )
-
-    def _fail(self, request: Request, failure: BatchFailed) -> Outcome:
-        self._close(request, "failed")
-        return request, None, failure
-
-    def _refuse(self, request: Request) -> Outcome:
-        self._close(request, "closed")
-        return (
-            request,
-            None,
-            BatcherClosed("the batcher was closed before this request ran; open another one"),
-        )
-
-    def _close(self, request: Request, outcome: str) -> None:
-        request.open = False
-        seen = self.observation
-        setattr(seen, outcome, getattr(seen, outcome) + 1)
-        if self.log is not None:
-            self.log.outcome(outcome, request)
-
-    def _owe(self, outcomes: list[Outcome]) -> None:
-        if outcomes:
-            self._delivering += 1
+        return self.ledger.drop(request, now, self._dispatcher.least_ms(request.floor))
 
     def _finished(self) -> bool:
-        return self.closing and not self.observation.unfinished
+        return self.closing and not self.ledger.seen.unfinished
 
-    def _wake_if_finished(self) -> None:
-        if not self.observation.unfinished and not self._delivering:
-            self.drained.notify_all()
+    def _wake_if_settled(self) -> None:
+        if self.ledger.settled:
+            self._drained.notify_all()
             if self.closing:
                 self._wake_all()
 
     def _wake_all(self) -> None:
-        self.changed.notify_all()
-        self.watched.notify_all()
-        self.drained.notify_all()
+        self._work.notify_all()
+        self._watch.notify_all()
+        self._drained.notify_all()

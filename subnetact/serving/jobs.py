@@ -73,5 +73,5 @@ class Job:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether this error, by the name of its class or of a base, is of torch or Python without memory."""
+    """Tell by the names of its classes whether torch or Python ran out of memory."""
     return any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)

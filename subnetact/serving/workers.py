@@ -52,12 +52,11 @@ class Workers:
 
     def join(self) -> None:
         """Wait for the end of all threads but those that hang, once the core is closed and empty."""
-        me = threading.current_thread()
-        if self._supervisor is not me:
-            self._supervisor.join()
+        if threading.current_thread() in self.threads():
+            return  # closed by a callback: the thread it runs on has to end first
+        self._supervisor.join()
         for thread in list(self._current.values()):
-            if thread is not me:
-                thread.join()
+            thread.join()
 
     def threads(self) -> list[threading.Thread]:
         """The supervisor and the current thread of every worker."""
