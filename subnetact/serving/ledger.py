@@ -59,7 +59,7 @@ class Ledger:
         seen.batch_sizes[size] += 1
         seen.run_ms.add(now_ms - job.started_ms)
         if self.log is not None:
-            self.log.batch(job, [request for request, _, _ in outcomes], now_ms - job.started_ms)
+            self.log.batch(job, [request for request, _, _ in outcomes], now_ms - job.started_ms, met)
         return self.owed(outcomes)
 
     def drop(self, request: Request, now_ms: float, fastest_ms: float) -> Outcome:
