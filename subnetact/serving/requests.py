@@ -132,6 +132,7 @@ def settle(outcomes: Iterable[Outcome]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for outcome in outcomes:
         request, answer, error = outcome
+        request.x = None  # who keeps the future need not keep the input
         loop = request.loop
         if loop is not None:
             waiting = by_loop.get(loop)

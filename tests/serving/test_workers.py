@@ -267,17 +267,21 @@ def test_cancelling_a_future_makes_room_in_the_queue() -> None:
 
 def test_inputs_and_outputs_are_released() -> None:
     class Value:
-        pass
+        def __call__(self) -> Any:
+            return Value()
 
     x = Value()
     seen = weakref.ref(x)
     with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
         future = batcher.submit(x, FOREVER)
-        assert future.result(20).output is x
+        output = weakref.ref(future.result(20).output)
+        assert output() is not None
         gc.disable()
         try:
-            del x, future
+            del x
             wait_for(lambda: seen() is None)
+            del future
+            wait_for(lambda: output() is None)
         finally:
             gc.enable()
 
