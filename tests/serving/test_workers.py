@@ -299,6 +299,44 @@ def test_an_observer_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) 
     assert [record.message for record in caplog.records] == ["on_decision raised; it is not called again"]
 
 
+def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def leave(_: Any) -> None:
+        raise SystemExit("from a callback")
+
+    go = threading.Event()
+    with caplog.at_level(logging.ERROR), Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        held = batcher.submit(lambda: go.wait(20), FOREVER)
+        futures = [batcher.submit(i, FOREVER) for i in range(4)]
+        for future in futures:
+            future.add_done_callback(leave)
+        go.set()
+        assert [f.result(20).output for f in futures] == [0, 1, 2, 3]
+        assert batcher.drain(20)
+        assert held.done()
+        assert batcher.stats().died == 0
+    assert "a callback of a request's future raised" in caplog.text
+
+
+def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, []
+
+    def scarce(self: threading.Thread) -> None:
+        if self.name == "subnetact-batcher-0" and len(refused) < 3:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def kill() -> None:
+        raise SystemExit("killed")
+
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        guilty = batcher.submit(kill, FOREVER)
+        assert isinstance(guilty.exception(20), BatchFailed)
+        assert batcher.submit(1, FOREVER).result(20).output == 1
+    assert len(refused) == 3
+
+
 def test_closing_from_a_callback_does_not_block() -> None:
     batcher = Batcher(Engine(), policy=Fixed(TABLE, 0))
     future = batcher.submit(1, FOREVER)
