@@ -87,6 +87,8 @@ class Corrections:
         self.threshold = threshold
         self._base: list[list[float]] = table.latency_ms.tolist()
         self._pad = table.pad_index
+        #: how often `load` replaced what was learned
+        self.loads = 0
         self._lock = Lock()
         self._all = _Running()
         self._subnets: dict[int, _Running] = {}
@@ -213,6 +215,7 @@ class Corrections:
             subnets.setdefault(i, _Running())
         with self._lock:
             self._all, self._subnets, self._cells = overall, subnets, cells
+            self.loads += 1
 
 
 def _plain(running: _Running) -> list[Any]:
