@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,53 @@ def test_tensors_tuples_and_dictionaries_are_stacked_and_padded() -> None:
     assert torch.equal(pairs[1]["b"], 2 * pairs[0])
     tracked = torch.ones(2, requires_grad=True)
     assert not stager.stack([tracked], 1).requires_grad
+
+
+def test_page_locked_memory_is_reused_only_once_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of steps on CUDA, with stand-ins for what needs a device."""
+    steps: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            steps.append("wait")
+
+        def record(self, stream: object) -> None:
+            steps.append("copied")
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            pass
+
+        def wait_event(self, event: Event) -> None:
+            steps.append("compute waits")
+
+    empty, allocated = torch.empty, []
+
+    def pageable(shape: Any, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        assert pin_memory
+        allocated.append(shape)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch, "empty", pageable)
+    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: self.clone())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    stager = Stager(torch.device("cuda"))
+    rows = [torch.full((2,), float(i)) for i in range(4)]
+    batches = [
+        stager.stack(rows[:2], 2),
+        stager.stack(rows[2:], 2),
+        stager.stack(rows, 4),
+        stager.stack(rows, 1),
+    ]
+    assert [len(batch) for batch in batches] == [2, 2, 4, 4]
+    assert [batch[:, 0].tolist() for batch in batches[:3]] == [[0, 1], [2, 3], [0, 1, 2, 3]]
+    assert allocated == [(2, 2), (4, 2)]
+    once = ["copied", "compute waits"]
+    assert steps == [*once, "wait", *once, "wait", *once, "wait", *once]
 
 
 def test_outputs_are_given_back_one_by_one() -> None:
