@@ -356,7 +356,8 @@ class Engine:
             if not isinstance(x, Tensor):
                 if self._compiler is not None:
                     raise InvalidRequest(
-                        f"input: a compiled engine serves single tensors, got {type(x).__name__}; leave compile= out"
+                        f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
+                        "leave out compile="
                     )
                 return call_with(bound.view, x)
             if self._example is None and x.dim():
