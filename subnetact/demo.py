@@ -211,7 +211,9 @@ async def _serve(
             served.append((right, answer.accuracy))
 
     images, labels = list(data.images), data.labels.tolist()
-    async with Batcher(engine, policy=policy, slo_ms=slo_ms, on_decision=decisions.append) as batcher:
+    async with Batcher(
+        engine, policy=policy, slo_ms=slo_ms, on_decision=decisions.append, learn=False
+    ) as batcher:  # SlackFit is given margins of its own
         started = time.perf_counter()
         tasks = []
         for i, due_ms in enumerate(arrivals_ms):
