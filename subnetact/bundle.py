@@ -45,7 +45,7 @@ class Bundle:
     specs: list[SubnetSpec]
     accuracy: list[float | None]
     removed: list[int]
-    example: Tensor | None
+    example: Any
     tables: dict[str, LatencyTable]
     allow_uncalibrated: bool
 
@@ -76,7 +76,7 @@ def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
         "subnetact": __version__,
         "space": supernet.space.id,
         "family": _portable(supernet.origin),
-        "example": None if example is None else [str(example.dtype), list(example.shape)],
+        "example": _described_example(example),
         "allow_uncalibrated": engine._allow_uncalibrated,
         "subnets": [spec.to_json() for spec in engine.specs],
         "accuracy": list(engine.accuracy),
@@ -114,10 +114,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
             message = f"{index}: is of space {document['space']}, the supernet's is {supernet.space.id}"
             raise FileFormatError(message) if built else ForeignSpec(message)
         specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
-        example = None
-        if document["example"] is not None:
-            dtype, shape = document["example"]
-            example = torch.zeros(shape, dtype=_dtype(dtype))
+        example = _example(document["example"])
         norms = NormTable.load(folder / NORMS)
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
         accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
@@ -205,6 +202,26 @@ def _described(path: Path) -> dict[str, Any]:
 
 def _checksum(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _described_example(example: Any) -> Any:
+    """[dtype, shape] of a tensor; {"tuple": [...]} or {"dict": {...}} of such; None for none."""
+    if isinstance(example, tuple):
+        return {"tuple": [_described_example(part) for part in example]}
+    if isinstance(example, dict):
+        return {"dict": {name: _described_example(part) for name, part in example.items()}}
+    return None if example is None else [str(example.dtype), list(example.shape)]
+
+
+def _example(described: Any) -> Any:
+    if described is None:
+        return None
+    if isinstance(described, dict):
+        if "tuple" in described:
+            return tuple(_example(part) for part in described["tuple"])
+        return {name: _example(part) for name, part in described["dict"].items()}
+    dtype, shape = described
+    return torch.zeros(shape, dtype=_dtype(dtype))
 
 
 def _dtype(name: str) -> torch.dtype:

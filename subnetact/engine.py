@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from operator import index
 from os import PathLike
 from statistics import median
 from threading import Lock
@@ -22,6 +23,7 @@ from subnetact.heating import Heater
 from subnetact.latency import LatencyTable
 from subnetact.layers import SliceCache
 from subnetact.spec import SubnetSpec
+from subnetact.staging import Stager, call_with, check_input, detached, unstack
 from subnetact.subnets import Bound, ReadySubnet
 from subnetact.supernet import Supernet
 from subnetact.timing import find_device
@@ -46,7 +48,8 @@ class Engine:
         supernet: the supernet; it is moved to `device`.
         specs: the subnets to register; their ids are their positions.
         example: one input without a batch dimension, (C, H, W) for images: the shape and dtype that
-            requests must have. None = the first input seen tells.
+            requests must have. A tuple of tensors is the network's positional arguments, a dictionary its
+            named ones. None = the first tensor seen tells.
         device: where to run; None = where the supernet is.
         memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table.
         accuracy: percent, one a subnet, where known; kept in bundles.
@@ -74,7 +77,7 @@ class Engine:
         supernet: Supernet,
         specs: Sequence[SubnetSpec],
         *,
-        example: Tensor | None = None,
+        example: Any = None,
         device: str | torch.device | None = None,
         memory_budget_mb: float = 0.0,
         accuracy: Sequence[float | None] | None = None,
@@ -99,7 +102,8 @@ class Engine:
         supernet.eval()
         self.tables: dict[str, LatencyTable] = {}
         self.fingerprint = supernet.fingerprint()
-        self._example = None if example is None else example.detach().to("cpu")
+        self._example = None if example is None else detached(example)
+        self._stager = Stager(self.device)
         self._changing = Lock()
         self._cache = ByteCache(int(memory_budget_mb * 2**20))
         slices = SliceCache(self._cache) if self._cache.budget and self.device.type == "cpu" else None
@@ -143,8 +147,8 @@ class Engine:
         return tuple(sorted(self._served))
 
     @property
-    def example(self) -> Tensor:
-        """One input without a batch dimension, on the CPU.
+    def example(self) -> Any:
+        """One input without a batch dimension, on the CPU: a tensor, or a tuple or dictionary of tensors.
 
         Raises:
             InvalidRequest: none was given, and no input was seen yet.
@@ -200,7 +204,7 @@ class Engine:
         Raises:
             SpecError: there is no such id, or it was removed.
         """
-        found = self._served.get(subnet)
+        found = self._served.get(subnet) if type(subnet) is int else self._served.get(_id(subnet))
         if found is None:
             ids = self.ids
             span = f"0..{len(self) - 1}" if len(ids) == len(self) else ", ".join(map(str, ids))
@@ -211,26 +215,34 @@ class Engine:
         """Run a batch, x of shape (N, ...) on the engine's device, through a registered subnet."""
         return self._run(self.ready(subnet), x)
 
-    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:  # noqa: ARG002
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
         """Run single inputs as one batch and return one output each, on the CPU.
 
-        `batch_size` is what the inputs may be padded to; graphs pad to a size they were captured for.
+        A compiled engine pads to `batch_size`; graphs pad to a size they were captured for.
         """
-        return self(torch.stack(list(inputs)).to(self.device), subnet).cpu().unbind(0)  # type: ignore[no-any-return]
+        size = len(inputs) if self._compiler is None else batch_size
+        return unstack(self(self._stager.stack(inputs, size), subnet), len(inputs))
 
-    def check(self, x: Any) -> None:
-        """Refuse an input that could not run: anything but the example's shape and dtype.
+    def check(self, x: Any, finite: bool = False) -> None:
+        """Refuse an input that could not run: anything but the example's structure, shapes and dtypes.
+
+        With `finite`, also one with values that are not.
 
         Raises:
             InvalidRequest: naming what is wrong.
         """
-        if not isinstance(x, Tensor):
-            raise InvalidRequest(f"input: expected a torch.Tensor, got {type(x).__name__}")
-        if self._example is not None and (x.shape != self._example.shape or x.dtype != self._example.dtype):
-            raise InvalidRequest(
-                f"input: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {self._example.dtype} "
-                f"of shape {tuple(self._example.shape)}, without a batch dimension"
-            )
+        check_input(x, self._example, self.device, finite)
+
+    def enter_worker(self, threads: int | None) -> None:
+        """Set up the calling thread to run batches, with so many CPU threads; None = as it is.
+
+        On CUDA it gets a stream of its own, so that its copies overlap with what other threads compute.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     # -- speed -----------------------------------------------------------------------------------
 
@@ -242,7 +254,9 @@ class Engine:
         """
         chosen = self.ready(subnet)
         bound = self._bound(chosen)
-        return self._heater is not None and self._heater.pin(chosen, bound, self.example)
+        if self._heater is None or not isinstance(self.example, Tensor):
+            return False
+        return self._heater.pin(chosen, bound, self.example)
 
     def unpin(self, subnet: int) -> None:
         """Let a pinned program make room for others when it is the least recently used.
@@ -269,7 +283,7 @@ class Engine:
         """
         chosen = [self.ready(i) for i in (self.ids if subnets is None else subnets)]
         for size in sorted(batch_sizes, reverse=True):
-            x = torch.stack([self.example] * size).to(self.device)
+            x = self._stager.stack([self.example], size)
             for subnet in chosen:
                 if self._compiler is not None:
                     with self._compiler.allowed():
@@ -343,14 +357,15 @@ class Engine:
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         bound = self._bound(subnet)
         with torch.inference_mode():
-            if isinstance(x, Tensor):
-                if self._example is None and x.dim():
-                    self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
-                if x.dim() == 4:
-                    x = x.contiguous(memory_format=torch.channels_last)
+            if not isinstance(x, Tensor):
+                return call_with(bound.view, x)
+            if self._example is None and x.dim():
+                self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
+            if x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
                 call = self._compiler.of(subnet.id, bound)
-            elif self._heater is None or not isinstance(x, Tensor):
+            elif self._heater is None:
                 return bound.view(x)
             else:
                 call = self._heater.program(subnet, bound, self._example) or bound.view
@@ -383,3 +398,12 @@ class Engine:
                 f"{bare[0]} first; call subnetact.calibrate(supernet, specs, batches), or pass "
                 "allow_uncalibrated=True to serve them on the shared ones"
             )
+
+
+def _id(subnet: Any) -> int:
+    try:
+        if isinstance(subnet, bool):
+            raise TypeError
+        return index(subnet)
+    except TypeError:
+        raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet") from None

@@ -20,6 +20,7 @@ SubnetActError
     ├── QueueFull                     refused at the door: the queue is at its bound
     ├── DeadlinePassed                no subnet could answer in time any more
     ├── BatchFailed                   the forward pass raised
+    │   └── WorkerHung                it did not come back, twice
     └── BatcherClosed                 the batcher no longer takes requests
 
 UncalibratedSubnetWarning (UserWarning)
@@ -48,6 +49,7 @@ __all__ = [
     "TraceError",
     "UncalibratedSubnetWarning",
     "ViewError",
+    "WorkerHung",
 ]
 
 
@@ -129,6 +131,10 @@ class DeadlinePassed(RequestError):
 
 class BatchFailed(RequestError):
     """The forward pass of the request's batch raised; the cause is chained."""
+
+
+class WorkerHung(BatchFailed):
+    """A worker did not come back from the request, the second one that tried; its result is discarded."""
 
 
 class BatcherClosed(RequestError):

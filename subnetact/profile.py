@@ -22,6 +22,7 @@ from subnetact._version import __version__
 from subnetact.engine import Engine
 from subnetact.errors import SubnetActError, TableError, UncalibratedSubnetWarning
 from subnetact.latency import LatencyTable
+from subnetact.staging import Stager, shapes
 from subnetact.supernet import Supernet
 from subnetact.timing import machine, measure
 
@@ -77,7 +78,8 @@ def profile_latency(
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     cells = [(i, b) for i in range(len(engine)) for b in batch_sizes]
     runs: dict[tuple[int, int], list[Runs]] = {cell: [] for cell in cells}
-    inputs = {b: torch.stack([engine.example] * b).to(engine.device) for b in batch_sizes}
+    stager = Stager(engine.device)
+    inputs = {b: stager.stack([engine.example], b) for b in batch_sizes}
     for _, (i, b) in tqdm(
         [(r, cell) for r in range(rounds) for cell in cells if cell[0] in engine.ids],
         desc="profiling",
@@ -107,7 +109,7 @@ def profile_latency(
         "supernet": engine.fingerprint,
         "space": engine.supernet.space.id,
         "dtype": str(next(engine.supernet.parameters()).dtype).removeprefix("torch."),
-        "input_shape": list(engine.example.shape),
+        "input_shape": shapes(engine.example),
         "statistic": statistic,
         "warmup_ms": warmup_ms,
         "min_time_ms": min_time_ms,

@@ -3,62 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import logging
+import inspect
 import math
-import threading
+import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    DeadlinePassed,
-    InvalidRequest,
-    PolicyError,
-    ProfileMismatch,
-    QueueFull,
-)
+from subnetact.errors import BatcherClosed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.latency import LatencyTable
 from subnetact.serving.checks import check_count, check_policy
 from subnetact.serving.context import Policy
-from subnetact.serving.dispatch import Batch, Dispatcher
+from subnetact.serving.core import Core
+from subnetact.serving.corrections import Corrections
+from subnetact.serving.decision_log import DecisionLog
+from subnetact.serving.observation import BatcherStats
 from subnetact.serving.policies import SlackFit
-from subnetact.serving.requests import Answer, BatcherStats, Decided, Outcome, Request, Runner, settle
+from subnetact.serving.prometheus import exposition
+from subnetact.serving.requests import Answer, AnswerFuture, Decided, Runner, settle
+from subnetact.serving.workers import Workers
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
 
-_log = logging.getLogger(__name__)
-
 
 class Batcher:
-    """Serve an engine's subnets under deadlines, from threads and from asyncio.
+    """Serve subnets under deadlines, from threads and from asyncio, on one engine or on several.
 
     Requests wait in one earliest-deadline-first queue. Whenever a worker is idle the policy picks
-    (subnet, batch size), and the most urgent requests run together. Use it as a context manager.
+    (subnet, batch size), and the most urgent requests run together. Every accepted request gets exactly
+    one outcome: an `Answer`, or a typed error. Use it as a context manager.
+
+    Faults stay where they are. A batch that raises is split until the guilty request is alone. A worker
+    that hangs or dies is replaced, and its requests get a second try, each alone, if their deadlines
+    allow; what a hung call returns later is discarded. Running out of memory halves the largest batch of
+    that subnet. While a worker is down the policy sees fewer workers, so accuracy gives way first.
+
+    Latencies are learned: the policy plans with what batches really take here (about the 97th percentile
+    of each subnet and batch size), not with the table alone.
 
     Args:
-        engine: the runner; see `Runner`. Its keys must be those of the policy's table.
+        engine: the runner (see `Runner`), or several with the same subnets: one worker each, one queue.
+            Subnet keys must be those of the policy's table.
         policy: decides; None = SlackFit over `table` with `slo_ms`.
         max_queue: waiting requests at which `QueueFull` is raised.
         table: the profile; None = the policy's.
-        workers: threads that run batches at the same time on the engine.
-        hopeless: `drop` (answered at once with `DeadlinePassed`), `defer` or `serve`.
+        workers: threads that run batches at the same time, on one engine. On CUDA two let the copies of one
+            batch overlap with the other's computation.
+        hopeless: requests no subnet can answer in time any more: `drop` (answered at once with
+            `DeadlinePassed`), `defer` (served when nothing live waits) or `serve` (kept at the head).
         slo_ms: the usual time a request is given; policies that plan ahead use it. None = the policy's own.
         on_decision: called with a `Decided` before each batch runs, from the worker thread; keep it quick.
         clock_ms: a monotonic clock, ms.
+        threads_per_worker: CPU threads of each worker, by `engine.enter_worker(threads)`. None = as it is.
+        watchdog_ms: time after which a batch's worker is taken to hang; inf = never; None = 20 times the
+            expected latency, at least 1 s.
+        check_finite: refuse inputs with values that are not finite, by `engine.check(x, finite=True)`.
+        learn: whether the policy plans with learned latencies.
+        decision_log: a file for every arrival and decision, as JSON lines; it is replaced.
 
     Raises:
         ProfileMismatch: the table is of other subnets than the engine.
         PolicyError: an argument out of range.
+        OSError: the decision log cannot be written.
     """
 
     def __init__(
         self,
-        engine: Runner,
+        engine: Runner | Sequence[Runner],
         *,
         policy: Policy | None = None,
         max_queue: int = 10_000,
@@ -68,6 +82,11 @@ class Batcher:
         slo_ms: float | None = None,
         on_decision: Callable[[Decided], None] | None = None,
         clock_ms: Callable[[], float] | None = None,
+        threads_per_worker: int | None = None,
+        watchdog_ms: float | None = None,
+        check_finite: bool = False,
+        learn: bool = True,
+        decision_log: str | os.PathLike[str] | None = None,
     ) -> None:
         if policy is None:
             if table is None:
@@ -79,122 +98,135 @@ class Batcher:
             raise ProfileMismatch(
                 "table: the policy was made for other subnets or batch sizes; make it from this table"
             )
-        keys = tuple(engine.keys)
-        if keys != table.subnets:
-            raise ProfileMismatch(_differing_keys(keys, table.subnets))
-        stamped = table.stamp.get("supernet")
-        own = getattr(engine, "fingerprint", stamped)
-        if stamped is not None and own != stamped:
-            raise ProfileMismatch(
-                f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
-            )
         check_count(max_queue, "max_queue")
-        check_count(workers, "workers")
+        engines = _one_a_worker(engine, workers)
+        for runner in engines:
+            _check_runner(runner, table, threads_per_worker, check_finite)
         usual_slo = slo_ms if slo_ms is not None else getattr(policy, "slo_ms", 36.0)
         if not 0.0 < usual_slo < math.inf:
             raise PolicyError(f"slo_ms: {usual_slo} must be finite and > 0")
-        self._engine = engine
+        if watchdog_ms is not None and not watchdog_ms > 0.0:
+            raise PolicyError(f"watchdog_ms: {watchdog_ms} must be > 0; math.inf turns it off")
+        check: Any = engines[0].check
+        self._check = partial(check, finite=True) if check_finite else check
+        self._accuracy = dict(enumerate(table.accuracy))
         self._best_accuracy = max(table.accuracy)
-        self._accuracy = table.accuracy
-        self._max_queue = max_queue
-        self._on_decision = on_decision
-        self._clock_ms = clock_ms or _monotonic_ms
-        self._observe: Any = getattr(policy, "observe", None)
-        self._free_at = [0.0] * workers
-        self._dropped_now: list[Request] = []
-        self._dispatcher: Dispatcher[Request] = Dispatcher(
-            policy, self._free_at, usual_slo, hopeless, self._dropped_now.extend, table
+        clock_ms = clock_ms or _monotonic_ms
+        self._core = Core(
+            policy,
+            table,
+            workers=len(engines),
+            max_queue=max_queue,
+            hopeless=hopeless,
+            slo_ms=usual_slo,
+            clock_ms=clock_ms,
+            watchdog_ms=watchdog_ms,
+            learn=learn,
         )
-        self._changed = threading.Condition(threading.Lock())
-        self._sleeping = 0
-        self._closing = False
-        self._counts: Counter[str] = Counter()
-        self._accuracy_sum = 0.0
-        self._served_by: Counter[int] = Counter()
-        self._batch_sizes: Counter[int] = Counter()
-        self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"subnetact-batcher-{i}", daemon=True)
-            for i in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._log: DecisionLog | None = None
+        if decision_log is not None:
+            facts = {"workers": len(engines), "hopeless": hopeless, "slo_ms": usual_slo}
+            header = {**facts, "policy": type(policy).__name__, "table": table._document()}
+            self._log = self._core.ledger.log = DecisionLog(decision_log, header, clock_ms())
+        self._admit = self._core.admit
+        self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)
 
     def submit(
-        self, x: Any, deadline_ms: float, min_accuracy: float | None = None
-    ) -> concurrent.futures.Future[Answer]:
+        self, x: Any, deadline_ms: float, min_accuracy: float | None = None, priority: int | None = None
+    ) -> AnswerFuture:
         """Queue one input; the future ends with an `Answer` or a typed error.
+
+        Cancelling the future takes the request off the queue, or discards the answer if it runs already.
 
         Args:
             x: one input, without a batch dimension, as the engine's `check` accepts it.
             deadline_ms: time the request is given, from now.
             min_accuracy: least profiled accuracy, percent, of the subnet that may answer.
+            priority: a whole number, higher is more important; None = 0. Deadlines alone order the queue.
+                Only when not all can be met, requests of lower priority are given up first, by the
+                hopeless rule (under `serve` priority has no effect).
 
         Raises:
-            InvalidRequest: a deadline that is not finite and > 0, a floor no subnet reaches, or an input
-                the engine refuses.
+            InvalidRequest: a deadline that is not finite and > 0, a floor no subnet reaches, a priority that
+                is no whole number, or an input the engine refuses.
             QueueFull: `max_queue` requests wait already.
-            BatcherClosed: the batcher was closed.
+            BatcherClosed: the batcher was closed, or is draining.
 
-        The future may end with `DeadlinePassed`, `BatchFailed` or `BatcherClosed`.
+        The future may end with `DeadlinePassed`, `BatchFailed` (`WorkerHung` is one) or `BatcherClosed`.
         """
-        future: concurrent.futures.Future[Answer] = concurrent.futures.Future()
-        self._enqueue(x, deadline_ms, min_accuracy, future, None)
+        floor = self._checked(x, deadline_ms, min_accuracy, priority)
+        future = AnswerFuture()
+        request = self._admit(x, deadline_ms, floor, priority or 0, future, None)
+        future.on_cancel(partial(self._core.withdraw, request))
         return future
 
-    async def infer(self, x: Any, deadline_ms: float, min_accuracy: float | None = None) -> Answer:
+    async def infer(
+        self, x: Any, deadline_ms: float, min_accuracy: float | None = None, priority: int | None = None
+    ) -> Answer:
         """Queue one input and wait for its answer; arguments and errors as for `submit`.
 
         Cancelling the call takes the request off the queue.
 
         Raises:
             DeadlinePassed: no subnet could answer in time any more.
-            BatchFailed: the engine raised while it ran the batch; the cause is chained.
+            BatchFailed: the engine raised on this request; the cause is chained.
+            WorkerHung: two workers hung over this request.
         """
         loop = asyncio.get_running_loop()
+        floor = self._checked(x, deadline_ms, min_accuracy, priority)
         future: asyncio.Future[Answer] = loop.create_future()
-        deadline, request = self._enqueue(x, deadline_ms, min_accuracy, future, loop)
+        request = self._admit(x, deadline_ms, floor, priority or 0, future, loop)
         try:
             return await future
         except asyncio.CancelledError:
-            self._withdraw(deadline, request)
+            self._core.withdraw(request)
             raise
 
     def stats(self) -> BatcherStats:
-        """A consistent snapshot of the counters."""
-        with self._changed:
-            counts = self._counts
-            return BatcherStats(
-                submitted=counts["submitted"],
-                met=counts["met"],
-                late=counts["late"],
-                dropped=counts["dropped"],
-                failed=counts["failed"],
-                cancelled=counts["cancelled"],
-                refused=counts["refused"],
-                closed=counts["closed"],
-                queued=len(self._dispatcher),
-                batches=counts["batches"],
-                accuracy_sum=self._accuracy_sum,
-                served_by=dict(self._served_by),
-                batch_sizes=dict(self._batch_sizes),
-            )
+        """A consistent snapshot of counters and histograms."""
+        core = self._core
+        correction, drifted = core.learner.corrections.drift()
+        with core.lock:
+            return core.ledger.seen.snapshot(**core.facts(), correction=correction, drifted=drifted)
+
+    def prometheus(self) -> str:
+        """The snapshot in Prometheus' text format, for a `/metrics` endpoint."""
+        return exposition(self.stats(), self._accuracy)
+
+    @property
+    def corrections(self) -> Corrections:
+        """What was learned about this machine's latencies: look at it, save it, load it."""
+        return self._core.learner.corrections
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait until every accepted one has its outcome.
+
+        Args:
+            timeout: seconds to wait at most; None = as long as it takes.
+
+        Returns:
+            Whether all have. The workers go on; call `close` next.
+        """
+        self._core.close_door()
+        return self._core.wait_until_drained(timeout)
 
     def close(self, drain: bool = True) -> None:
-        """Take no more requests, finish (or, without `drain`, refuse) those queued, and end the threads."""
-        with self._changed:
-            self._closing = True
-            abandoned = [] if drain else self._empty_queue()
-            self._counts["closed"] += len(abandoned)
-            self._changed.notify_all()
-        settle(
-            [(r, None, BatcherClosed("the batcher was closed before this request ran")) for r in abandoned]
-        )
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        """Take no more requests, finish (or, without `drain`, refuse) those queued, and end the threads.
+
+        Batches that run are finished. A thread that hangs is not waited for; it ends when its call returns.
+        """
+        self._core.close_door()
+        if not drain:
+            outcomes = self._core.abandon_queue()
+            if outcomes:
+                settle(outcomes)
+                self._core.delivered()
+        self._workers.join()
+        if self._log is not None:
+            self._log.close()
 
     def __enter__(self) -> Batcher:
-        if self._closing:
+        if self._core.closing:
             raise BatcherClosed("the batcher is closed; open another one")
         return self
 
@@ -211,167 +243,77 @@ class Batcher:
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
 
-    def _enqueue(
-        self, x: Any, deadline_ms: float, min_accuracy: float | None, future: Any, loop: Any
-    ) -> tuple[float, Request]:
+    def _checked(self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None) -> float:
+        """The accuracy floor of a request that can be accepted."""
         try:
-            try:
-                deadline_ms = float(deadline_ms)
-                floor = 0.0 if min_accuracy is None else float(min_accuracy)
-            except (TypeError, ValueError) as error:
-                raise InvalidRequest(f"deadline_ms and min_accuracy are numbers: {error}") from error
-            if not 0.0 < deadline_ms < math.inf:
-                raise InvalidRequest(f"deadline_ms: {deadline_ms} must be finite and > 0")
-            if not floor <= self._best_accuracy:
+            if type(deadline_ms) is not float and not _is_number(deadline_ms):
                 raise InvalidRequest(
-                    f"min_accuracy: {min_accuracy} % is above the best subnet ({self._best_accuracy} %)"
+                    f"deadline_ms: {deadline_ms!r} is not a number; give milliseconds from now"
                 )
-            self._engine.check(x)
-        except BaseException:
-            with self._changed:
-                self._counts["refused"] += 1
-            raise
-        with self._changed:
-            now = self._clock_ms()
-            if self._closing:
-                raise BatcherClosed("the batcher is closed; open another one")
-            dispatcher = self._dispatcher
-            if len(dispatcher) >= self._max_queue:
-                self._counts["refused"] += 1
-                raise QueueFull(f"{self._max_queue} requests wait already; retry later or raise max_queue")
-            request = Request(x, now, future, loop)
-            deadline = now + deadline_ms
-            dispatcher.queue.push(deadline, request, floor)
-            dispatcher.arrivals.append(now)
-            self._counts["submitted"] += 1
-            if self._sleeping:
-                self._changed.notify()
-        return deadline, request
-
-    def _withdraw(self, deadline: float, request: Request) -> None:
-        with self._changed:
-            dispatcher = self._dispatcher
-            if dispatcher.queue.remove(deadline, request) or dispatcher.late.remove(deadline, request):
-                self._counts["cancelled"] += 1
-
-    def _empty_queue(self) -> list[Request]:
-        dispatcher = self._dispatcher
-        return dispatcher.queue.take(len(dispatcher.queue))[1] + dispatcher.late.take(len(dispatcher.late))[1]
-
-    def _work(self, worker: int) -> None:
-        while True:
-            batch: Batch | None = None
-            outcomes: list[Outcome] = []
-            with self._changed:
-                while batch is None and not outcomes:
-                    if len(self._dispatcher):
-                        batch, outcomes = self._decide(worker)
-                    elif self._closing:
-                        return
-                    if batch is None and not outcomes:
-                        self._sleeping += 1
-                        self._changed.wait(timeout=0.05 if len(self._dispatcher) else None)
-                        self._sleeping -= 1
-            settle(outcomes)
-            if batch is not None:
-                self._run(batch)
-
-    def _decide(self, worker: int) -> tuple[Batch | None, list[Outcome]]:
-        """Ask for the next batch. Called under the lock."""
-        now = self._clock_ms()
-        outcomes: list[Outcome] = []
-        batch: Batch | None = None
-        try:
-            batch = self._dispatcher.next_batch(now, worker)
-        except Exception as error:
-            failed = self._dispatcher.taken + self._empty_queue()
-            self._dispatcher.taken = []
-            self._counts["failed"] += len(failed)
-            message = f"the policy failed: {type(error).__name__}: {error}"
-            outcomes += [(r, None, _chained(BatchFailed(message), error)) for r in failed]
-        if self._dropped_now:
-            self._counts["dropped"] += len(self._dropped_now)
-            outcomes += [
-                (
-                    r,
-                    None,
-                    DeadlinePassed(
-                        f"no subnet could answer in time any more after {now - r.accepted_ms:.1f} ms"
-                    ),
+            if not 0.0 < deadline_ms < math.inf:
+                raise InvalidRequest(
+                    f"deadline_ms: {deadline_ms} must be finite and > 0, in milliseconds from now"
                 )
-                for r in self._dropped_now
-            ]
-            self._dropped_now.clear()
-        if batch is not None:
-            self._free_at[worker] = now + batch.expected_ms
-            self._counts["batches"] += 1
-        return batch, outcomes
-
-    def _run(self, batch: Batch) -> None:
-        requests: list[Request] = batch.items
-        kept = [
-            i
-            for i, r in enumerate(requests)
-            if (r.future.set_running_or_notify_cancel() if r.loop is None else not r.future.cancelled())
-        ]
-        cancelled = len(requests) - len(kept)
-        if cancelled:
-            with self._changed:
-                self._counts["cancelled"] += cancelled
-            requests = [requests[i] for i in kept]
-            batch = batch._replace(deadlines_ms=[batch.deadlines_ms[i] for i in kept])
-        if not requests:
-            return
-        started = self._clock_ms()
-        try:
-            if self._on_decision is not None:
-                self._on_decision(
-                    Decided(
-                        started, batch.queued, batch.slack_ms, batch.subnet, batch.batch_size, len(requests)
+            if min_accuracy is None:
+                floor = 0.0
+            else:
+                if not _is_number(min_accuracy):
+                    raise InvalidRequest(f"min_accuracy: {min_accuracy!r} is not a number; give a percentage")
+                floor = float(min_accuracy)
+                if not floor <= self._best_accuracy:
+                    raise InvalidRequest(
+                        f"min_accuracy: {min_accuracy} % is above the best subnet ({self._best_accuracy} %); "
+                        "ask for less"
                     )
-                )
-            outputs = self._engine.run(batch.subnet, [r.x for r in requests], batch.batch_size)
-            if len(outputs) != len(requests):
-                raise ValueError(f"the engine returned {len(outputs)} outputs for {len(requests)} inputs")
-        except Exception as error:
-            with self._changed:
-                self._counts["failed"] += len(requests)
-            message = f"subnet {batch.subnet} failed on a batch of {len(requests)}: {error}"
-            settle([(r, None, _chained(BatchFailed(message), error)) for r in requests])
-            return
-        finished = self._clock_ms()
-        accuracy = self._accuracy[batch.subnet]
-        met = 0
-        outcomes: list[Outcome] = []
-        for request, output, deadline in zip(requests, outputs, batch.deadlines_ms, strict=True):
-            in_time = finished <= deadline
-            met += in_time
-            answer = Answer(
-                output, batch.subnet, accuracy, finished - request.accepted_ms, in_time, batch.batch_size
+            if priority is not None and type(priority) is not int:
+                raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
+            self._check(x)
+        except BaseException:
+            self._core.refused()
+            raise
+        return floor
+
+
+def _one_a_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runner]:
+    check_count(workers, "workers")
+    if isinstance(engine, (list, tuple)):
+        if not engine:
+            raise PolicyError("engine: an empty list; give one engine, or one for each device")
+        if workers not in (1, len(engine)):
+            raise PolicyError(f"workers: {workers} for {len(engine)} engines; each engine is one worker")
+        return list(engine)
+    return [engine] * workers  # type: ignore[list-item]
+
+
+def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite: bool) -> None:
+    keys = tuple(engine.keys)
+    if keys != table.subnets:
+        raise ProfileMismatch(_differing_keys(keys, table.subnets))
+    stamped = table.stamp.get("supernet")
+    own = getattr(engine, "fingerprint", stamped)
+    if stamped is not None and own != stamped:
+        raise ProfileMismatch(
+            f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
+        )
+    if threads is not None:
+        check_count(threads, "threads_per_worker")
+        if not callable(getattr(engine, "enter_worker", None)):
+            raise PolicyError(
+                f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add "
+                "it, or leave threads_per_worker out"
             )
-            outcomes.append((request, answer, None))
-        with self._changed:
-            self._counts["met"] += met
-            self._counts["late"] += len(requests) - met
-            self._accuracy_sum += met * accuracy
-            self._served_by[batch.subnet] += len(requests)
-            self._batch_sizes[batch.batch_size] += 1
-        settle(outcomes)
-        if self._observe is not None:
-            self._tell_policy(batch, finished - started)
-
-    def _tell_policy(self, batch: Batch, took_ms: float) -> None:
+    if finite:
         try:
-            with self._changed:
-                self._observe(batch.subnet, batch.batch_size, batch.expected_ms, took_ms)
-        except Exception:
-            _log.exception("the policy's observe(...) raised; it is not called again")
-            self._observe = None
+            inspect.signature(engine.check).bind(None, finite=True)
+        except TypeError as error:
+            raise PolicyError(
+                f"check_finite: {type(engine).__name__}.check(x) takes no `finite`; add it, or leave "
+                "check_finite out"
+            ) from error
 
 
-def _chained(error: BatchFailed, cause: BaseException) -> BatchFailed:
-    error.__cause__ = cause
-    return error
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _monotonic_ms() -> float:

@@ -131,8 +131,9 @@ class Policy(Protocol):
 
     A policy may keep state between decisions; one policy object serves one simulation or batcher.
     Optional further members, honoured where present: `switch_ms` (a worker that changes its subnet loses
-    that much), `observe(subnet, batch_size, expected_ms, measured_ms)` (after every batch), `reset()`
-    (before a simulation), `preempt(context, running)` (see `subnetact.serving.policies.flex`).
+    that much), `retabled(table)` (the same policy, with what it remembers, for other latencies: the live
+    batcher learns them), `observe(subnet, batch_size, profiled_ms, measured_ms)` (after every batch),
+    `reset()` (before a simulation), `preempt(context, running)` (see `subnetact.serving.policies.flex`).
     """
 
     @property

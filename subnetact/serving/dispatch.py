@@ -12,6 +12,7 @@ from subnetact.latency import LatencyTable
 from subnetact.serving.checks import check_accuracy
 from subnetact.serving.context import ArrivalMeter, Context, Policy
 from subnetact.serving.frontier import cheapest
+from subnetact.serving.priority import unaffordable
 from subnetact.serving.queue import NO_FLOOR, EDFQueue
 
 __all__ = ["HOPELESS_RULES", "Batch", "Dispatcher"]
@@ -39,6 +40,9 @@ class Dispatcher(Generic[Item]):
     `serve` leaves it at the head (SuperServe, NSDI'25), `drop` hands it to `on_drop`, `defer` serves it
     only while nothing live waits. A batch on subnet s holds the first requests, in order of deadline,
     whose accuracy floor s meets; when s meets none, the fastest subnet that meets the head's floor runs.
+
+    With `priority`, and unless the rule is `serve`, requests that make those of higher priority miss are
+    given up likewise. `limits` holds the largest batch a subnet may get, where there is a limit.
     """
 
     def __init__(
@@ -49,29 +53,52 @@ class Dispatcher(Generic[Item]):
         hopeless: str = "serve",
         on_drop: Callable[[list[Item]], None] | None = None,
         table: LatencyTable | None = None,
+        priority: Callable[[Item], int] | None = None,
     ) -> None:
         if hopeless not in HOPELESS_RULES:
             raise PolicyError(
                 f"hopeless: {hopeless!r} is not a rule; choose from {', '.join(HOPELESS_RULES)}"
             )
-        self.policy = policy
         table = check_accuracy(table or policy.table)
         self.hopeless = hopeless
+        self.priority = priority
+        self.limits: dict[int, int] = {}
         self.queue: EDFQueue[Item] = EDFQueue()
         self.late: EDFQueue[Item] = EDFQueue()
         self.arrivals = ArrivalMeter()
         self._on_drop = on_drop or _forget
-        self._latency: list[list[float]] = table.latency_ms.tolist()
         self.taken: list[Item] = []
         self._accuracy = table.known_accuracy()
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
-        self._fastest = table.fastest_ms
-        self._cheapest = cheapest(table)
+        self.adopt(policy, table)
         self.context = Context(
             self.queue, self.arrivals, free_at_ms, slo_ms, None if hopeless == "serve" else self._give_up
         )
+
+    def adopt(self, policy: Policy, table: LatencyTable) -> None:
+        """Go on with this policy and these latencies, of the same subnets and batch sizes."""
+        self.policy = policy
+        self._latency: list[list[float]] = table.latency_ms.tolist()
+        self._fastest = table.fastest_ms
+        self._cheapest = cheapest(table)
+        row = self._latency[self._cheapest]
+        self._full = next(
+            (ms, size) for ms, size in zip(row[::-1], self._sizes[::-1], strict=True) if ms == ms
+        )
         self._floor_cost: dict[float, tuple[float, int]] = {}
+
+    def expected_ms(self, subnet: int, k: int) -> float:
+        """Latency of k requests on a subnet; NaN where they cannot run."""
+        return self._latency[subnet][self._pad[k]]
+
+    def padded(self, k: int) -> int:
+        """The batch size that k requests are padded to."""
+        return self._sizes[self._pad[k]]
+
+    def least_ms(self, floor: float) -> float:
+        """The least latency of any option that meets `floor`."""
+        return self._fastest if floor <= NO_FLOOR else self._cost_of(floor)[0]
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.late)
@@ -84,7 +111,9 @@ class Dispatcher(Generic[Item]):
         """
         queue = self.queue
         if self.hopeless != "serve":
-            self._clear_hopeless(now_ms)
+            self.clear_hopeless(now_ms)
+            if self.priority is not None and len(queue) > 1:
+                self._clear_unaffordable(now_ms, self.priority)
         queued = len(queue)
         if not queued:
             return self._late_batch(now_ms)
@@ -123,10 +152,14 @@ class Dispatcher(Generic[Item]):
         return self._form(self.late, self._cheapest, self._sizes[-1], queued, self.late.deadline() - now_ms)
 
     def _form(self, queue: EDFQueue[Item], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
+        if self.limits:
+            size = min(size, self.limits.get(subnet, size))
         if queue.demanding:
             deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
             if not items:
                 _, subnet = self._cost_of(queue.floor())
+                if self.limits:
+                    size = min(size, self.limits.get(subnet, size))
                 deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
         else:
             deadlines, items = queue.take(size if size < queued else queued)
@@ -140,26 +173,35 @@ class Dispatcher(Generic[Item]):
             )
         return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
 
-    def _clear_hopeless(self, now_ms: float) -> None:
+    def clear_hopeless(self, now_ms: float) -> None:
+        """Give up, by the rule, the requests no option can finish in time."""
         queue = self.queue
         count, waiting = 0, len(queue)
         while count < waiting:
-            floor = queue.floor(count)
-            fastest = self._fastest if floor <= NO_FLOOR else self._cost_of(floor)[0]
-            if queue.deadline(count) >= now_ms + fastest:
+            if queue.deadline(count) >= now_ms + self.least_ms(queue.floor(count)):
                 break
             count += 1
         if count:
             self._give_up(count)
 
+    def _clear_unaffordable(self, now_ms: float, priority: Callable[[Item], int]) -> None:
+        queue, (full_ms, full_size) = self.queue, self._full
+        given_up = unaffordable(
+            queue, now_ms, self.context.free_at_ms, full_ms, full_size, self._fastest, priority
+        )
+        if given_up:
+            floors = [queue.floor(at) for at in given_up]
+            self._dispose(*queue.take_at(given_up), floors)
+
     def _give_up(self, count: int) -> None:
-        queue = self.queue
+        floors = [self.queue.floor(i) for i in range(count)] if self.hopeless == "defer" else []
+        self._dispose(*self.queue.take(count), floors)
+
+    def _dispose(self, deadlines: list[float], items: list[Item], floors: list[float]) -> None:
         if self.hopeless == "drop":
-            self._on_drop(queue.take(count)[1])
-            return
-        floors = [queue.floor(i) for i in range(count)]
-        deadlines, items = queue.take(count)
-        self.late.extend(deadlines, items, floors)
+            self._on_drop(items)
+        else:
+            self.late.extend(deadlines, items, floors)
 
     def _cost_of(self, floor: float) -> tuple[float, int]:
         """(least latency, subnet) among the subnets that meet `floor`."""

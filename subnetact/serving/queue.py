@@ -86,6 +86,11 @@ class EDFQueue(Generic[Item]):
         """Deadlines, ms, of requests start, start + step, start + 2 step ... of the queue."""
         return self._deadlines[self._head + start :: step]
 
+    def entries(self, most: int) -> list[tuple[float, Item]]:
+        """(deadline, item) of the `most` most urgent requests."""
+        cut = slice(self._head, self._head + most)
+        return list(zip(self._deadlines[cut], self._items[cut], strict=True))  # type: ignore[arg-type]
+
     def classes(self) -> list[tuple[float, float]]:
         """(deadline, floor) of every request, most urgent first."""
         return list(zip(self._deadlines[self._head :], self._floors[self._head :], strict=True))
@@ -102,6 +107,11 @@ class EDFQueue(Generic[Item]):
     def take_satisfied(self, k: int, accuracy: float) -> tuple[list[float], list[Item]]:
         """Remove the first k requests whose floor is at most `accuracy`, most urgent first."""
         return self._take_where(k, lambda at: self._floors[at] <= accuracy)
+
+    def take_at(self, positions: Sequence[int]) -> tuple[list[float], list[Item]]:
+        """Remove the i-th most urgent requests, for every i of `positions` (ascending)."""
+        wanted = {self._head + i for i in positions}
+        return self._take_where(len(wanted), wanted.__contains__)
 
     def remove(self, deadline_ms: float, item: Item) -> bool:
         """Remove one request, found by identity; False when it is not queued (any more)."""

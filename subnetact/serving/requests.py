@@ -1,19 +1,21 @@
-"""What goes into the batcher and what comes out: requests, answers, counters."""
+"""What goes into the batcher and what comes out: requests, answers, and how they reach who waits."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Answer", "BatcherStats", "Decided", "Outcome", "Request", "Runner", "settle"]
+__all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "Request", "Runner", "settle"]
 
 
 class Runner(Protocol):
-    """What the batcher needs from an engine. Called from worker threads."""
+    """What the batcher needs from an engine. Called from worker threads.
+
+    Optional further members, honoured where present: `fingerprint` (compared with the table's stamp),
+    `enter_worker(threads)` (called once in every worker thread; needed for `threads_per_worker`).
+    """
 
     @property
     def keys(self) -> Sequence[str]:
@@ -21,7 +23,10 @@ class Runner(Protocol):
         ...
 
     def check(self, x: Any) -> None:
-        """Refuse one input at the door by raising `InvalidRequest`."""
+        """Refuse one input at the door by raising `InvalidRequest`.
+
+        With `check_finite` it is called as `check(x, finite=True)`.
+        """
         ...
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
@@ -60,63 +65,89 @@ class Decided(NamedTuple):
     k: int
 
 
-@dataclass(frozen=True)
-class BatcherStats:
-    """A snapshot of the counters; every request ends in exactly one of met to cancelled."""
-
-    submitted: int
-    met: int
-    late: int
-    dropped: int
-    failed: int
-    cancelled: int
-    refused: int
-    closed: int
-    queued: int
-    batches: int
-    accuracy_sum: float
-    served_by: dict[int, int]
-    batch_sizes: dict[int, int]
-
-    @property
-    def attainment(self) -> float:
-        """Share of finished requests that met their deadline; NaN before the first."""
-        done = self.met + self.late + self.dropped + self.failed
-        return self.met / done if done else math.nan
-
-
 class Request:
-    """One accepted input and who waits for it: an event loop, or (loop None) threads."""
+    """One accepted input and who waits for it: an event loop, or (loop None) threads.
 
-    __slots__ = ("accepted_ms", "future", "loop", "x")
+    Attributes:
+        open: whether it has no outcome yet; set to False exactly once, under the batcher's lock.
+        retried: whether a worker hung or died over it before.
+    """
+
+    __slots__ = (
+        "accepted_ms",
+        "deadline_ms",
+        "floor",
+        "future",
+        "loop",
+        "open",
+        "priority",
+        "retried",
+        "x",
+    )
 
     def __init__(
-        self, x: Any, accepted_ms: float, future: Any, loop: asyncio.AbstractEventLoop | None
+        self,
+        x: Any,
+        accepted_ms: float,
+        deadline_ms: float,
+        floor: float,
+        priority: int,
+        future: Any,
+        loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         self.x = x
         self.accepted_ms = accepted_ms
+        self.deadline_ms = deadline_ms
+        self.floor = floor
+        self.priority = priority
         self.future = future
         self.loop = loop
+        self.open = True
+        self.retried = False
+
+
+class AnswerFuture(concurrent.futures.Future[Answer]):
+    """The future of `submit`: cancelling it also takes the request off the queue."""
+
+    def cancel(self) -> bool:
+        """Cancel; an answer that is being computed is discarded. False when it is answered already."""
+        if not super().cancel():
+            return False
+        withdraw = self.__dict__.pop("withdraw", None)  # by the first of several who cancel
+        if withdraw is not None:
+            withdraw()
+            self.set_running_or_notify_cancel()
+        return True
+
+    def on_cancel(self, withdraw: Callable[[], object]) -> None:
+        """Call `withdraw` when this is cancelled."""
+        self.__dict__["withdraw"] = withdraw
 
 
 Outcome = tuple[Request, Answer | None, BaseException | None]
 
 
-def settle(outcomes: list[Outcome]) -> None:
+def settle(outcomes: Iterable[Outcome]) -> None:
     """Hand outcomes to their waiters: threads directly, each event loop in one call."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for outcome in outcomes:
         request, answer, error = outcome
-        if request.loop is not None:
-            by_loop.setdefault(request.loop, []).append(outcome)
+        loop = request.loop
+        if loop is not None:
+            waiting = by_loop.get(loop)
+            if waiting is None:
+                by_loop[loop] = [outcome]
+            else:
+                waiting.append(outcome)
             continue
+        future, request.future = request.future, None
         try:
             if error is None:
-                request.future.set_result(answer)
+                future.set_result(answer)
             else:
-                request.future.set_exception(error)
+                future.set_exception(error)
         except concurrent.futures.InvalidStateError:
-            continue
+            continue  # cancelled meanwhile
     for loop, settled in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle_on_loop, settled)
@@ -126,9 +157,10 @@ def settle(outcomes: list[Outcome]) -> None:
 
 def _settle_on_loop(outcomes: list[Outcome]) -> None:
     for request, answer, error in outcomes:
-        if request.future.done():
+        future, request.future = request.future, None
+        if future.done():
             continue
         if error is None:
-            request.future.set_result(answer)
+            future.set_result(answer)
         else:
-            request.future.set_exception(error)
+            future.set_exception(error)

@@ -85,7 +85,7 @@ def test_asyncio_gets_its_own_answers(a40, engine):
 
     batcher = asyncio.run(main())
     assert batcher.stats().met == 300
-    assert not any(thread.is_alive() for thread in batcher._threads)
+    assert not any(thread.is_alive() for thread in batcher._workers.threads())
 
 
 def test_many_event_loops_at_once(a40, engine):
@@ -155,18 +155,23 @@ def test_late_answers_say_so(a40, engine):
         assert batcher.stats().late == 1
 
 
-def test_a_batch_that_raises_fails_alone(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40)) as batcher:
+def test_only_the_guilty_request_fails(a40, engine):
+    with Batcher(engine, policy=Fixed(a40, 2)) as batcher:
         first = held(engine, batcher)
-        bad = [batcher.submit(x, FOREVER) for x in (5, -1)]
+        xs = [1, 2, 3, -4, 5, 6, 7, 8, 9, -10, 11, 12, 13, 14, 15, 16]
+        futures = [batcher.submit(x, FOREVER) for x in xs]
         engine.gate.set()
-        for future in bad:
-            with pytest.raises(BatchFailed, match="negative") as caught:
-                future.result(20)
-            assert isinstance(caught.value.__cause__, RuntimeError)
+        for x, future in zip(xs, futures, strict=True):
+            if x > 0:
+                assert future.result(20).output == (2, 2 * x)
+            else:
+                with pytest.raises(BatchFailed, match="alone in its batch: RuntimeError: negative") as caught:
+                    future.result(20)
+                assert isinstance(caught.value.__cause__, RuntimeError)
         assert first.result(20).output[1] == 0
-        assert batcher.submit(7, FOREVER).result(20).output[1] == 14
-        assert batcher.stats().failed == 2
+        stats = batcher.stats()
+    assert (stats.met, stats.failed, stats.bisected) == (15, 2, 7)
+    assert [inputs for _, inputs, _ in engine.ran[1:4]] == [xs, xs[:8], xs[:4]]
 
 
 def test_an_engine_that_loses_outputs_is_caught(a40, engine):
@@ -263,7 +268,7 @@ def test_closing_gives_every_request_an_outcome(a40, engine, drain):
     waiting = [batcher.submit(x, FOREVER) for x in range(40)]
     closer = threading.Thread(target=batcher.close, kwargs={"drain": drain})
     closer.start()
-    while not batcher._closing:
+    while not batcher._core.closing:
         pass
     with pytest.raises(BatcherClosed):
         batcher.submit(1, FOREVER)
@@ -276,7 +281,7 @@ def test_closing_gives_every_request_an_outcome(a40, engine, drain):
         else:
             with pytest.raises(BatcherClosed):
                 future.result(0)
-    assert not any(thread.is_alive() for thread in batcher._threads)
+    assert not any(thread.is_alive() for thread in batcher._workers.threads())
     stats = batcher.stats()
     assert stats.met + stats.closed == stats.submitted == 41
     batcher.close()

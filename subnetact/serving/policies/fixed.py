@@ -38,6 +38,10 @@ class Fixed:
         """Answer (the fixed subnet, batch size)."""
         return self.subnet, largest_within(self._limits, self._sizes, context.slack_ms)
 
+    def retabled(self, table: LatencyTable) -> Fixed:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        return Fixed(table, self.subnet)
+
 
 class CheapestFeasible:
     """The cheapest subnet that meets the floor of the most urgent request (INFaaS, ATC'21, section 4.1).
@@ -59,6 +63,10 @@ class CheapestFeasible:
             plan = self._plans[context.floor] = (subnet, *batch_limits(self.table, subnet))
         subnet, limits, sizes = plan
         return subnet, largest_within(limits, sizes, context.slack_ms)
+
+    def retabled(self, table: LatencyTable) -> CheapestFeasible:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        return CheapestFeasible(table)
 
 
 def batch_limits(table: LatencyTable, subnet: int) -> tuple[list[float], list[int]]:

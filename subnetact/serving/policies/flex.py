@@ -58,6 +58,10 @@ class Flex:
         """Answer (subnet, batch size)."""
         return self.subnet, largest_within(self._limits, self._sizes, context.slack_ms)
 
+    def retabled(self, table: LatencyTable) -> Flex:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        return Flex(table, self.subnet, self.factor)
+
     def preempt(self, context: Context, running: Sequence[RunningBatch]) -> int | None:
         """The worker whose batch shall make way for one formed now; None for no one.
 

@@ -42,6 +42,10 @@ class FloorPlanner:
         """Whether requests with floors came recently."""
         return bool(self._shares)
 
+    def remember(self, other: FloorPlanner) -> None:
+        """Go on with the shares of the classes that another planner has learned."""
+        self._shares = dict(other._shares)
+
     def decide(self, context: Context) -> tuple[int, int]:
         """Answer (subnet, batch size)."""
         pricing = self._pricing

@@ -35,6 +35,10 @@ class MaxBatch:
         option = fronts.most_accurate(column, context.slack_ms)
         return (option.subnet, option.batch_size) if option else (small, fronts.sizes[-1])
 
+    def retabled(self, table: LatencyTable) -> MaxBatch:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        return MaxBatch(table)
+
 
 class MaxAcc:
     """The most accurate subnet that finishes one request within the slack, then its largest batch in time.
@@ -58,3 +62,7 @@ class MaxAcc:
             subnet, batch_limits(self.table, subnet)
         )
         return subnet, largest_within(limits, sizes, context.slack_ms)
+
+    def retabled(self, table: LatencyTable) -> MaxAcc:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        return MaxAcc(table)

@@ -68,6 +68,14 @@ class HullFit:
         )
         self._floors = FloorPlanner(table, self.pricing)
 
+    def retabled(self, table: LatencyTable) -> HullFit:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        old = self.pricing
+        made = HullFit(table, self.slo_ms, old.margin, old.margin_ms, old.drain_margin_ms, old.tuning)
+        made.pricing.credit = old.credit
+        made._floors.remember(self._floors)
+        return made
+
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
         self.pricing.credit = 0.0

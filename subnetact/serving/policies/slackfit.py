@@ -68,6 +68,10 @@ class SlackFit:
         option = plan.fronts.largest_batch(column, slack_ms)
         return (option.subnet, option.batch_size) if option else plan.fallback
 
+    def retabled(self, table: LatencyTable) -> SlackFit:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        return SlackFit(table, self.slo_ms, self.buckets, self.margin_ms, self.margin)
+
     def _plan_for(self, floor: float) -> _Plan:
         if floor > max(self.table.accuracy):
             raise PolicyError(

@@ -58,6 +58,7 @@ class ModelSwitching:
             raise PolicyError(
                 f"replicas: {len(replicas)} values for {len(rows)} rows of the table; give one a row"
             )
+        self._given_replicas = replicas
         self._replicas = [
             math.inf if replicas is None else check_count(replicas[i], "replicas") for i in rows
         ]
@@ -92,6 +93,13 @@ class ModelSwitching:
             return None
         limits, sizes = self._limits[subnet]
         return subnet, largest_within(limits, sizes, context.slack_ms)
+
+    def retabled(self, table: LatencyTable) -> ModelSwitching:
+        """The same policy for other latencies of the same subnets and batch sizes."""
+        made = ModelSwitching(table, self.slo_ms, self.window_ms, self.period_ms, self._given_replicas)
+        made.switch_ms = self.switch_ms
+        made.subnet, made._switched_ms = self.subnet, self._switched_ms
+        return made
 
     def _wanted(self, context: Context) -> int:
         rate = context.arrivals.rate_per_ms(context.now_ms, self.window_ms)

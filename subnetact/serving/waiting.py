@@ -1,0 +1,56 @@
+"""Everything that waits in a batcher: the queue, the deferred, and the suspects."""
+
+from __future__ import annotations
+
+from subnetact.serving.dispatch import Dispatcher
+from subnetact.serving.requests import Request
+
+__all__ = ["Waiting"]
+
+
+class Waiting:
+    """The requests that have no outcome and are on no worker. Its owner locks.
+
+    Suspects are requests whose worker hung or died. Each gets a second try alone, on the same subnet, before
+    the queue goes on: a guilty one can then harm nobody, and there are no more than one batch holds.
+
+    Args:
+        dispatcher: holds the queue and the deferred requests.
+    """
+
+    def __init__(self, dispatcher: Dispatcher[Request]) -> None:
+        self._dispatcher = dispatcher
+        self._suspects: list[tuple[Request, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._dispatcher) + len(self._suspects)
+
+    def suspect(self, request: Request, subnet: int) -> None:
+        """Let a request wait for its second try."""
+        self._suspects.append((request, subnet))
+
+    def next_suspect(self) -> tuple[Request, int] | None:
+        """Remove and return the first suspect and its subnet."""
+        return self._suspects.pop(0) if self._suspects else None
+
+    def remove(self, request: Request) -> None:
+        """Remove a request from wherever it waits, if it does."""
+        dispatcher = self._dispatcher
+        if not dispatcher.queue.remove(request.deadline_ms, request):
+            dispatcher.late.remove(request.deadline_ms, request)
+        if self._suspects:
+            self._suspects = [entry for entry in self._suspects if entry[0] is not request]
+
+    def requests(self) -> list[Request]:
+        """All that wait."""
+        queue, late = self._dispatcher.queue, self._dispatcher.late
+        entries = queue.entries(len(queue)) + late.entries(len(late))
+        return [request for _, request in entries] + [request for request, _ in self._suspects]
+
+    def take_all(self) -> list[Request]:
+        """Remove and return all that wait."""
+        requests, dispatcher = self.requests(), self._dispatcher
+        dispatcher.queue.take(len(dispatcher.queue))
+        dispatcher.late.take(len(dispatcher.late))
+        self._suspects.clear()
+        return requests

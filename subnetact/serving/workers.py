@@ -1,0 +1,143 @@
+"""The threads of a batcher: one a worker, and the supervisor that replaces lost ones."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from subnetact.serving.core import Core
+from subnetact.serving.decision_log import DecisionLog
+from subnetact.serving.jobs import Job
+from subnetact.serving.requests import Decided, Runner, settle
+
+__all__ = ["Workers"]
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.02
+
+
+class Workers:
+    """Run the jobs that the core hands out.
+
+    Args:
+        core: the state.
+        engines: one a worker.
+        on_decision: told of every batch before it runs.
+        threads: given to `engine.enter_worker(threads)` in every new thread; None = not called.
+        log: flushed at every tick.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        engines: Sequence[Runner],
+        on_decision: Callable[[Decided], None] | None,
+        threads: int | None,
+        log: DecisionLog | None,
+    ) -> None:
+        self._core = core
+        self._engines = engines
+        self._on_decision = on_decision
+        self._threads_each = threads
+        self._log = log
+        self._current: dict[int, threading.Thread] = {}
+        self._supervisor = threading.Thread(
+            target=self._supervise, name="subnetact-batcher-supervisor", daemon=True
+        )
+        for worker in range(len(engines)):
+            self._start(worker)
+        self._supervisor.start()
+
+    def join(self) -> None:
+        """Wait for the end of all threads but those that hang, once the core is closed and empty."""
+        if threading.current_thread() in self.threads():
+            return  # closed by a callback: the thread it runs on has to end first
+        self._supervisor.join()
+        for thread in list(self._current.values()):
+            thread.join()
+
+    def threads(self) -> list[threading.Thread]:
+        """The supervisor and the current thread of every worker."""
+        return [self._supervisor, *self._current.values()]
+
+    def _start(self, worker: int) -> None:
+        thread = threading.Thread(
+            target=self._work, args=(worker,), name=f"subnetact-batcher-{worker}", daemon=True
+        )
+        self._current[worker] = thread
+        thread.start()
+
+    def _work(self, worker: int) -> None:
+        core = self._core
+        job: Job | None = None
+        try:
+            enter: Any = getattr(self._engines[worker], "enter_worker", None)
+            if enter is not None:
+                enter(self._threads_each)
+            while True:
+                job = None
+                job, outcomes = core.next_job(worker)
+                if outcomes:
+                    settle(outcomes)
+                    core.delivered()
+                elif job is None:
+                    return
+                if job is not None:
+                    self._run(job)
+                    if job.abandoned:
+                        core.returned(job)
+                        return
+        except BaseException as error:  # SystemExit from an engine, for example: the worker is revived
+            _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
+            outcomes = core.died(worker, job, error)
+            if outcomes:
+                settle(outcomes)
+                core.delivered()
+
+    def _run(self, job: Job) -> None:
+        core, engine = self._core, self._engines[job.worker]
+        if self._on_decision is not None:
+            self._tell(job)
+        while job.part and not job.abandoned:
+            try:
+                outputs = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                if len(outputs) != len(job.part):
+                    raise ValueError(
+                        f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
+                        "run() returns one for each"
+                    )
+            except Exception as error:
+                outcomes = core.raised(job, error)
+            else:
+                outcomes = core.answered(job, outputs)
+            if outcomes:
+                settle(outcomes)
+                core.delivered()
+
+    def _tell(self, job: Job) -> None:
+        tell = self._on_decision
+        if tell is None:
+            return
+        try:
+            tell(Decided(job.started_ms, job.queued, job.slack_ms, job.subnet, job.size, len(job.part)))
+        except Exception:
+            _log.exception("on_decision raised; it is not called again")
+            self._on_decision = None
+
+    def _supervise(self) -> None:
+        core = self._core
+        while core.wait_until_watched(_TICK_S):
+            try:
+                revived, outcomes = core.tick()
+                for worker in revived:
+                    self._start(worker)
+                if outcomes:
+                    settle(outcomes)
+                    core.delivered()
+                core.learner.refresh()
+                if self._log is not None:
+                    self._log.flush()
+            except Exception:
+                _log.exception("the batcher's supervisor goes on after an error")

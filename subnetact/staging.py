@@ -1,0 +1,170 @@
+"""Single inputs to batches on a device, and back: tensors, and tuples or dictionaries of tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subnetact.errors import InvalidRequest
+
+__all__ = ["Stager", "call_with", "check_input", "detached", "shapes", "unstack"]
+
+
+def check_input(
+    x: Any, example: Any, device: torch.device, finite: bool = False, where: str = "input"
+) -> None:
+    """Refuse an input that could not run: anything but the example's structure, shapes and dtypes.
+
+    Args:
+        x: one input without a batch dimension: a tensor, or a tuple or dictionary of tensors.
+        example: what it must be like; None = any tensors.
+        device: where it may be, besides the CPU.
+        finite: also refuse NaN and infinities.
+        where: the name of this part in messages.
+
+    Raises:
+        InvalidRequest: naming the part, what it is, and what is served.
+    """
+    if isinstance(x, Tensor):
+        _check_tensor(x, example, device, where)
+        if finite and (x.is_floating_point() or x.is_complex()) and not bool(torch.isfinite(x).all()):
+            raise InvalidRequest(f"{where}: it holds values that are not finite; send finite ones")
+        return
+    if example is not None and (isinstance(example, Tensor) or _parts(x) != _parts(example)):
+        raise InvalidRequest(f"{where}: expected {_described(example)}, got {_described(x)}")
+    if not isinstance(x, (tuple, dict)) or not x:
+        raise InvalidRequest(
+            f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
+        )
+    for name in _parts(x) or ():
+        check_input(x[name], None if example is None else example[name], device, finite, f"{where}[{name!r}]")
+
+
+def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> None:
+    if x.device.type != "cpu" and x.device != device:
+        raise InvalidRequest(
+            f"{where}: it is on {x.device}, this engine is on {device}; send it from the CPU or from there"
+        )
+    if x.layout != torch.strided:
+        raise InvalidRequest(f"{where}: it is of layout {x.layout}; send a dense tensor")
+    if example is None:
+        return
+    if not isinstance(example, Tensor):
+        raise InvalidRequest(f"{where}: expected {_described(example)}, got {_described(x)}")
+    if x.shape != example.shape or x.dtype != example.dtype:
+        hint = "without a batch dimension"
+        if x.shape == (1, *example.shape):
+            hint = "without a batch dimension; drop it: x[0]"
+        raise InvalidRequest(
+            f"{where}: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {example.dtype} of shape "
+            f"{tuple(example.shape)}, {hint}"
+        )
+
+
+def detached(example: Any) -> Any:
+    """Return a copy of an example's structure on the CPU, without gradients."""
+    return _map(lambda t: t.detach().to("cpu"), example)
+
+
+def shapes(example: Any) -> Any:
+    """Return the shape of a tensor, or those of the parts, as JSON holds them."""
+    if isinstance(example, tuple):
+        return [shapes(part) for part in example]
+    if isinstance(example, dict):
+        return {name: shapes(part) for name, part in example.items()}
+    return list(example.shape)
+
+
+def call_with(network: Callable[..., Any], x: Any) -> Any:
+    """Call a network with a batch: a tuple is its positional arguments, a dictionary its named ones."""
+    if isinstance(x, tuple):
+        return network(*x)
+    return network(**x) if isinstance(x, dict) else network(x)
+
+
+class Stager:
+    """Stacks single inputs into one batch on a device.
+
+    On CUDA each thread stages through its own page-locked memory and copies without waiting. Not yet seen
+    on hardware.
+
+    Args:
+        device: where batches go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own = threading.local()
+
+    def stack(self, inputs: Sequence[Any], size: int) -> Any:
+        """Return one batch of `size` rows (>= len(inputs)); rows of the padding repeat the last input."""
+        rows = [*inputs, *[inputs[-1]] * (size - len(inputs))]
+        return self._stack(rows, ())
+
+    def _stack(self, rows: Sequence[Any], path: tuple[Any, ...]) -> Any:
+        first = rows[0]
+        if isinstance(first, tuple):
+            return tuple(self._stack([row[i] for row in rows], (*path, i)) for i in range(len(first)))
+        if isinstance(first, dict):
+            return {name: self._stack([row[name] for row in rows], (*path, name)) for name in first}
+        if self._device.type != "cuda" or any(row.device.type != "cpu" for row in rows):
+            return torch.stack([row.detach().to(self._device) for row in rows])
+        staged, copied = self._page_locked(first, len(rows), path)
+        torch.stack([row.detach() for row in rows], out=staged)
+        batch = staged.to(self._device, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        return batch
+
+    def _page_locked(self, row: Tensor, count: int, path: tuple[Any, ...]) -> tuple[Tensor, torch.cuda.Event]:
+        """`count` rows of this thread's page-locked memory for this part of the input, once they are free."""
+        buffers: dict[Any, tuple[Tensor, torch.cuda.Event]] = self._own.__dict__.setdefault("buffers", {})
+        key = path, row.shape, row.dtype
+        held = buffers.get(key)
+        if held is not None:
+            held[1].synchronize()
+        if held is None or len(held[0]) < count:
+            memory = torch.empty((count, *row.shape), dtype=row.dtype, pin_memory=True)
+            held = buffers[key] = memory, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return held[0][:count], held[1]
+
+
+def unstack(output: Any, count: int) -> list[Any]:
+    """Return the first `count` rows of a batch's output, each on the CPU and of the batch's structure."""
+    if isinstance(output, Tensor):
+        return list(output[:count].cpu().unbind(0))
+    if isinstance(output, Mapping):
+        columns = {name: unstack(part, count) for name, part in output.items() if part is not None}
+        return [{name: rows[i] for name, rows in columns.items()} for i in range(count)]
+    if isinstance(output, (tuple, list)):
+        return list(zip(*(unstack(part, count) for part in output), strict=True))
+    raise TypeError(
+        f"the network returned {type(output).__name__}; only tensors, and tuples, lists or mappings of them, "
+        "can be given back one by one"
+    )
+
+
+def _parts(x: Any) -> Any:
+    """What a structure is indexed by; None for what is none."""
+    if isinstance(x, tuple):
+        return range(len(x))
+    return x.keys() if isinstance(x, dict) else None
+
+
+def _map(function: Callable[[Tensor], Any], x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_map(function, part) for part in x)
+    if isinstance(x, dict):
+        return {name: _map(function, part) for name, part in x.items()}
+    return function(x)
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+    if isinstance(x, tuple):
+        return f"a tuple of {len(x)}"
+    return f"a dictionary of {', '.join(map(repr, x))}" if isinstance(x, dict) else type(x).__name__
