@@ -17,7 +17,7 @@ from open_loop import Reply, Sent, run_open_loop, summary
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Batcher, Engine, Fixed, HullFit, LatencyTable, SlackFit, profile_latency, simulate
+from subnetact import Batcher, Engine, Fixed, HullFit, SlackFit, profile_latency, simulate
 from subnetact.digits import Digits
 from subnetact.serving.context import Policy
 
@@ -51,7 +51,7 @@ class Contest:
     def capacity_qps(self) -> float:
         """What the largest subnet sustains at the largest batch."""
         found = self.in_service
-        return 1e3 * SIZES[-1] / (found.expected.latency_ms[-1, -1] + found.overhead_ms)
+        return 1e3 * SIZES[-1] / float(found.expected.latency_ms[-1, -1] + found.overhead_ms)
 
     def _measure(self) -> InService:
         capacity = 1e3 * SIZES[-1] / self.profile.latency_ms[-1, -1]
@@ -163,9 +163,7 @@ def _live(contest: Contest, make: Callable[[], Policy], arrivals: list[float]) -
 
 def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
     names = ("attainment", "measured_accuracy", "effective_accuracy", "attainment_in_batcher", "off_points")
-    result: dict[str, Any] = {
-        name: median(run[name] for run in found) for name in names if name in found[0]
-    }
+    result: dict[str, Any] = {name: median(run[name] for run in found) for name in names if name in found[0]}
     result["requests"] = median(run["requests"] for run in found)
     result["latency_p99_ms"] = median(run["latency_ms"].get("p99", float("nan")) for run in found)
     if "predicted" in found[0]:

@@ -1,4 +1,4 @@
-"""What the batcher itself costs: requests a second and added latency in front of a model that does nothing."""
+"""What the batcher itself costs: requests a second and added latency before a model that does nothing."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -98,10 +99,17 @@ def open_service(args: argparse.Namespace) -> Service:
         engine = Engine.load(args.bundle) if args.bundle else digits_engine()
         policy = make_policy(args.policy, _table(engine, args.table), args.slo_ms)
         batcher = Batcher(
-            engine, policy=policy, slo_ms=args.slo_ms, max_queue=args.max_queue, check_finite=True
+            engine,
+            policy=policy,
+            slo_ms=args.slo_ms,
+            max_queue=args.max_queue,
+            threads_per_worker=1,
+            check_finite=True,
         )
     except (SubnetActError, OSError) as error:
         raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a full collection would stop the server for a tenth of a second
     return Service(engine, batcher, args.host, args.port, args.grace_s)
 
 
