@@ -50,9 +50,7 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
             order = list(urls)
             rng.shuffle(order)
             for name in order:
-                sent = asyncio.run(
-                    ask_server(urls[name], images, arrivals, SLO_MS, reserve_ms=RESERVE_MS)
-                )
+                sent = asyncio.run(ask_server(urls[name], images, arrivals, SLO_MS, reserve_ms=RESERVE_MS))
                 found = summary(sent, labels, SLO_MS)
                 runs.setdefault(f"{qps:g}", {}).setdefault(name, []).append(found)
     return {

@@ -1,4 +1,4 @@
-"""One fixed subnet of a bundle behind LitServe's batching, with the requests of `examples/fastapi_server.py`."""
+"""One fixed subnet of a bundle behind LitServe's batching; requests as of `examples/fastapi_server.py`."""
 
 from __future__ import annotations
 
