@@ -22,6 +22,8 @@ from subnetact.serving.waiting import Waiting
 
 __all__ = ["Core"]
 
+_priority = attrgetter("priority")
+
 
 class Core:
     """Queue, workers and account. The threads of the batcher call it; a test can call it without any.
@@ -55,6 +57,10 @@ class Core:
         self._dispatcher: Dispatcher[Request] = Dispatcher(
             policy, self.roster.free_at_ms, slo_ms, hopeless, self._given_up.extend, table
         )
+        self._queue = self._dispatcher.queue
+        self._arrived = self._dispatcher.arrivals.append
+        self._defers = hopeless == "defer"
+        self._seen = self.ledger.seen
         self.waiting = Waiting(self._dispatcher)
         self.learner = Learner(table, policy, self._dispatcher, self.lock, clock_ms, learn)
         self._jobs: dict[int, Job] = {}
@@ -79,16 +85,16 @@ class Core:
             now = self.clock_ms()
             if self.closing:
                 raise BatcherClosed("the batcher is closed or draining; open another one")
-            dispatcher = self._dispatcher
-            request = Request(x, now, now + deadline_ms, floor, priority, future, loop)
-            if len(self.waiting) >= self._max_queue:
+            deadline = now + deadline_ms
+            request = Request(x, now, deadline, floor, priority, future, loop)
+            if (len(self.waiting) if self._defers else len(self._queue)) >= self._max_queue:
                 self.ledger.full(request)
                 raise queue_full(self._max_queue)
-            if priority and dispatcher.priority is None:
-                dispatcher.priority = attrgetter("priority")
-            dispatcher.queue.push(request.deadline_ms, request, floor)
-            dispatcher.arrivals.append(now)
-            self.ledger.seen.submitted += 1
+            if priority:
+                self._dispatcher.priority = _priority
+            self._queue.push(deadline, request, floor)
+            self._arrived(now)
+            self._seen.submitted += 1
             if self._idle:
                 self._work.notify()
             if self._unwatched:
@@ -99,7 +105,7 @@ class Core:
     def refused(self) -> None:
         """Count a request that was refused at the door."""
         with self.lock:
-            self.ledger.seen.refused += 1
+            self._seen.refused += 1
 
     def withdraw(self, request: Request) -> bool:
         """Close a request whose client has cancelled; False when it had an outcome already."""
@@ -149,7 +155,7 @@ class Core:
         with self.lock:
             if job.abandoned:
                 return outcomes
-            seen, part = self.ledger.seen, [r for r in job.part if r.open]
+            seen, part = self._seen, [r for r in job.part if r.open]
             most = (len(part) + 1) // 2
             exhausted = is_out_of_memory(error)
             if exhausted:
@@ -171,7 +177,7 @@ class Core:
             if job is not None and job.abandoned:
                 self.roster.came_back(worker)
                 return outcomes
-            self.ledger.seen.died += 1
+            self._seen.died += 1
             self.roster.down(worker, now)
             if self._jobs.pop(worker, None) is not None and job is not None:
                 for request in job.requests():
@@ -208,7 +214,7 @@ class Core:
                 elif now > job.started_ms + max(50.0, 5.0 * job.expected_ms):
                     self.roster.free_at_ms[job.worker] = math.inf
             revived = [] if self._finished() else self.roster.due(now)
-            self.ledger.seen.revived += len(revived)
+            self._seen.revived += len(revived)
             if self._dispatcher.hopeless == "drop":
                 self._dispatcher.clear_hopeless(now)
                 self._answer_given_up(now, outcomes)
@@ -274,7 +280,7 @@ class Core:
             self._answer_given_up(now, outcomes)
         if batch is None:
             return None
-        seen = self.ledger.seen
+        seen = self._seen
         seen.batches += 1
         seen.slack_ms.add(batch.slack_ms)
         seen.queue_depth.add(batch.queued)
@@ -291,7 +297,7 @@ class Core:
                 outcomes.append(self._drop(request, now))
                 continue
             job = Job(worker, subnet, [request], len(self.waiting) + 1, request.deadline_ms - now)
-            self.ledger.seen.batches += 1
+            self._seen.batches += 1
             self._start(job, now)
             return job
         return None
@@ -322,7 +328,7 @@ class Core:
     def _abandon(self, job: Job, now: float, outcomes: list[Outcome]) -> None:
         job.abandoned = True
         del self._jobs[job.worker]
-        self.ledger.seen.hung += 1
+        self._seen.hung += 1
         self.roster.hung(job.worker, now)
         for request in job.requests():
             self._retry(request, job.subnet, now, worker_hung(job, now), outcomes)
@@ -338,7 +344,7 @@ class Core:
             outcomes.append(self.ledger.fail(request, failure))
         else:
             request.retried = True
-            self.ledger.seen.retried += 1
+            self._seen.retried += 1
             self.waiting.suspect(request, subnet)
 
     def _nobody_serves(self, now: float, outcomes: list[Outcome]) -> None:
@@ -360,7 +366,7 @@ class Core:
         return self.ledger.drop(request, now, self._dispatcher.least_ms(request.floor))
 
     def _finished(self) -> bool:
-        return self.closing and not self.ledger.seen.unfinished
+        return self.closing and not self._seen.unfinished
 
     def _wake_if_settled(self) -> None:
         if self.ledger.settled:

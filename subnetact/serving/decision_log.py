@@ -22,10 +22,10 @@ class DecisionLog:
     """Collects entries in memory on the request path; `flush` writes them, from another thread.
 
     The first line is a header: the table, workers, policy and hopeless rule. Every further line is a batch
-    (its start `t`, worker `w`, subnet `s`, padded size `b`, duration `ms`, what the policy saw: `queued`,
-    `slack`; and its requests) or requests that ended otherwise (`o`, the outcome). Requests are lists:
-    arrival `a`, time given `d`, and where any has one, accuracy floor `f` and priority `p`. Times are ms
-    since the log was opened.
+    (start `t`, worker `w`, subnet `s`, padded size `b`, duration `ms`, how many were in time `met`; what the
+    policy saw: `queued`, `slack`; and its requests) or a request that ended otherwise (`o`, the outcome).
+    Requests are lists: arrival `a`, time given `d`, and where any has one, accuracy floor `f` and priority
+    `p`. Times are ms since the log was opened.
 
     Args:
         path: the file; replaced if there is one.
@@ -43,8 +43,8 @@ class DecisionLog:
         self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
         self._file.write(json.dumps({"kind": KIND, "schema": SCHEMA, **header}, allow_nan=False) + "\n")
 
-    def batch(self, job: Job, requests: Sequence[Request], took_ms: float) -> None:
-        """Record a part of a job that ran."""
+    def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
+        """Record a part of a job that ran; `met` of its requests were in time."""
         entry = {
             "t": job.started_ms - self._start_ms,
             "w": job.worker,
@@ -53,6 +53,7 @@ class DecisionLog:
             "s": job.subnet,
             "b": job.size,
             "ms": took_ms,
+            "met": met,
         }
         self._entries.append({**entry, **self._described(requests)})
 

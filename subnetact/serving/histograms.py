@@ -62,6 +62,13 @@ class Histogram:
         self._counts[bisect_left(self._edges, value)] += 1
         self._total += value
 
+    def add_all(self, values: Sequence[float]) -> None:
+        """Count many values."""
+        edges, counts = self._edges, self._counts
+        for value in values:
+            counts[bisect_left(edges, value)] += 1
+        self._total += sum(values)
+
     def snapshot(self) -> HistogramSnapshot:
         """Return a copy."""
         return HistogramSnapshot(self._edges, tuple(self._counts), self._total)

@@ -14,6 +14,8 @@ from subnetact.serving.requests import Answer, Outcome, Request
 
 __all__ = ["Ledger"]
 
+_new = tuple.__new__  # half the time of calling a named tuple's class
+
 
 class Ledger:
     """Closes requests and counts how. Its owner locks.
@@ -38,6 +40,7 @@ class Ledger:
         """The job's current part was answered."""
         seen, size, subnet = self.seen, job.size, job.subnet
         outcomes: list[Outcome] = []
+        latencies: list[float] = []
         met = 0
         for request, output in zip(job.part, outputs, strict=True):
             if request.open:
@@ -45,9 +48,10 @@ class Ledger:
                 in_time = now_ms <= request.deadline_ms
                 met += in_time
                 latency_ms = now_ms - request.accepted_ms
-                seen.latency_ms.add(latency_ms)
-                answer = Answer(output, subnet, accuracy, latency_ms, in_time, size)
+                latencies.append(latency_ms)
+                answer = _new(Answer, (output, subnet, accuracy, latency_ms, in_time, size))
                 outcomes.append((request, answer, None))
+        seen.latency_ms.add_all(latencies)
         seen.met += met
         seen.late += len(outcomes) - met
         seen.accuracy_sum += met * accuracy
@@ -55,7 +59,7 @@ class Ledger:
         seen.batch_sizes[size] += 1
         seen.run_ms.add(now_ms - job.started_ms)
         if self.log is not None:
-            self.log.batch(job, [request for request, _, _ in outcomes], now_ms - job.started_ms)
+            self.log.batch(job, [request for request, _, _ in outcomes], now_ms - job.started_ms, met)
         return self.owed(outcomes)
 
     def drop(self, request: Request, now_ms: float, fastest_ms: float) -> Outcome:

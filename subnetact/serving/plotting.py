@@ -35,39 +35,48 @@ def plot_comparison(
 
 
 def plot_dynamics(
-    result: SimulationResult,
+    result: SimulationResult | Mapping[str, SimulationResult],
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
     path: str | os.PathLike[str],
     title: str = "",
     bin_ms: float = 250.0,
 ) -> None:
-    """Arrival rate, served accuracy and batch size over time, from a result with `decisions`.
+    """Arrival rate, served accuracy and batch size over time, from results with `decisions`.
+
+    Args:
+        result: of a simulation or a live run; or several by name, drawn over each other.
+        arrivals_ms: the arrivals they share.
+        table: the profile.
+        path: the figure's file.
+        title: above it.
+        bin_ms: over which values are averaged.
 
     Raises:
-        ValueError: the result holds no decisions; simulate with `decisions=True`.
+        ValueError: a result holds no decisions; simulate with `decisions=True`.
     """
-    if not result.decisions:
-        raise ValueError("plot_dynamics: the result holds no decisions; simulate with decisions=True")
+    results = {"": result} if isinstance(result, SimulationResult) else result
     arrivals = np.asarray(arrivals_ms, dtype=np.float64)
     start = float(arrivals[0])
     edges = np.arange(start, float(arrivals[-1]) + 2 * bin_ms, bin_ms)
     seconds = (edges[:-1] - start) / 1000.0
-    times = np.array([decision.t_ms for decision in result.decisions])
-    counts = np.array([decision.k for decision in result.decisions], dtype=np.float64)
-    accuracy = np.array([table.accuracy[decision.subnet] for decision in result.decisions])
-    served = np.histogram(times, edges, weights=counts)[0]
-    batches = np.histogram(times, edges)[0]
-    rows = (
-        ("arrivals (1/s)", np.histogram(arrivals, edges)[0] * 1000.0 / bin_ms),
-        ("accuracy (%)", _ratio(np.histogram(times, edges, weights=counts * accuracy)[0], served)),
-        ("batch size", _ratio(served, batches)),
-    )
-    figure, axes = _figure(len(rows))
-    for axis, (label, values) in zip(axes, rows, strict=True):
-        axis.plot(seconds, values, linewidth=0.9)
+    figure, axes = _figure(3)
+    axes[0].plot(seconds, np.histogram(arrivals, edges)[0] * 1000.0 / bin_ms, linewidth=0.9, color="0.4")
+    for name, one in results.items():
+        if not one.decisions:
+            raise ValueError("plot_dynamics: the result holds no decisions; simulate with decisions=True")
+        times = np.array([decision.t_ms for decision in one.decisions])
+        counts = np.array([decision.k for decision in one.decisions], dtype=np.float64)
+        accuracy = np.array([table.accuracy[decision.subnet] for decision in one.decisions])
+        served = np.histogram(times, edges, weights=counts)[0]
+        mean_accuracy = _ratio(np.histogram(times, edges, weights=counts * accuracy)[0], served)
+        axes[1].plot(seconds, mean_accuracy, linewidth=0.9, label=name)
+        axes[2].plot(seconds, _ratio(served, np.histogram(times, edges)[0]), linewidth=0.9, label=name)
+    for axis, label in zip(axes, ("arrivals (1/s)", "accuracy (%)", "batch size"), strict=True):
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
+    if len(results) > 1:
+        axes[1].legend(fontsize="x-small", loc="best")
     axes[0].set_title(title)
     axes[-1].set_xlabel("time (s)")
     _save(figure, path)

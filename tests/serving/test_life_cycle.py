@@ -1,0 +1,364 @@
+"""The batcher's core beside a plain model, with a fake clock and workers moved by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung
+from subnetact.latency import LatencyTable
+from subnetact.serving.core import Core
+from subnetact.serving.jobs import Job
+from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
+
+TABLE = LatencyTable.from_arrays(
+    ["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]], stamp={}
+)
+POLICIES = {
+    "slackfit": lambda: SlackFit(TABLE, slo_ms=20.0),
+    "hullfit": lambda: HullFit(TABLE, slo_ms=20.0),
+    "maxacc": lambda: MaxAcc(TABLE),
+}
+BOUND = 8
+WORKERS = 2
+WATCHDOG_MS = 100.0
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+def core_of(policy: str, hopeless: str, clock: list[float]) -> Core:
+    return Core(
+        POLICIES[policy](),
+        TABLE,
+        workers=WORKERS,
+        max_queue=BOUND,
+        hopeless=hopeless,
+        slo_ms=20.0,
+        clock_ms=lambda: clock[0],
+        watchdog_ms=WATCHDOG_MS,
+        learn=True,
+    )
+
+
+class LifeCycle(RuleBasedStateMachine):
+    """Submit, cancel, advance; workers answer, raise, hang and die; drain and close."""
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)), hopeless=st.sampled_from(["drop", "defer", "serve"])
+    )
+    def start(self, policy: str, hopeless: str) -> None:
+        self.clock = [0.0]
+        self.core = core_of(policy, hopeless, self.clock)
+        self.hopeless = hopeless
+        self.accepted: dict[Any, Any] = {}
+        self.ended: dict[Any, Any] = {}
+        self.full = 0
+        self.jobs: dict[int, Job | None] = dict.fromkeys(range(WORKERS))
+        self.zombies: list[Job] = []
+
+    def collect(self, outcomes: list[Any]) -> None:
+        for request, answer, error in outcomes:
+            x = request.x
+            assert x not in self.ended, "a second outcome"
+            self.ended[x] = answer if error is None else error
+            if answer is not None:
+                assert answer.output == ("out", x)
+                assert answer.accuracy >= request.floor
+                assert answer.met == (self.clock[0] <= request.deadline_ms)
+        if outcomes:
+            self.core.delivered()
+
+    def working(self, job: Job | None) -> bool:
+        return job is not None and bool(job.part) and not job.abandoned
+
+    def free(self) -> list[int]:
+        return [w for w, job in self.jobs.items() if job is None]
+
+    def busy(self) -> list[int]:
+        return [w for w, job in self.jobs.items() if self.working(job)]
+
+    @rule(
+        deadline=st.sampled_from([0.5, 2.0, 5.0, 20.0, 2000.0, 2000.0, 2000.0]),
+        floor=st.sampled_from([0.0, 0.0, 75.0]),
+        priority=st.sampled_from([0, 0, 1, -1]),
+    )
+    def submit(self, deadline: float, floor: float, priority: int) -> None:
+        x = len(self.accepted) + self.full
+        try:
+            self.accepted[x] = self.core.admit(x, deadline, floor, priority, None, None)
+        except QueueFull:
+            assert len(self.core.waiting) == BOUND
+            self.full += 1
+        except BatcherClosed:
+            assert self.core.closing
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        x = data.draw(st.sampled_from(sorted(self.accepted)))
+        withdrawn = self.core.withdraw(self.accepted[x])
+        assert withdrawn == (x not in self.ended)
+        if withdrawn:
+            self.ended[x] = "cancelled"
+
+    @rule(ms=st.sampled_from([0.1, 1.0, 3.0, 10.0, 60.0, 400.0]))
+    def advance(self, ms: float) -> None:
+        self.clock[0] += ms
+
+    @precondition(lambda self: self.free())
+    @rule(data=st.data())
+    def take(self, data: Any) -> None:
+        worker = data.draw(st.sampled_from(self.free()))
+        job, outcomes = self.core.next_job(worker, wait=False)
+        self.collect(outcomes)
+        if job is not None:
+            assert 1 <= len(job.part) <= 4
+            assert len(job.part) <= job.size
+            assert all(request.x not in self.ended for request in job.part)
+            self.jobs[worker] = job
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def answer(self, data: Any) -> None:
+        self.finish(data.draw(st.sampled_from(self.busy())))
+
+    def finish(self, worker: int) -> None:
+        job = self.jobs[worker]
+        assert job is not None
+        self.collect(self.core.answered(job, [("out", request.x) for request in job.part]))
+        if not job.part:
+            self.jobs[worker] = None
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), error=st.sampled_from([ValueError("bad"), OutOfMemoryError("full")]))
+    def fail(self, data: Any, error: Exception) -> None:
+        worker = data.draw(st.sampled_from(self.busy()))
+        job = self.jobs[worker]
+        assert job is not None
+        before = [request for request in job.part if request.open]
+        self.collect(self.core.raised(job, error))
+        if len(before) == 1:
+            failure = self.ended[before[0].x]
+            assert isinstance(failure, BatchFailed)
+            assert failure.__cause__ is error
+        else:
+            assert all(request.open for request in before), "mates of a failure are tried again"
+        if not job.part:
+            self.jobs[worker] = None
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def die(self, data: Any) -> None:
+        worker = data.draw(st.sampled_from(self.busy()))
+        self.collect(self.core.died(worker, self.jobs.pop(worker), SystemExit()))
+        assert self.core.roster.free_at_ms[worker] == math.inf
+
+    @rule()
+    def tick(self) -> None:
+        revived, outcomes = self.core.tick()
+        self.collect(outcomes)
+        for worker, job in list(self.jobs.items()):
+            if job is not None and job.abandoned:
+                assert self.clock[0] > job.started_ms + WATCHDOG_MS
+                self.zombies.append(job)
+                del self.jobs[worker]
+        for worker in revived:
+            assert worker not in self.jobs
+            self.jobs[worker] = None
+        self.core.learner.refresh()
+
+    @precondition(lambda self: self.busy())
+    @rule()
+    def hang(self) -> None:
+        self.clock[0] += WATCHDOG_MS + 1.0
+        self.tick()
+        assert not self.busy()
+
+    @precondition(lambda self: self.zombies)
+    @rule(how=st.sampled_from(["answers", "raises", "dies"]))
+    def come_back(self, how: str) -> None:
+        job = self.zombies.pop()
+        if how == "dies":
+            assert self.core.died(job.worker, job, SystemExit()) == []
+            return
+        if how == "answers":
+            assert self.core.answered(job, [("out", request.x) for request in job.part]) == []
+        else:
+            assert self.core.raised(job, ValueError("late")) == []
+        self.core.returned(job)
+
+    @rule()
+    def close_door(self) -> None:
+        self.core.close_door()
+
+    @precondition(lambda self: self.core.closing)
+    @rule()
+    def abandon_queue(self) -> None:
+        self.collect(self.core.abandon_queue())
+        assert len(self.core.waiting) == 0
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        core, seen = self.core, self.core.ledger.seen
+        running = core.facts()["running"]
+        assert seen.submitted == len(self.accepted)
+        assert seen.unfinished == len(core.waiting) + running == len(self.accepted) - len(self.ended)
+        assert seen.retried == sum(request.retried for request in self.accepted.values())
+        assert len(core.waiting) <= BOUND + sum(r.retried and r.open for r in self.accepted.values())
+        outcomes = list(self.ended.values())
+        assert seen.cancelled == outcomes.count("cancelled")
+        assert seen.dropped == sum(isinstance(o, DeadlinePassed) for o in outcomes)
+        assert seen.failed == sum(isinstance(o, BatchFailed) for o in outcomes)
+        assert seen.closed == sum(isinstance(o, BatcherClosed) for o in outcomes)
+        assert seen.met + seen.late == sum(isinstance(o, tuple) for o in outcomes)
+        assert seen.full == self.full
+        for x, request in self.accepted.items():
+            assert request.open == (x not in self.ended)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.close_door()
+        for _ in range(200):
+            if self.core.ledger.settled:
+                break
+            while self.zombies:
+                self.come_back("answers")
+            for worker in self.busy():
+                self.finish(worker)
+            for worker in self.free():
+                job, outcomes = self.core.next_job(worker, wait=False)
+                self.collect(outcomes)
+                self.jobs[worker] = job
+            self.clock[0] += 150.0 if not self.jobs else 0.5
+            self.tick()
+        assert sorted(self.ended) == sorted(self.accepted), "a request without an outcome"
+        assert self.core.ledger.settled
+        assert self.core.next_job(0) == (None, []), "workers may end"
+        assert not self.core.wait_until_watched(0.0), "and the supervisor"
+
+
+TestLifeCycle = LifeCycle.TestCase
+TestLifeCycle.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
+def test_a_request_that_hangs_twice_fails_and_its_mates_are_served(clock: list[float]) -> None:
+    core = core_of("maxacc", "drop", clock)
+    for x in range(4):
+        core.admit(x, 5000.0, 0.0, 0, None, None)
+    first, _ = core.next_job(0, wait=False)
+    assert first is not None
+    assert len(first.part) == 4
+    clock[0] = 101.0
+    revived, outcomes = core.tick()
+    assert (revived, outcomes, first.abandoned) == ([0], [], True)
+    answers, errors = {}, {}
+    for _ in range(4):
+        job, _ = core.next_job(1, wait=False)
+        assert job is not None
+        assert len(job.part) == 1, "suspects run alone"
+        if job.part[0].x == 2:
+            clock[0] += 101.0
+            for request, _, error in core.tick()[1]:
+                errors[request.x] = error
+        else:
+            for request, answer, _ in core.answered(job, [job.part[0].x]):
+                answers[request.x] = answer.output
+    assert answers == {0: 0, 1: 1, 3: 3}
+    assert isinstance(errors[2], WorkerHung)
+    assert "hung over this request, twice" in str(errors[2])
+    assert core.answered(first, ["late"] * 4) == []
+
+
+def test_a_worker_that_keeps_dying_comes_back_ever_later(clock: list[float]) -> None:
+    core = core_of("slackfit", "drop", clock)
+    pauses = []
+    for _ in range(10):
+        core.died(0, None, SystemExit())
+        start = clock[0]
+        while core.tick()[0] != [0]:
+            clock[0] += 10.0
+        pauses.append(clock[0] - start)
+    assert pauses[:4] == [0.0, 100.0, 200.0, 400.0]
+    assert max(pauses) == 10_000.0
+
+
+def test_while_too_many_of_its_threads_hang_a_worker_stays_down(clock: list[float]) -> None:
+    core = core_of("slackfit", "drop", clock)
+    stuck = []
+    for x in range(4):
+        core.admit(x, 90.0, 0.0, 0, None, None)
+        job, _ = core.next_job(0, wait=False)
+        assert job is not None
+        stuck.append(job)
+        clock[0] += 101.0
+        revived, _ = core.tick()
+        while not revived and x < 3:
+            clock[0] += 10.0
+            revived, _ = core.tick()
+    clock[0] += 1e6
+    assert core.tick()[0] == []
+    core.returned(stuck[0])
+    assert core.tick()[0] == [0]
+
+
+def test_without_a_worker_requests_still_end(clock: list[float]) -> None:
+    core = core_of("slackfit", "serve", clock)
+    for worker in range(WORKERS):
+        for _ in range(3):
+            core.died(worker, None, SystemExit())
+    core.admit(0, 15.0, 0.0, 0, None, None)
+    clock[0] = 10.0
+    assert core.tick() == ([], [])
+    clock[0] = 20.0
+    _, [(_, _, error)] = core.tick()
+    assert isinstance(error, DeadlinePassed)
+
+
+def test_running_out_of_memory_halves_the_largest_batch(clock: list[float]) -> None:
+    core = core_of("maxacc", "drop", clock)
+    for x in range(8):
+        core.admit(x, 5000.0, 0.0, 0, None, None)
+    job, _ = core.next_job(0, wait=False)
+    assert job is not None
+    assert (job.subnet, job.size) == (1, 4)
+    assert core.raised(job, OutOfMemoryError("CUDA out of memory")) == []
+    assert [request.x for request in job.part] == [0, 1]
+    assert len(core.answered(job, [0, 1])) == 2
+    assert len(core.answered(job, [2, 3])) == 2
+    assert core.facts()["batch_limits"] == {1: 2}
+    following, _ = core.next_job(0, wait=False)
+    assert following is not None
+    assert (following.subnet, following.size) == (1, 2), "later batches of that subnet are no larger"
+    assert core.learner.refresh(), "and the policy is made anew without those cells"
+    core.raised(following, OutOfMemoryError("again"))
+    [(_, _, error)] = core.raised(following, OutOfMemoryError("alone"))
+    assert isinstance(error, BatchFailed)
+
+
+def test_hopeless_requests_are_answered_while_every_worker_is_busy(clock: list[float]) -> None:
+    core = core_of("slackfit", "drop", clock)
+    for x in range(2 * 4 + 1):
+        if x == 8:
+            for worker in range(WORKERS):
+                assert core.next_job(worker, wait=False)[0] is not None
+        core.admit(x, 20.0, 0.0, 0, None, None)
+    clock[0] = 19.5
+    _, [(request, _, error)] = core.tick()
+    assert request.x == 8
+    assert isinstance(error, DeadlinePassed)
+    assert "20 ms were given, after 19.5 ms" in str(error)

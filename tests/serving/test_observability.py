@@ -1,0 +1,215 @@
+"""Counters, histograms, Prometheus text, the decision log and its replay."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from subnetact.errors import DeadlinePassed, FileFormatError, QueueFull
+from subnetact.latency import LatencyTable
+from subnetact.serving.batcher import Batcher
+from subnetact.serving.cli import main
+from subnetact.serving.histograms import Histogram
+from subnetact.serving.policies import Fixed
+from subnetact.serving.replay import LiveRun
+
+TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+
+
+class Timed:
+    """Takes exactly the table's latency on a clock of its own; waits at a gate."""
+
+    keys = TABLE.subnets
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+
+    def check(self, x: Any) -> None:
+        pass
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        self.entered.release()
+        assert self.gate.wait(20)
+        if "bad" in inputs:
+            raise ValueError("bad")
+        self.now += float(TABLE.latency_ms[subnet, TABLE.pad_index[batch_size]])
+        return list(inputs)
+
+
+def served(**options: Any) -> tuple[Batcher, Timed]:
+    """A batcher that saw one of everything: 1 + 4 met, 1 late, 1 failed, 1 dropped, 1 cancelled, 1 full."""
+    engine = Timed()
+    batcher = Batcher(
+        engine,
+        policy=Fixed(TABLE, 1),
+        clock_ms=lambda: engine.now,
+        max_queue=8,
+        watchdog_ms=math.inf,
+        learn=False,
+        **options,
+    )
+    engine.gate.clear()
+    futures = [batcher.submit("first", 1000.0, min_accuracy=75.0)]
+    assert engine.entered.acquire(timeout=20)
+    futures += [batcher.submit(i, 1000.0) for i in range(4)]
+    futures += [batcher.submit("late", 1002.5)]
+    bad, dropped, gone = batcher.submit("bad", 1020.0), batcher.submit(0, 2.5), batcher.submit(0, 1500.0)
+    with pytest.raises(QueueFull, match="raise max_queue"):
+        batcher.submit(0, 1000.0)
+    assert gone.cancel()
+    engine.now = 991.0
+    with pytest.raises(DeadlinePassed):
+        dropped.result(20)
+    engine.gate.set()
+    for future in futures:
+        future.result(20)
+    assert bad.exception(20) is not None
+    batcher.drain()
+    return batcher, engine
+
+
+def test_the_snapshot_counts_everything() -> None:
+    batcher, _ = served()
+    stats = batcher.stats()
+    batcher.close()
+    assert (stats.submitted, stats.refused, stats.full) == (9, 1, 1)
+    assert (stats.met, stats.late, stats.failed, stats.dropped, stats.cancelled) == (5, 1, 1, 1, 1)
+    assert (stats.queued, stats.running, stats.closed, stats.workers, stats.workers_up) == (0, 0, 0, 1, 1)
+    assert stats.served_by == {1: 6}
+    assert stats.mean_accuracy == 80.0
+    assert stats.attainment == 5 / 8
+    latency = stats.histograms["latency_ms"]
+    assert latency.count == 6
+    assert latency.quantile(1.0) == 2000.0
+    assert stats.histograms["batch"].total == 7.0
+    plain = json.loads(stats.to_json())
+    assert plain == stats.to_dict()
+    assert plain["histograms"]["latency_ms"]["counts"] == list(latency.counts)
+    assert plain["served_by"] == {"1": 6}
+
+
+def test_a_fresh_batcher_has_a_snapshot_too() -> None:
+    with Batcher(Timed(), policy=Fixed(TABLE, 0)) as batcher:
+        assert math.isnan(batcher.stats().attainment)
+        assert json.loads(batcher.stats().to_json())["attainment"] is None
+        assert list(text_string_to_metric_families(batcher.prometheus()))
+
+
+def test_prometheus_reads_the_exposition() -> None:
+    batcher, _ = served()
+    text, stats = batcher.prometheus(), batcher.stats()
+    batcher.close()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for family in families.values():
+        assert family.documentation
+        assert family.type in ("counter", "gauge", "histogram")
+    outcomes = {s.labels["outcome"]: s.value for s in families["subnetact_requests"].samples}
+    assert outcomes == {"met": 5, "late": 1, "dropped": 1, "failed": 1, "cancelled": 1, "closed": 0}
+    assert families["subnetact_queued"].samples[0].value == 0
+    latency = families["subnetact_latency_seconds"]
+    buckets = [s for s in latency.samples if s.name.endswith("_bucket")]
+    edges = [float(s.labels["le"]) for s in buckets]
+    counts = [s.value for s in buckets]
+    assert edges == sorted(set(edges))
+    assert edges[-1] == math.inf
+    assert counts == sorted(counts)
+    (count,) = [s.value for s in latency.samples if s.name.endswith("_count")]
+    (total,) = [s.value for s in latency.samples if s.name.endswith("_sum")]
+    assert count == counts[-1] == 6
+    assert total == pytest.approx(stats.histograms["latency_ms"].total / 1000.0)
+    assert len(families) == text.count("# TYPE") == text.count("# HELP")
+
+
+def test_histogram_edges_are_inclusive() -> None:
+    histogram = Histogram([1.0, 2.0])
+    for value in (0.5, 1.0, 1.5, 2.0, 7.0):
+        histogram.add(value)
+    histogram.add_all([1.0, 9.0])
+    assert histogram.snapshot().counts == (3, 2, 2)
+    assert histogram.snapshot().total == 22.0
+    assert histogram.snapshot().quantile(0.5) == 2.0
+    assert histogram.snapshot().quantile(0.99) == math.inf
+
+
+def test_the_log_tells_every_arrival_and_its_end(tmp_path: Path) -> None:
+    batcher, _ = served(decision_log=tmp_path / "log.jsonl")
+    batcher.close()
+    header, *entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert (header["policy"], header["workers"], header["hopeless"]) == ("Fixed", 1, "drop")
+    ends = [entry["o"] for entry in entries if "o" in entry]
+    assert sorted(ends) == ["cancelled", "dropped", "failed", "full"]
+    live = LiveRun.load(tmp_path / "log.jsonl")
+    assert live.result.requests == 10
+    assert (live.result.met, live.result.late) == (5, 1)
+    assert (live.result.dropped, live.result.unserved) == (1, 3)
+    assert live.result.mean_accuracy == 80.0
+    assert sorted(live.slo_ms.tolist())[:2] == [2.5, 1000.0]
+    assert live.floors.max() == 75.0
+    assert live.table == TABLE
+
+
+def test_a_replay_under_the_same_policy_repeats_the_live_run(tmp_path: Path, capsys: Any) -> None:
+    """Requests one at a time on an exact clock: the simulation must agree request by request."""
+    engine, log = Timed(), tmp_path / "log.jsonl"
+    rng = np.random.default_rng(0)
+    with Batcher(
+        engine, policy=Fixed(TABLE, 0), clock_ms=lambda: engine.now, decision_log=log, learn=False
+    ) as batcher:
+        for gap, slo in zip(rng.uniform(2.0, 5.0, 60), rng.choice([0.5, 1.5, 9.0], 60), strict=True):
+            engine.now += float(gap)
+            batcher.submit(0, float(slo)).exception(20)
+    assert main(["--replay", str(log), "--policy", "fixed:0", "fixed:1", "hullfit"]) == 0
+    rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()[2:]}
+    assert rows["live Fixed"] == rows["fixed:0"]
+    assert 0.0 < float(rows["live Fixed"][0]) < 1.0
+    assert float(rows["fixed:1"][0]) < float(rows["fixed:0"][0])
+    assert "hullfit" in rows
+    figure = tmp_path / "replay.png"
+    assert main(["--replay", str(log), "--policy", "fixed:0", "--plot", str(figure)]) == 0
+    assert figure.stat().st_size > 10_000
+    target = tmp_path / "out.json"
+    assert main(["--replay", str(log), "--policy", "fixed:0", "--json", str(target)]) == 0
+    assert json.loads(target.read_text())["policies"]["fixed:0"]["requests"] == 60
+
+
+def test_a_log_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    batcher, _ = served(decision_log=tmp_path / "log.jsonl")
+    batcher.close()
+    text = (tmp_path / "log.jsonl").read_text()
+    (tmp_path / "cut.jsonl").write_text(text[:-20])
+    assert 0 < LiveRun.load(tmp_path / "cut.jsonl").result.requests < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "not JSON"),
+        ('{"kind": "other"}\n', "not a decision log"),
+        ('{"kind": "subnetact.decision_log", "schema": 9}\n', "schema 9 is not known"),
+        ('{"kind": "subnetact.decision_log", "schema": 1}\n', "a field is missing"),
+    ],
+)
+def test_what_is_no_log_is_refused(tmp_path: Path, text: str, match: str, capsys: Any) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match=match):
+        LiveRun.load(path)
+    assert main(["--replay", str(path)]) == 2
+    assert "error: " in capsys.readouterr().out
+
+
+def test_a_log_without_arrivals_cannot_be_replayed(tmp_path: Path) -> None:
+    with Batcher(Timed(), policy=Fixed(TABLE, 0), decision_log=tmp_path / "log.jsonl"):
+        pass
+    with pytest.raises(FileFormatError, match="nothing to replay"):
+        LiveRun.load(tmp_path / "log.jsonl")
