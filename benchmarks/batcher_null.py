@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -31,16 +32,6 @@ THREADS, WINDOW = 4, 512
 Infer = Callable[[Tensor], Awaitable[Any]]
 
 
-def null_table() -> LatencyTable:
-    """Four subnets that take 20 to 80 microseconds, and 0.2 to 0.8 for every further input."""
-    return LatencyTable.from_arrays(
-        subnets=[f"null{s}" for s in range(4)],
-        accuracy=[70.0, 74.0, 77.0, 79.0],
-        batch_sizes=BATCH_SIZES,
-        latency_ms=[[0.02 * s + 2e-4 * s * b for b in BATCH_SIZES] for s in range(1, 5)],
-    )
-
-
 class NullEngine:
     """Stacks its inputs and answers each with its first number."""
 
@@ -56,14 +47,29 @@ class NullEngine:
         return torch.stack(list(inputs))[:, 0].tolist()
 
 
+def null_table() -> LatencyTable:
+    """What the engine takes here, for four subnets that differ by 5 % only."""
+    engine, inputs = NullEngine(), vectors()
+    taken = []
+    for size in BATCH_SIZES:
+        runs = []
+        for _ in range(50):
+            start = time.perf_counter()
+            engine.run(0, inputs[:size], size)
+            runs.append((time.perf_counter() - start) * 1e3)
+        taken.append(max(median(runs), taken[-1] if taken else 0.0))
+    latency_ms = [[(1 + 0.05 * s) * ms for ms in taken] for s in range(4)]
+    return LatencyTable.from_arrays(NullEngine.keys, [70.0, 74.0, 77.0, 79.0], BATCH_SIZES, latency_ms)
+
+
 def vectors() -> list[Tensor]:
     """Inputs that can be told apart."""
     return list(torch.arange(4096.0).unsqueeze(1).repeat(1, 16))
 
 
-def ours() -> Batcher:
+def ours(table: LatencyTable) -> Batcher:
     """SlackFit decides."""
-    return Batcher(NullEngine(), policy=SlackFit(null_table(), slo_ms=SLO_MS), max_queue=100_000)
+    return Batcher(NullEngine(), policy=SlackFit(table, slo_ms=SLO_MS), max_queue=100_000)
 
 
 def naive() -> FifoBatcher:
@@ -154,7 +160,7 @@ def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list
     return asyncio.run(main())
 
 
-def in_threads(work: Callable[[Batcher, int], None]) -> float:
+def in_threads(make: Callable[[], Batcher], work: Callable[[Batcher, int], None]) -> float:
     """Seconds that `THREADS` threads take for `work(batcher, thread)`."""
     failed: list[BaseException] = []
 
@@ -164,7 +170,7 @@ def in_threads(work: Callable[[Batcher, int], None]) -> float:
         except BaseException as error:
             failed.append(error)
 
-    with ours() as batcher:
+    with make() as batcher:
         threads = [threading.Thread(target=checked, args=(t,)) for t in range(THREADS)]
         start = time.perf_counter()
         for thread in threads:
@@ -177,7 +183,7 @@ def in_threads(work: Callable[[Batcher, int], None]) -> float:
     return took
 
 
-def thread_throughput(count: int) -> float:
+def thread_throughput(make: Callable[[], Batcher], count: int) -> float:
     """Requests a second of threads that keep `WINDOW` requests under way each."""
     inputs = vectors()
 
@@ -188,10 +194,10 @@ def thread_throughput(count: int) -> float:
             if [future.result().output for future in futures] != list(numbers):
                 raise RuntimeError("an answer of another request")
 
-    return count // THREADS // WINDOW * WINDOW * THREADS / in_threads(work)
+    return count // THREADS // WINDOW * WINDOW * THREADS / in_threads(make, work)
 
 
-def thread_latency(qps: float, seconds: float) -> list[float]:
+def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> list[float]:
     """Milliseconds from when each request was due to its answer; the threads share the rate."""
     inputs, taken = vectors(), list[float]()
     clock = time.perf_counter
@@ -209,22 +215,23 @@ def thread_latency(qps: float, seconds: float) -> list[float]:
 
             batcher.submit(inputs[i % len(inputs)], SLO_MS).add_done_callback(done)
 
-    in_threads(work)
+    in_threads(make, work)
     return taken
 
 
 def null_section(repeats: int = 3, scale: float = 1.0) -> dict[str, Any]:
     """Every measurement `repeats` times, in turn; medians."""
     seconds, count = 2.0 * scale, int(131_072 * scale)
+    make = partial(ours, null_table())
     throughputs: dict[str, Callable[[], float]] = {
-        "asyncio": lambda: asyncio_throughput(ours, count),
+        "asyncio": lambda: asyncio_throughput(make, count),
         "asyncio, naive FIFO": lambda: asyncio_throughput(naive, count),
-        "threads": lambda: thread_throughput(count // 2),
+        "threads": lambda: thread_throughput(make, count // 2),
     }
     latencies: dict[str, Callable[[], list[float]]] = {
-        "asyncio, 33000/s": lambda: asyncio_latency(ours, 33_000, seconds),
+        "asyncio, 33000/s": lambda: asyncio_latency(make, 33_000, seconds),
         "asyncio, naive FIFO, 33000/s": lambda: asyncio_latency(naive, 33_000, seconds),
-        "threads, 16500/s": lambda: thread_latency(16_500, seconds),
+        "threads, 16500/s": lambda: thread_latency(make, 16_500, seconds),
     }
     qps: dict[str, list[float]] = {name: [] for name in throughputs}
     added: dict[str, list[list[float]]] = {name: [] for name in latencies}

@@ -71,8 +71,8 @@ def _digits(found: dict[str, Any]) -> list[str]:
         f"{found['cv2']:g} for {found['seconds']:g} s, SLO {found['slo_ms']:g} ms, medians over the seeds). "
         "Client and server share one process. Load is a share of what the largest subnet sustains, "
         f"{found['capacity_qps']:,.0f} requests/s. `fixed` is one subnet behind our batcher, `FIFO` one "
-        f"behind a plain queue that waits {found['fifo_delay_ms']:g} ms for a batch. Attainment %, and **effective "
-        "accuracy** % (right label and in time, of all):",
+        f"behind a plain queue that waits {found['fifo_delay_ms']:g} ms for a batch. Attainment %, and "
+        "**effective accuracy** % (right label and in time, of all):",
         "",
         f"| | {heads} | mean |",
         f"|{'---|' * (len(levels) + 2)}",
