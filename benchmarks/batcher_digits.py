@@ -27,7 +27,7 @@ __all__ = ["digits_section"]
 SLO_MS = 36.0
 SIZES = tuple(range(1, 17))
 #: mean load, as a share of what the largest subnet sustains in service
-LEVELS = (0.5, 1.0, 1.6)
+LEVELS = (0.4, 0.8, 1.2)
 CV2 = 4.0
 FIFO_DELAY_MS = 2.0
 

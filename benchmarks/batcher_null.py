@@ -50,7 +50,7 @@ class NullEngine:
 def null_table() -> LatencyTable:
     """What the engine takes here, for four subnets that differ by 5 % only."""
     engine, inputs = NullEngine(), vectors()
-    taken = []
+    taken: list[float] = []
     for size in BATCH_SIZES:
         runs = []
         for _ in range(50):

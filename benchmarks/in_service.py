@@ -91,7 +91,7 @@ def measured_in_service(
     subnets, inputs, start, end = (np.array(column) for column in zip(*recorder.batches, strict=True))
     profiled = profile.latency_ms[subnets, inputs - 1]
     took = end - start
-    kept = took < np.percentile(took / profiled, 98) * profiled
+    kept = took < np.percentile(took / profiled, 97) * profiled
     terms = np.stack([profiled, np.ones_like(profiled)], 1)
     (factor, added_ms), *_ = np.linalg.lstsq(terms[kept], took[kept], rcond=None)
     expected = factor * profile.latency_ms + added_ms

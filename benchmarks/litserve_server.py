@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--batch-timeout-ms", type=float, default=2.0)
     args = parser.parse_args()
-    sys.setswitchinterval(5e-4)
+    sys.setswitchinterval(1e-4)
     api = FixedSubnet(
         str(args.bundle),
         args.subnet,

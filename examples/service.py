@@ -94,7 +94,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 def open_service(args: argparse.Namespace) -> Service:
     """Load, profile if need be, and start the batcher; exit with a message when that cannot work."""
     torch.set_num_threads(1)
-    sys.setswitchinterval(5e-4)  # the worker shares the interpreter with the server
+    sys.setswitchinterval(1e-4)  # the worker asks for the interpreter back after every operation
     try:
         engine = Engine.load(args.bundle) if args.bundle else digits_engine()
         policy = make_policy(args.policy, _table(engine, args.table), args.slo_ms)
