@@ -234,15 +234,11 @@ class Engine:
         check_input(x, self._example, self.device, finite)
 
     def enter_worker(self, threads: int | None) -> None:
-        """Set up the calling thread to run batches, with so many CPU threads; None = as it is.
-
-        On CUDA it gets a stream of its own, so that its copies overlap with what other threads compute.
-        """
+        """Set up the calling thread to run batches, with so many CPU threads; None = as it is."""
         if threads is not None:
             torch.set_num_threads(threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     # -- speed -----------------------------------------------------------------------------------
 

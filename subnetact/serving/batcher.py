@@ -59,7 +59,7 @@ class Batcher:
         clock_ms: a monotonic clock, ms.
         threads_per_worker: CPU threads of each worker, by `engine.enter_worker(threads)`. None = as it is.
         watchdog_ms: time after which a batch's worker is taken to hang; inf = never; None = 20 times the
-            expected latency, at least 1 s.
+            expected latency, at least 1 s, and 30 s where a subnet runs at a batch size for the first time.
         check_finite: refuse inputs with values that are not finite, by `engine.check(x, finite=True)`.
         learn: whether the policy plans with learned latencies.
         decision_log: a file for every arrival and decision, as JSON lines; it is replaced.
@@ -137,6 +137,7 @@ class Batcher:
         """Queue one input; the future ends with an `Answer` or a typed error.
 
         Cancelling the future takes the request off the queue, or discards the answer if it runs already.
+        Callbacks of the future are called in a worker's thread: keep them quick.
 
         Args:
             x: one input, without a batch dimension, as the engine's `check` accepts it.
@@ -200,6 +201,8 @@ class Batcher:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until every accepted one has its outcome.
+
+        It blocks: in a coroutine, `await asyncio.to_thread(batcher.drain)`.
 
         Args:
             timeout: seconds to wait at most; None = as long as it takes.

@@ -67,7 +67,7 @@ class Core:
         self._work = Condition(self.lock)
         self._idle = 0
         self._watch = Condition(self.lock)
-        self._unwatched = False
+        self._unwatched = self._calm = False
         self._drained = Condition(self.lock)
 
     # -- clients ---------------------------------------------------------------------------------
@@ -227,7 +227,8 @@ class Core:
         with self.lock:
             if self._finished():
                 return False
-            self._unwatched = not (len(self.waiting) or self._jobs or self.roster.any_down())
+            calm = not (len(self.waiting) or self._jobs or self.roster.any_down())
+            self._unwatched, self._calm = calm and self._calm, calm  # one more tick after the last batch
             self._watch.wait(None if self._unwatched else timeout_s)
             self._unwatched = False
             return not self._finished()
@@ -312,7 +313,8 @@ class Core:
             job.expected_ms = expected_ms
         patience_ms = self._watchdog_ms
         if patience_ms is None:
-            patience_ms = max(1000.0, 20.0 * job.expected_ms)
+            known = self.learner.corrections.has_run(job.subnet, job.size)
+            patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
         self.roster.free_at_ms[job.worker] = now + job.expected_ms
         self._jobs[job.worker] = job

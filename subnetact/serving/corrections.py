@@ -87,6 +87,8 @@ class Corrections:
         self.threshold = threshold
         self._base: list[list[float]] = table.latency_ms.tolist()
         self._pad = table.pad_index
+        #: how often `load` replaced what was learned
+        self.loads = 0
         self._lock = Lock()
         self._all = _Running()
         self._subnets: dict[int, _Running] = {}
@@ -108,6 +110,10 @@ class Corrections:
             cell.add(x)
             self._subnets[subnet].add(x)
             self._all.add(x)
+
+    def has_run(self, subnet: int, batch_size: int) -> bool:
+        """Whether a batch of that subnet and padded size was observed."""
+        return (subnet, self._pad[batch_size]) in self._cells
 
     def snapshot(self) -> CorrectionsSnapshot:
         """The ratios as they are now."""
@@ -209,6 +215,7 @@ class Corrections:
             subnets.setdefault(i, _Running())
         with self._lock:
             self._all, self._subnets, self._cells = overall, subnets, cells
+            self.loads += 1
 
 
 def _plain(running: _Running) -> list[Any]:

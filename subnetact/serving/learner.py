@@ -61,7 +61,8 @@ class Learner:
         self._learn = learn
         self._observe: Any = getattr(policy, "observe", None)
         self._used = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
-        self._batches = self._batches_seen = 0
+        self._batches = 0
+        self._seen = 0, 0
         self._limits_changed = False
         self._next_ms = 0.0
 
@@ -98,13 +99,13 @@ class Learner:
         if started < self._next_ms:
             return False
         self._next_ms = started + _LEAST_PAUSE_MS
-        batches, starving = self._batches, self.starving
+        learned, starving = (self._batches, self.corrections.loads), self.starving
         self.starving = False
-        if starving and batches == self._batches_seen:
+        if starving and learned == self._seen:
             self.corrections.relax()
-        elif batches == self._batches_seen and not self._limits_changed:
+        elif learned == self._seen and not self._limits_changed:
             return False
-        self._batches_seen = batches
+        self._seen = learned
         self.corrections.drift()
         if not self._learn and not self._limits_changed:
             return False

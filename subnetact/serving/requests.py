@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -124,6 +125,7 @@ class AnswerFuture(concurrent.futures.Future[Answer]):
         self.__dict__["withdraw"] = withdraw
 
 
+_log = logging.getLogger(__name__)
 Outcome = tuple[Request, Answer | None, BaseException | None]
 
 
@@ -132,6 +134,7 @@ def settle(outcomes: Iterable[Outcome]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for outcome in outcomes:
         request, answer, error = outcome
+        request.x = None  # who keeps the future need not keep the input
         loop = request.loop
         if loop is not None:
             waiting = by_loop.get(loop)
@@ -148,6 +151,8 @@ def settle(outcomes: Iterable[Outcome]) -> None:
                 future.set_exception(error)
         except concurrent.futures.InvalidStateError:
             continue  # cancelled meanwhile
+        except BaseException:  # a callback of the client; the others shall get their answers
+            _log.exception("a callback of a request's future raised")
     for loop, settled in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle_on_loop, settled)

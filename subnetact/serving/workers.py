@@ -10,7 +10,7 @@ from typing import Any
 from subnetact.serving.core import Core
 from subnetact.serving.decision_log import DecisionLog
 from subnetact.serving.jobs import Job
-from subnetact.serving.requests import Decided, Runner, settle
+from subnetact.serving.requests import Decided, Outcome, Runner, settle
 
 __all__ = ["Workers"]
 
@@ -66,8 +66,19 @@ class Workers:
         thread = threading.Thread(
             target=self._work, args=(worker,), name=f"subnetact-batcher-{worker}", daemon=True
         )
-        self._current[worker] = thread
         thread.start()
+        self._current[worker] = thread
+
+    def _start_again(self, worker: int) -> None:
+        try:
+            self._start(worker)
+        except RuntimeError as error:  # the system has no thread left: try later
+            self._deliver(self._core.died(worker, None, error))
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        if outcomes:
+            settle(outcomes)
+            self._core.delivered()
 
     def _work(self, worker: int) -> None:
         core = self._core
@@ -79,10 +90,8 @@ class Workers:
             while True:
                 job = None
                 job, outcomes = core.next_job(worker)
-                if outcomes:
-                    settle(outcomes)
-                    core.delivered()
-                elif job is None:
+                self._deliver(outcomes)
+                if job is None and not outcomes:
                     return
                 if job is not None:
                     self._run(job)
@@ -91,10 +100,7 @@ class Workers:
                         return
         except BaseException as error:  # SystemExit from an engine, for example: the worker is revived
             _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
-            outcomes = core.died(worker, job, error)
-            if outcomes:
-                settle(outcomes)
-                core.delivered()
+            self._deliver(core.died(worker, job, error))
 
     def _run(self, job: Job) -> None:
         core, engine = self._core, self._engines[job.worker]
@@ -109,12 +115,9 @@ class Workers:
                         "run() returns one for each"
                     )
             except Exception as error:
-                outcomes = core.raised(job, error)
+                self._deliver(core.raised(job, error))
             else:
-                outcomes = core.answered(job, outputs)
-            if outcomes:
-                settle(outcomes)
-                core.delivered()
+                self._deliver(core.answered(job, outputs))
 
     def _tell(self, job: Job) -> None:
         tell = self._on_decision
@@ -131,11 +134,9 @@ class Workers:
         while core.wait_until_watched(_TICK_S):
             try:
                 revived, outcomes = core.tick()
+                self._deliver(outcomes)
                 for worker in revived:
-                    self._start(worker)
-                if outcomes:
-                    settle(outcomes)
-                    core.delivered()
+                    self._start_again(worker)
                 core.learner.refresh()
                 if self._log is not None:
                     self._log.flush()

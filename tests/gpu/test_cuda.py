@@ -135,3 +135,19 @@ def test_half_precision_programs_agree_roughly() -> None:
     output, expected = engine(x, subnet=0), supernet(x, subnet=spec)
     assert output.dtype == torch.float32
     assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))
+
+
+def test_two_workers_stage_through_their_own_page_locked_memory(digits: Supernet) -> None:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    images = torch.randn(400, 1, 16, 16)
+    subnetact.calibrate(digits, specs, [images[:40]], progress=False)
+    expected = [digits(images, subnet=spec) for spec in specs]
+    engine = subnetact.Engine(digits, specs, device="cuda", example=images[0], memory_budget_mb=64)
+    table = subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0, 80.0], [1, 4, 16], [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0]]
+    )
+    with subnetact.Batcher(engine, table=table, slo_ms=1e4, workers=2) as batcher:
+        futures = [batcher.submit(x, deadline_ms=1e4) for x in images]
+        for i, future in enumerate(futures):
+            answer = future.result(60)
+            torch.testing.assert_close(answer.output, expected[answer.subnet][i], atol=1e-3, rtol=1e-3)

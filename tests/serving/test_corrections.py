@@ -223,3 +223,16 @@ def test_a_batcher_that_drops_everything_tries_again() -> None:
                 done.set()
                 break
         assert done.is_set()
+
+
+def test_a_restarted_batcher_plans_with_what_the_last_one_learned(tmp_path: Any) -> None:
+    old = Corrections(TABLE)
+    for subnet in (0, 1):
+        for size in (1, 4):
+            teach(old, subnet, size, 3.0, 0.0, 200)
+    old.save(tmp_path / "c.json")
+    engine = Slow(3.0)
+    with Batcher(engine, policy=SlackFit(TABLE, slo_ms=10.0), clock_ms=lambda: engine.now) as batcher:
+        batcher.corrections.load(tmp_path / "c.json")
+        assert batcher._core.learner.refresh()
+        assert batcher.submit(0, deadline_ms=8.0).result(20).met, "the first request already"

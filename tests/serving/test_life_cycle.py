@@ -362,3 +362,26 @@ def test_hopeless_requests_are_answered_while_every_worker_is_busy(clock: list[f
     assert request.x == 8
     assert isinstance(error, DeadlinePassed)
     assert "20 ms were given, after 19.5 ms" in str(error)
+
+
+def test_the_first_run_of_a_subnet_at_a_size_is_given_time_to_warm_up(clock: list[float]) -> None:
+    core = Core(
+        SlackFit(TABLE, slo_ms=20.0),
+        TABLE,
+        workers=1,
+        max_queue=BOUND,
+        hopeless="drop",
+        slo_ms=20.0,
+        clock_ms=lambda: clock[0],
+        watchdog_ms=None,
+        learn=True,
+    )
+    limits = []
+    for x in range(2):
+        core.admit(x, 500.0, 0.0, 0, None, None)
+        job, _ = core.next_job(0, wait=False)
+        assert job is not None
+        limits.append(job.limit_ms - clock[0])
+        clock[0] += job.expected_ms
+        core.answered(job, [x])
+    assert limits == [30_000.0, 1000.0]

@@ -1,0 +1,410 @@
+"""Real threads: workers that hang or die, several engines, draining, cancelling, priorities."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    InvalidRequest,
+    PolicyError,
+    QueueFull,
+    WorkerHung,
+)
+from subnetact.latency import LatencyTable
+from subnetact.serving.batcher import Batcher
+from subnetact.serving.dispatch import Dispatcher
+from subnetact.serving.policies import Fixed, HullFit
+from subnetact.serving.priority import unaffordable
+from subnetact.serving.queue import EDFQueue
+
+TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+FOREVER = 1e7
+
+
+class Engine:
+    """Echoes; an input may be a callable, which is called in the worker."""
+
+    keys = TABLE.subnets
+
+    def __init__(self) -> None:
+        self.threads: list[int | None] = []
+        self.ran = 0
+
+    def check(self, x: Any, finite: bool = False) -> None:
+        if finite and x != x:
+            raise InvalidRequest("input: not finite")
+
+    def enter_worker(self, threads: int | None) -> None:
+        self.threads.append(threads)
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        self.ran += 1
+        return [x() if callable(x) else x for x in inputs]
+
+
+def threads_of_batchers() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("subnetact-batcher")]
+
+
+def wait_for(condition: Any) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within 20 s")
+
+
+def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded() -> None:
+    back, calls = threading.Event(), []
+
+    def hang_once() -> str:
+        calls.append(1)
+        if len(calls) == 1:
+            assert back.wait(20)
+            return "the late one"
+        return "the second try"
+
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=60.0) as batcher:
+        assert batcher.submit(hang_once, FOREVER).result(20).output == "the second try"
+        assert batcher.submit("next", FOREVER).result(20).output == "next"
+        stats = batcher.stats()
+        assert (stats.hung, stats.revived, stats.retried, stats.met) == (1, 1, 1, 2)
+        back.set()
+        wait_for(lambda: len(threads_of_batchers()) == 2)
+        assert batcher.stats().met == 2
+    assert threads_of_batchers() == []
+
+
+def test_a_request_over_which_every_worker_hangs_fails_with_a_typed_error() -> None:
+    back = threading.Event()
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=60.0) as batcher:
+        guilty = batcher.submit(lambda: back.wait(20), FOREVER)
+        mates = [batcher.submit(i, FOREVER) for i in range(3)]
+        with pytest.raises(WorkerHung, match="raise watchdog_ms"):
+            guilty.result(20)
+        assert [f.result(20).output for f in mates] == [0, 1, 2]
+        back.set()
+    wait_for(lambda: not threads_of_batchers())
+
+
+def test_without_time_for_a_second_try_the_deadline_has_passed() -> None:
+    back = threading.Event()
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=80.0) as batcher:
+        with pytest.raises(DeadlinePassed):
+            batcher.submit(lambda: back.wait(20), 50.0).result(20)
+        back.set()
+    wait_for(lambda: not threads_of_batchers())
+
+
+def test_a_killed_worker_is_revived() -> None:
+    def kill() -> None:
+        raise SystemExit("killed")
+
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        with pytest.raises(BatchFailed, match="died over this request, twice: SystemExit") as caught:
+            batcher.submit(kill, FOREVER).result(20)
+        assert isinstance(caught.value.__cause__, SystemExit)
+        assert batcher.submit(1, FOREVER).result(20).output == 1
+        stats = batcher.stats()
+    assert (stats.died, stats.revived, stats.failed, stats.met) == (2, 2, 1, 1)
+    assert threads_of_batchers() == []
+
+
+def test_while_a_worker_is_lost_the_policy_sees_fewer() -> None:
+    seen: list[int] = []
+
+    class Counting(HullFit):
+        def decide(self, context: Any) -> tuple[int, int]:
+            seen.append(sum(free < float("inf") for free in context.free_at_ms))
+            return super().decide(context)
+
+        def retabled(self, table: Any) -> Any:
+            return self
+
+    back = threading.Event()
+    with Batcher(Engine(), policy=Counting(TABLE), workers=3, watchdog_ms=FOREVER) as batcher:
+        stuck = batcher.submit(lambda: back.wait(20), FOREVER)
+        wait_for(lambda: batcher._core.roster.free_at_ms.count(float("inf")) == 1)
+        assert batcher.submit(1, FOREVER).result(20).met
+        assert seen[-1] == 2
+        back.set()
+        assert stuck.result(20).output
+        assert batcher.submit(1, FOREVER).result(20).met
+        assert seen[-1] == 3
+
+
+def test_a_broken_engine_does_not_spin_and_every_request_ends() -> None:
+    class Broken(Engine):
+        def enter_worker(self, threads: int | None) -> None:
+            self.threads.append(threads)
+            raise SystemExit("no device")
+
+    engine = Broken()
+    batcher = Batcher(engine, policy=Fixed(TABLE, 0), hopeless="serve")
+    with pytest.raises(DeadlinePassed):
+        batcher.submit(1, 300.0).result(20)
+    assert len(engine.threads) < 6
+    last = batcher.submit(1, FOREVER)
+    batcher.close(drain=False)
+    with pytest.raises(BatcherClosed):
+        last.result(20)
+    assert threads_of_batchers() == []
+
+
+def test_several_engines_share_one_queue() -> None:
+    meet = threading.Barrier(3)
+    engines = [Engine() for _ in range(3)]
+    with Batcher(engines, policy=Fixed(TABLE, 0), threads_per_worker=2) as batcher:
+        futures = []
+        for _ in range(3):
+            futures.append(batcher.submit(lambda: meet.wait(20), FOREVER))
+            wait_for(lambda: batcher.stats().queued == 0)
+        assert sorted(f.result(20).output for f in futures) == [0, 1, 2]
+        assert batcher.stats().workers == 3
+    assert [engine.ran for engine in engines] == [1, 1, 1]
+    assert [engine.threads for engine in engines] == [[2], [2], [2]]
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    class Plain:
+        keys = TABLE.subnets
+
+        def check(self, x: Any) -> None:
+            pass
+
+        def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+            return inputs
+
+    policy = Fixed(TABLE, 0)
+    for engine, options, match in (
+        ([], {}, "empty list"),
+        ([Plain(), Plain()], {"workers": 3}, "3 for 2 engines"),
+        (Plain(), {"threads_per_worker": 2}, "no method enter_worker"),
+        (Plain(), {"threads_per_worker": 0}, "threads_per_worker"),
+        (Plain(), {"check_finite": True}, "takes no `finite`"),
+        (Plain(), {"watchdog_ms": 0.0}, "watchdog_ms"),
+        (Plain(), {"watchdog_ms": float("nan")}, "watchdog_ms"),
+        (Plain(), {"slo_ms": float("inf")}, "slo_ms"),
+    ):
+        with pytest.raises(PolicyError, match=match):
+            Batcher(engine, policy=policy, **options)
+    assert threads_of_batchers() == []
+
+
+def test_values_that_are_not_finite_are_refused_on_request() -> None:
+    nan = float("nan")
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), check_finite=True) as batcher:
+        with pytest.raises(InvalidRequest, match="not finite"):
+            batcher.submit(nan, FOREVER)
+        assert batcher.submit(1.0, FOREVER).result(20).output == 1.0
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        assert batcher.submit(nan, FOREVER).result(20).met
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((1, True), "deadline_ms: True is not a number"),
+        ((1, "36"), "deadline_ms: '36' is not a number"),
+        ((1, 36.0, "high"), "min_accuracy: 'high' is not a number"),
+        ((1, 36.0, None, 1.5), "priority: 1.5 is not an int"),
+        ((1, 36.0, None, True), "priority: True is not an int"),
+    ],
+)
+def test_the_door_names_what_is_wrong(arguments: Any, match: str) -> None:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        with pytest.raises(InvalidRequest, match=match):
+            batcher.submit(*arguments)
+        assert batcher.stats().refused == 1
+
+
+def test_draining_ends_everything_accepted_and_refuses_the_rest() -> None:
+    go = threading.Event()
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        futures = [batcher.submit(lambda: go.wait(20), FOREVER) for _ in range(9)]
+        assert not batcher.drain(timeout=0.05)
+        with pytest.raises(BatcherClosed, match="draining"):
+            batcher.submit(1, FOREVER)
+        go.set()
+        assert batcher.drain(timeout=20)
+        assert all(f.done() for f in futures)
+    assert batcher.drain()
+
+
+def test_cancelling_a_future_makes_room_in_the_queue() -> None:
+    go = threading.Event()
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), max_queue=2) as batcher:
+        running = batcher.submit(lambda: go.wait(20), FOREVER)
+        wait_for(lambda: batcher.stats().running == 1)
+        first, second = batcher.submit(1, FOREVER), batcher.submit(2, FOREVER)
+        with pytest.raises(QueueFull):
+            batcher.submit(3, FOREVER)
+        assert first.cancel()
+        assert first.cancel()
+        assert batcher.stats().queued == 1
+        third = batcher.submit(3, FOREVER)
+        done, _ = concurrent.futures.wait([first], timeout=5)
+        assert done == {first}
+        assert running.cancel(), "its answer is discarded"
+        go.set()
+        assert (second.result(20).output, third.result(20).output) == (2, 3)
+        assert not second.cancel()
+        stats = batcher.stats()
+    assert (stats.cancelled, stats.met, stats.submitted) == (2, 2, 4)
+
+
+def test_inputs_and_outputs_are_released() -> None:
+    class Value:
+        def __call__(self) -> Any:
+            return Value()
+
+    x = Value()
+    seen = weakref.ref(x)
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        future = batcher.submit(x, FOREVER)
+        output = weakref.ref(future.result(20).output)
+        assert output() is not None
+        gc.disable()
+        try:
+            del x
+            wait_for(lambda: seen() is None)
+            del future
+            wait_for(lambda: output() is None)
+        finally:
+            gc.enable()
+
+
+def test_an_observer_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def observer(decided: Any) -> None:
+        raise ZeroDivisionError("observer")
+
+    with (
+        caplog.at_level(logging.ERROR),
+        Batcher(Engine(), policy=Fixed(TABLE, 0), on_decision=observer) as batcher,
+    ):
+        for i in range(3):
+            assert batcher.submit(i, FOREVER).result(20).output == i
+    assert [record.message for record in caplog.records] == ["on_decision raised; it is not called again"]
+
+
+def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def leave(_: Any) -> None:
+        raise SystemExit("from a callback")
+
+    go = threading.Event()
+    with caplog.at_level(logging.ERROR), Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        held = batcher.submit(lambda: go.wait(20), FOREVER)
+        futures = [batcher.submit(i, FOREVER) for i in range(4)]
+        for future in futures:
+            future.add_done_callback(leave)
+        go.set()
+        assert [f.result(20).output for f in futures] == [0, 1, 2, 3]
+        assert batcher.drain(20)
+        assert held.done()
+        assert batcher.stats().died == 0
+    assert "a callback of a request's future raised" in caplog.text
+
+
+def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, []
+
+    def scarce(self: threading.Thread) -> None:
+        if self.name == "subnetact-batcher-0" and len(refused) < 3:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def kill() -> None:
+        raise SystemExit("killed")
+
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        guilty = batcher.submit(kill, FOREVER)
+        assert isinstance(guilty.exception(20), BatchFailed)
+        assert batcher.submit(1, FOREVER).result(20).output == 1
+    assert len(refused) == 3
+
+
+def test_closing_from_a_callback_does_not_block() -> None:
+    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0))
+    future = batcher.submit(1, FOREVER)
+    future.add_done_callback(lambda _: batcher.close())
+    assert future.result(20).output == 1
+    wait_for(lambda: not threads_of_batchers())
+
+
+def test_an_event_loop_that_is_gone_harms_nobody() -> None:
+    go = threading.Event()
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        batcher.submit(lambda: go.wait(20), FOREVER)
+
+        async def leave() -> None:
+            asyncio.ensure_future(batcher.infer(1, FOREVER)).add_done_callback(lambda t: t.cancelled())
+            await asyncio.sleep(0)
+
+        asyncio.run(leave())
+        go.set()
+        assert batcher.submit(2, FOREVER).result(20).output == 2
+        assert batcher.drain(20)
+        assert batcher.stats().cancelled == 1
+
+
+# -- priorities ------------------------------------------------------------------------------
+
+
+def queue_of(*entries: tuple[float, int]) -> EDFQueue[int]:
+    queue: EDFQueue[int] = EDFQueue()
+    for deadline, priority in entries:
+        queue.push(deadline, priority)
+    return queue
+
+
+def given_up(queue: EDFQueue[int], free: list[float]) -> list[int]:
+    return unaffordable(queue, 0.0, free, 2.0, 4, 1.0, lambda priority: priority)
+
+
+def test_while_all_deadlines_can_be_met_priority_does_nothing() -> None:
+    assert given_up(queue_of(*[(2.0, 0)] * 4, *[(4.0, 5)] * 4), [0.0]) == []
+    assert given_up(queue_of(*[(2.0, 0)] * 4, *[(2.0, 5)] * 4), [0.0, 0.0]) == []
+
+
+def test_in_overload_the_least_important_are_given_up() -> None:
+    entries = [(2.0, 0)] * 3 + [(2.0, 1)] + [(2.5, 1)] * 2
+    assert given_up(queue_of(*entries), [0.0]) == [0, 1]
+    assert given_up(queue_of(*entries), [0.0, float("inf")]) == [0, 1]
+    assert given_up(queue_of(*[(2.5, 1)] * 4, *[(2.5, 0)] * 2), [0.0]) == [4, 5]
+
+
+def test_among_equals_nobody_is_given_up() -> None:
+    assert given_up(queue_of(*[(2.5, 3)] * 9), [0.0]) == []
+    assert given_up(queue_of(*[(2.5, 3)] * 9), [float("inf")]) == []
+
+
+@pytest.mark.parametrize("hopeless", ["drop", "defer", "serve"])
+def test_priority_decides_who_misses(hopeless: str) -> None:
+    dropped: list[str] = []
+    dispatcher: Dispatcher[str] = Dispatcher(
+        Fixed(TABLE, 0), [0.0], 36.0, hopeless, dropped.extend, priority=lambda item: int(item[0])
+    )
+    for i in range(4):
+        dispatcher.queue.push(2.0 + i / 100, f"0 {i}")
+    for i in range(4):
+        dispatcher.queue.push(2.5, f"1 {i}")
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    served = {item[0] for item in batch.items}
+    assert served == ({"0"} if hopeless == "serve" else {"1"})
+    assert len(dropped) == (4 if hopeless == "drop" else 0)
+    assert len(dispatcher.late) == (4 if hopeless == "defer" else 0)
