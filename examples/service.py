@@ -183,8 +183,8 @@ def reply(answer: Any, deadline_ms: float, arrived_ms: float) -> dict[str, Any]:
     return {
         "class": int(answer.output.argmax()),
         "subnet": answer.subnet,
-        "accuracy": answer.accuracy,
-        "latency_ms": latency_ms,
+        "accuracy": round(answer.accuracy, 2),
+        "latency_ms": round(latency_ms, 3),
         "met": latency_ms <= deadline_ms,
     }
 
