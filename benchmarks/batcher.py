@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["null", "digits", "http"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.2, help="length of a trace")
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of a trace")
     parser.add_argument("--rates", type=float, nargs="+", default=[150, 300], help="over HTTP, per second")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batcher.json")
     parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")

@@ -26,8 +26,9 @@ __all__ = ["digits_section"]
 
 SLO_MS = 36.0
 SIZES = tuple(range(1, 17))
-#: mean load, as a share of what the largest subnet sustains in service
-LEVELS = (0.4, 0.8, 1.2)
+#: a burst's load, as a share of what the largest subnet sustains in service; it lasts a third of the trace
+LEVELS = (1.0, 1.4, 1.8)
+LULL = 0.4
 CV2 = 4.0
 FIFO_DELAY_MS = 2.0
 
@@ -57,13 +58,17 @@ class Contest:
 
     def _measure(self) -> InService:
         capacity = 1e3 * SIZES[-1] / self.profile.latency_ms[-1, -1]
-        arrivals = trace("bursty", 0.9 * capacity, 2.0, CV2, 99).tolist()
+        arrivals = trace("bursty", 0.6 * capacity, 3.0, CV2, 99).tolist()
         return measured_in_service(self.engine, self.profile, self.data, arrivals)
 
     def arrivals(self, level: float, seed: int) -> list[float]:
-        """Bursty arrivals, half of them steady."""
-        found: list[float] = trace("bursty", level * self.capacity_qps, self.seconds, CV2, seed).tolist()
-        return found
+        """A lull, a burst and a lull, each of them bursty in itself."""
+        part_s = self.seconds / 3
+        parts = [
+            1e3 * part_s * i + trace("bursty", load * self.capacity_qps, part_s, CV2, 3 * seed + i)
+            for i, load in enumerate((LULL, level, LULL))
+        ]
+        return [float(t) for part in parts for t in part]
 
     def policies(self) -> dict[str, Callable[[], Policy]]:
         """Those that choose, and every fixed subnet."""
@@ -140,6 +145,7 @@ def digits_section(seeds: Sequence[int], seconds: float) -> dict[str, Any]:
         "slo_ms": SLO_MS,
         "seconds": seconds,
         "cv2": CV2,
+        "lull": LULL,
         "capacity_qps": contest.capacity_qps,
         "accuracy": contest.profile.accuracy,
         "profile_ms": contest.profile.latency_ms[:, [0, 3, 7, 15]].tolist(),

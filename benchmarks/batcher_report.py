@@ -64,13 +64,13 @@ def _digits(found: dict[str, Any]) -> list[str]:
         name: sum(rows[name]["effective_accuracy"] for rows in levels.values()) / len(levels)
         for name in next(iter(levels.values()))
     }
-    heads = " | ".join(f"load {level}" for level in levels)
+    heads = " | ".join(f"burst {level}" for level in levels)
     lines = [
         "",
-        f"**The digits supernet, live** ({_where(found)}, one torch thread; bursty arrivals of CV^2 "
-        f"{found['cv2']:g} for {found['seconds']:g} s, SLO {found['slo_ms']:g} ms, medians over the seeds). "
-        "Client and server share one process. Load is a share of what the largest subnet sustains, "
-        f"{found['capacity_qps']:,.0f} requests/s. `fixed` is one subnet behind our batcher, `FIFO` one "
+        f"**The digits supernet, live** ({_where(found)}, one torch thread; SLO {found['slo_ms']:g} ms, "
+        f"{found['seconds']:g} s of arrivals: a lull of load {found['lull']:g}, a burst, a lull, each with "
+        f"gaps of CV^2 {found['cv2']:g}; medians over the seeds). Client and server share one process. Load "
+        f"is a share of what the largest subnet sustains, {found['capacity_qps']:,.0f} requests/s. `fixed` is one subnet behind our batcher, `FIFO` one "
         f"behind a plain queue that waits {found['fifo_delay_ms']:g} ms for a batch. Attainment %, and "
         "**effective accuracy** % (right label and in time, of all):",
         "",
@@ -80,11 +80,11 @@ def _digits(found: dict[str, Any]) -> list[str]:
     for name in sorted(overall, key=lambda name: -overall[name]):
         cells = " | ".join(_cell(rows[name]) for rows in levels.values())
         lines.append(f"| {name} | {cells} | {overall[name]:.1f} |")
-    lines += ["", "The best of all fixed contenders at each load, and how far ahead of it we are:", ""]
+    lines += ["", "The best of all fixed contenders at each burst, and how far ahead of it we are:", ""]
     for level, rows in levels.items():
         name, best = _best_fixed(rows)
         ahead = ", ".join(f"{ours} {rows[ours]['effective_accuracy'] - best:+.2f}" for ours in OURS)
-        lines.append(f"* load {level}: {name} has {best:.2f}; {ahead} points")
+        lines.append(f"* burst {level}: {name} has {best:.2f}; {ahead} points")
     live = found["in_service"]
     lines += [
         "",
@@ -134,7 +134,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), constrained_layout=True)
     groups = [
-        (axes[0], result["digits"]["levels"], "in process, load x the largest subnet's capacity"),
+        (axes[0], result["digits"]["levels"], "in process, burst over what the largest subnet sustains"),
         (axes[1], result["http"]["rates"], "over HTTP, requests a second"),
     ]
     for axis, levels, title in groups:

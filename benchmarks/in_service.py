@@ -19,7 +19,8 @@ from subnetact.serving.context import Context
 
 __all__ = ["InService", "Recorder", "measured_in_service"]
 
-HIGH = 1.2816  # the 90th percentile of a normal distribution, in standard deviations
+HIGH = 1.88  # the 97th percentile of a normal distribution, in standard deviations
+STAY = 25
 
 
 class Recorder:
@@ -41,16 +42,21 @@ class Recorder:
 
 
 class Anything:
-    """A policy that tries every subnet and batch size, as far as the queue fills it."""
+    """A policy that stays with a subnet for some batches, as live ones do, then tries another."""
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = table
         self._rng = random.Random(0)
+        self._decided = 0
+        self._subnet = 0
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
-        sizes = [size for size in self.table.batch_sizes if size <= context.queued]
-        return self._rng.randrange(len(self.table.subnets)), self._rng.choice(sizes)
+        """Answer (subnet, batch size): half of the time all that wait, otherwise some of them."""
+        if self._decided % STAY == 0:
+            self._subnet = self._rng.randrange(len(self.table.subnets))
+        self._decided += 1
+        most = min(context.queued, self.table.batch_sizes[-1])
+        return self._subnet, most if self._rng.random() < 0.5 else self._rng.randint(1, most)
 
 
 class InService(NamedTuple):
@@ -58,7 +64,7 @@ class InService(NamedTuple):
 
     Attributes:
         expected: mean times in service.
-        cautious: their 90th percentiles, for policies.
+        cautious: their 97th percentiles, for policies.
         factor: mean time = `factor` x profiled + `added_ms`.
         added_ms: see `factor`.
         noise: standard deviation of a batch's time, as a share.
