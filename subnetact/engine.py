@@ -354,6 +354,11 @@ class Engine:
         bound = self._bound(subnet)
         with torch.inference_mode():
             if not isinstance(x, Tensor):
+                if self._compiler is not None:
+                    raise InvalidRequest(
+                        f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
+                        "leave out compile="
+                    )
                 return call_with(bound.view, x)
             if self._example is None and x.dim():
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
@@ -364,7 +369,8 @@ class Engine:
             elif self._heater is None:
                 return bound.view(x)
             else:
-                call = self._heater.program(subnet, bound, self._example) or bound.view
+                example = self._example if isinstance(self._example, Tensor) else None
+                call = self._heater.program(subnet, bound, example) or bound.view
             if self._graphs is not None:
                 return self._graphs.run(subnet.id, bound, call, x)
             return call(x)

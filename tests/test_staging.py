@@ -201,6 +201,8 @@ def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
     rows = list(torch.randn(3, 1, 16, 16))
     outputs = engine.run(0, rows, batch_size=4)
     assert len(outputs) == 3
+    with pytest.raises(InvalidRequest, match="a compiled engine serves single tensors, got tuple"):
+        engine((rows[0],), subnet=0)
     torch.testing.assert_close(
         torch.stack(list(outputs)), engine.supernet(torch.stack(rows), subnet=engine.specs[0])
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "Request", "Runner", "settle"]
@@ -126,6 +129,7 @@ class AnswerFuture(concurrent.futures.Future[Answer]):
 
 
 _log = logging.getLogger(__name__)
+_making = Lock()
 Outcome = tuple[Request, Answer | None, BaseException | None]
 
 
@@ -154,18 +158,48 @@ def settle(outcomes: Iterable[Outcome]) -> None:
         except BaseException:  # a callback of the client; the others shall get their answers
             _log.exception("a callback of a request's future raised")
     for loop, settled in by_loop.items():
+        _mailbox_of(loop).post(settled)
+
+
+class _Mailbox:
+    """Outcomes on their way to one event loop; it is woken once for all that arrive until it looks."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._posted: deque[list[Outcome]] = deque()
+        self._woken = False
+
+    def post(self, outcomes: list[Outcome]) -> None:
+        self._posted.append(outcomes)
+        loop = self._loop()
+        if self._woken or loop is None:
+            return
+        self._woken = True
         try:
-            loop.call_soon_threadsafe(_settle_on_loop, settled)
+            loop.call_soon_threadsafe(self._empty)
         except RuntimeError:  # the loop was closed, and its waiters with it
-            continue
+            self._posted.clear()
+            self._woken = False
+
+    def _empty(self) -> None:
+        self._woken = False  # before looking: what is posted from now on wakes the loop again
+        while self._posted:
+            for request, answer, error in self._posted.popleft():
+                future, request.future = request.future, None
+                if future.done():
+                    continue
+                if error is None:
+                    future.set_result(answer)
+                else:
+                    future.set_exception(error)
 
 
-def _settle_on_loop(outcomes: list[Outcome]) -> None:
-    for request, answer, error in outcomes:
-        future, request.future = request.future, None
-        if future.done():
-            continue
-        if error is None:
-            future.set_result(answer)
-        else:
-            future.set_exception(error)
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()
+
+
+def _mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
+    mailbox = _mailboxes.get(loop)
+    if mailbox is None:
+        with _making:
+            mailbox = _mailboxes.setdefault(loop, _Mailbox(loop))
+    return mailbox
