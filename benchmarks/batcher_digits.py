@@ -74,7 +74,7 @@ class Contest:
         """Those that choose, and every fixed subnet."""
         table = self.in_service.cautious
         choosing: dict[str, Callable[[], Policy]] = {
-            "SlackFit": lambda: SlackFit(table, slo_ms=SLO_MS),
+            "SlackFit": lambda: SlackFit(table, slo_ms=SLO_MS, buckets=4, margin_ms=4.0),
             "HullFit": lambda: HullFit(table, slo_ms=SLO_MS),
         }
         return choosing | {f"fixed {i}": partial(Fixed, table, i) for i in range(len(self.engine))}

@@ -67,7 +67,7 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
 def _start(stack: ExitStack, bundle: str, subnets: int) -> dict[str, str]:
     """Start every server and wait until all answer; name to address."""
     commands: dict[str, list[str]] = {}
-    for policy in ("slackfit", "hullfit"):
+    for policy in ("slackfit:4", "hullfit"):
         server = [str(ROOT / "examples" / "fastapi_server.py"), "--policy", policy]
         commands[f"ours, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
     for i in (0, subnets // 2, subnets - 1):

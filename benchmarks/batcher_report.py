@@ -70,8 +70,10 @@ def _digits(found: dict[str, Any]) -> list[str]:
         f"**The digits supernet, live** ({_where(found)}, one torch thread; SLO {found['slo_ms']:g} ms, "
         f"{found['seconds']:g} s of arrivals: a lull of load {found['lull']:g}, a burst, a lull, each with "
         f"gaps of CV^2 {found['cv2']:g}; medians over the seeds). Client and server share one process. Load "
-        f"is a share of what the largest subnet sustains, {found['capacity_qps']:,.0f} requests/s. `fixed` is "
-        f"one subnet behind our batcher, `FIFO` one behind a plain queue that waits {found['fifo_delay_ms']:g} ms for a batch. Attainment %, and "
+        f"is a share of what the largest subnet sustains, {found['capacity_qps']:,.0f} requests/s. `fixed` "
+        "is one subnet behind our batcher, `FIFO` one behind a plain queue that waits "
+        f"{found['fifo_delay_ms']:g} ms for a batch; SlackFit has 4 buckets and 4 ms in reserve. Attainment "
+        "%, and "
         "**effective accuracy** % (right label and in time, of all):",
         "",
         f"| | {heads} | mean |",

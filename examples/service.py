@@ -84,7 +84,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it")
     parser.add_argument("--bundle", type=Path, help="a saved engine of classifiers; default: digits")
     parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or profile now")
-    parser.add_argument("--policy", default="slackfit", help="slackfit:8, hullfit, fixed:0 and so on")
+    parser.add_argument("--policy", default="slackfit:4", help="slackfit:4, hullfit, fixed:0 and so on")
     parser.add_argument("--slo-ms", type=float, default=36.0, help="the usual deadline")
     parser.add_argument("--max-queue", type=int, default=2000)
     parser.add_argument("--grace-s", type=float, default=0.0, help="serve on while /healthz says 503")
