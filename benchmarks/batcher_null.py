@@ -114,7 +114,7 @@ def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list
     """Milliseconds from when each request of an even open loop was due to its answer.
 
     Every `TICK_S` the loop is woken, as by a socket, and sends what is due; an event loop's own timers
-    are no finer than a millisecond.
+    are no finer than a millisecond. The first tenth of the requests is not counted.
     """
     inputs = vectors()
 
@@ -126,9 +126,11 @@ def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list
             async def one(i: int, due: float) -> None:
                 if await infer(inputs[i % len(inputs)]) != i % len(inputs):
                     raise RuntimeError("an answer of another request")
-                taken.append((clock() - due) * 1e3)
+                if i >= warm_up:
+                    taken.append((clock() - due) * 1e3)
 
             count = int(qps * seconds)
+            warm_up = count // 10
             waiting: set[asyncio.Task[None]] = set()
             loop, sent, all_sent = asyncio.get_running_loop(), itertools.count(), asyncio.Event()
             following = next(sent)
@@ -198,10 +200,14 @@ def thread_throughput(make: Callable[[], Batcher], count: int) -> float:
 
 
 def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> list[float]:
-    """Milliseconds from when each request was due to its answer; the threads share the rate."""
+    """Milliseconds from when each request was due to its answer; the threads share the rate.
+
+    The first tenth of the time is not counted.
+    """
     inputs, taken = vectors(), list[float]()
     clock = time.perf_counter
     start = clock() + 0.1
+    counted_from = start + seconds / 10
 
     def work(batcher: Batcher, thread: int) -> None:
         for i in range(thread, int(qps * seconds), THREADS):
@@ -211,7 +217,8 @@ def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> l
                 time.sleep(early)
 
             def done(_: Any, due: float = due) -> None:
-                taken.append((clock() - due) * 1e3)
+                if due >= counted_from:
+                    taken.append((clock() - due) * 1e3)
 
             batcher.submit(inputs[i % len(inputs)], SLO_MS).add_done_callback(done)
 

@@ -87,6 +87,9 @@ def _digits(found: dict[str, Any]) -> list[str]:
         name, best = _best_fixed(rows)
         ahead = ", ".join(f"{ours} {rows[ours]['effective_accuracy'] - best:+.2f}" for ours in OURS)
         lines.append(f"* burst {level}: {name} has {best:.2f}; {ahead} points")
+    fixed = max((name for name in overall if name not in OURS), key=lambda name: overall[name])
+    ahead = ", ".join(f"{ours} {overall[ours] - overall[fixed]:+.2f}" for ours in OURS)
+    lines.append(f"* one choice for all bursts: {fixed} has {overall[fixed]:.2f}; {ahead} points")
     live = found["in_service"]
     lines += [
         "",
@@ -140,11 +143,11 @@ def _plot(result: dict[str, Any], path: Path) -> None:
         (axes[1], result["http"]["rates"], "over HTTP, requests a second"),
     ]
     for axis, levels, title in groups:
-        names = list(next(iter(levels.values())))
+        names = sorted(next(iter(levels.values())), key=lambda name: ("FIFO" in name, name))
         for i, name in enumerate(names):
             at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(levels))]
             heights = [rows[name]["effective_accuracy"] for rows in levels.values()]
-            axis.bar(at, heights, 0.8 / len(names), label=name)
+            axis.bar(at, heights, 0.8 / len(names), label=name, color=mpl.colormaps["tab20"](i))
         axis.set_xticks(range(len(levels)), list(levels))
         axis.set_xlabel(title)
         axis.legend(fontsize=6, ncol=2, loc="lower left")
