@@ -1,0 +1,126 @@
+"""Our FastAPI server beside LitServe with one fixed subnet, over HTTP, from the same client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from digits_engine import digits_engine, profiled, unseen_digits
+from load_generator import ask_server, trace
+from open_loop import summary
+from tqdm import tqdm
+
+__all__ = ["http_section"]
+
+SLO_MS = 60.0
+RESERVE_MS = 10.0
+CV2 = 4.0
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+
+def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -> dict[str, Any]:
+    """Every server at every rate and seed, in random order; medians over the seeds."""
+    engine, data = digits_engine(), unseen_digits()
+    engine.tables["cpu"] = profiled(engine)
+    images, labels = list(data.images), data.labels.tolist()
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        bundle = str(Path(folder) / "bundle")
+        engine.save(bundle)
+        urls = _start(stack, bundle, len(engine))
+        for url in urls.values():  # the first requests of a server pay for what is loaded late
+            asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4))
+        for qps, seed in tqdm([(q, s) for q in rates for s in seeds], desc="over HTTP"):
+            arrivals = trace("bursty", qps, seconds, CV2, seed).tolist()
+            order = list(urls)
+            rng.shuffle(order)
+            for name in order:
+                sent = asyncio.run(ask_server(urls[name], images, arrivals, SLO_MS, reserve_ms=RESERVE_MS))
+                found = summary(sent, labels, SLO_MS)
+                runs.setdefault(f"{qps:g}", {}).setdefault(name, []).append(found)
+    return {
+        "slo_ms": SLO_MS,
+        "reserve_ms": RESERVE_MS,
+        "seconds": seconds,
+        "cv2": CV2,
+        "rates": {
+            qps: {name: _medians(found) for name, found in by_name.items()} for qps, by_name in runs.items()
+        },
+    }
+
+
+def _start(stack: ExitStack, bundle: str, subnets: int) -> dict[str, str]:
+    """Start every server and wait until all answer; name to address."""
+    commands: dict[str, list[str]] = {}
+    for policy in ("slackfit:4", "hullfit"):
+        server = [str(ROOT / "examples" / "fastapi_server.py"), "--policy", policy]
+        commands[f"ours, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
+    for i in (0, subnets // 2, subnets - 1):
+        commands[f"LitServe, fixed {i}"] = [str(HERE / "litserve_server.py"), "--subnet", str(i)]
+    urls, health = {}, []
+    for name, command in commands.items():
+        port = _free_port()
+        stack.enter_context(_running([*command, "--bundle", bundle, "--port", str(port)]))
+        urls[name] = f"http://127.0.0.1:{port}/infer"
+        health.append(f"http://127.0.0.1:{port}/health" + ("z" if name.startswith("ours") else ""))
+    for url in health:
+        _wait_for(url)
+    return urls
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[None]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True, **quiet)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_for(url: str, seconds: float = 90.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("attainment", "measured_accuracy", "effective_accuracy", "requests")
+    return {
+        **{name: median(run[name] for run in found) for name in names},
+        "latency_p99_ms": median(run["latency_ms"].get("p99", float("nan")) for run in found),
+        "effective_accuracy_by_seed": [run["effective_accuracy"] for run in found],
+    }

@@ -1,0 +1,265 @@
+"""What the batcher itself costs: requests a second and added latency before a model that does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from fifo import FifoBatcher
+from torch import Tensor
+from tqdm import tqdm
+
+from subnetact import Batcher, LatencyTable, SlackFit
+from subnetact.errors import InvalidRequest
+
+__all__ = ["null_section"]
+
+SLO_MS = 1000.0
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LARGEST = BATCH_SIZES[-1]
+CLIENTS = 2048
+TICK_S = 2.5e-4
+THREADS, WINDOW = 4, 512
+Infer = Callable[[Tensor], Awaitable[Any]]
+
+
+class NullEngine:
+    """Stacks its inputs and answers each with its first number."""
+
+    keys = tuple(f"null{s}" for s in range(4))
+
+    def check(self, x: Any) -> None:
+        """Refuse all but one vector of 16."""
+        if not isinstance(x, Tensor) or x.shape != (16,):
+            raise InvalidRequest("input: expected a tensor of shape (16,)")
+
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
+        """One number per input."""
+        return torch.stack(list(inputs))[:, 0].tolist()
+
+
+def null_table() -> LatencyTable:
+    """What the engine takes here, for four subnets that differ by 5 % only."""
+    engine, inputs = NullEngine(), vectors()
+    taken: list[float] = []
+    for size in BATCH_SIZES:
+        runs = []
+        for _ in range(50):
+            start = time.perf_counter()
+            engine.run(0, inputs[:size], size)
+            runs.append((time.perf_counter() - start) * 1e3)
+        taken.append(max(median(runs), taken[-1] if taken else 0.0))
+    latency_ms = [[(1 + 0.05 * s) * ms for ms in taken] for s in range(4)]
+    return LatencyTable.from_arrays(NullEngine.keys, [70.0, 74.0, 77.0, 79.0], BATCH_SIZES, latency_ms)
+
+
+def vectors() -> list[Tensor]:
+    """Inputs that can be told apart."""
+    return list(torch.arange(4096.0).unsqueeze(1).repeat(1, 16))
+
+
+def ours(table: LatencyTable) -> Batcher:
+    """SlackFit decides."""
+    return Batcher(NullEngine(), policy=SlackFit(table, slo_ms=SLO_MS), max_queue=100_000)
+
+
+def naive() -> FifoBatcher:
+    """First in, first out, half a millisecond of waiting for a batch."""
+    return FifoBatcher(lambda inputs: NullEngine().run(0, inputs, LARGEST), LARGEST, 0.5)
+
+
+def asyncio_throughput(make: Callable[[], Any], count: int) -> float:
+    """Requests a second of `CLIENTS` coroutines that each wait for their answer before they ask again."""
+    inputs = vectors()
+
+    async def main() -> float:
+        async with make() as batcher:
+            infer = infer_of(batcher)
+
+            async def client(c: int) -> None:
+                x = inputs[c % len(inputs)]
+                expected = c % len(inputs)
+                for _ in range(count // CLIENTS):
+                    if await infer(x) != expected:
+                        raise RuntimeError("an answer of another request")
+
+            start = time.perf_counter()
+            await asyncio.gather(*map(client, range(CLIENTS)))
+            return count // CLIENTS * CLIENTS / (time.perf_counter() - start)
+
+    return asyncio.run(main())
+
+
+def infer_of(batcher: Any) -> Infer:
+    """The call of a contender, from an input to its output."""
+    if isinstance(batcher, FifoBatcher):
+        return batcher.infer
+
+    async def infer(x: Tensor) -> Any:
+        return (await batcher.infer(x, SLO_MS)).output
+
+    return infer
+
+
+def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list[float]:
+    """Milliseconds from when each request of an even open loop was due to its answer.
+
+    Every `TICK_S` the loop is woken, as by a socket, and sends what is due; an event loop's own timers
+    are no finer than a millisecond. The first tenth of the requests is not counted.
+    """
+    inputs = vectors()
+
+    async def main() -> list[float]:
+        async with make() as batcher:
+            infer = infer_of(batcher)
+            clock, taken = time.perf_counter, list[float]()
+
+            async def one(i: int, due: float) -> None:
+                if await infer(inputs[i % len(inputs)]) != i % len(inputs):
+                    raise RuntimeError("an answer of another request")
+                if i >= warm_up:
+                    taken.append((clock() - due) * 1e3)
+
+            count = int(qps * seconds)
+            warm_up = count // 10
+            waiting: set[asyncio.Task[None]] = set()
+            loop, sent, all_sent = asyncio.get_running_loop(), itertools.count(), asyncio.Event()
+            following = next(sent)
+
+            def send_due() -> None:
+                nonlocal following
+                now = clock()
+                while following < count and (due := start + following / qps) <= now:
+                    task = asyncio.create_task(one(following, due))
+                    waiting.add(task)
+                    task.add_done_callback(waiting.discard)
+                    following = next(sent)
+                if following == count:
+                    all_sent.set()
+
+            def tick() -> None:
+                while not all_sent.is_set():
+                    time.sleep(TICK_S)
+                    loop.call_soon_threadsafe(send_due)
+
+            start = clock() + 0.05
+            pacer = threading.Thread(target=tick)
+            pacer.start()
+            await all_sent.wait()
+            pacer.join()
+            await asyncio.gather(*waiting)
+            return taken
+
+    return asyncio.run(main())
+
+
+def in_threads(make: Callable[[], Batcher], work: Callable[[Batcher, int], None]) -> float:
+    """Seconds that `THREADS` threads take for `work(batcher, thread)`."""
+    failed: list[BaseException] = []
+
+    def checked(thread: int) -> None:
+        try:
+            work(batcher, thread)
+        except BaseException as error:
+            failed.append(error)
+
+    with make() as batcher:
+        threads = [threading.Thread(target=checked, args=(t,)) for t in range(THREADS)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took = time.perf_counter() - start
+    if failed:
+        raise failed[0]
+    return took
+
+
+def thread_throughput(make: Callable[[], Batcher], count: int) -> float:
+    """Requests a second of threads that keep `WINDOW` requests under way each."""
+    inputs = vectors()
+
+    def work(batcher: Batcher, thread: int) -> None:
+        for _ in range(count // THREADS // WINDOW):
+            numbers = range(thread * WINDOW, (thread + 1) * WINDOW)
+            futures = [batcher.submit(inputs[i], SLO_MS) for i in numbers]
+            if [future.result().output for future in futures] != list(numbers):
+                raise RuntimeError("an answer of another request")
+
+    return count // THREADS // WINDOW * WINDOW * THREADS / in_threads(make, work)
+
+
+def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> list[float]:
+    """Milliseconds from when each request was due to its answer; the threads share the rate.
+
+    The first tenth of the time is not counted.
+    """
+    inputs, taken = vectors(), list[float]()
+    clock = time.perf_counter
+    start = clock() + 0.1
+    counted_from = start + seconds / 10
+
+    def work(batcher: Batcher, thread: int) -> None:
+        for i in range(thread, int(qps * seconds), THREADS):
+            due = start + i / qps
+            early = due - clock()
+            if early > 0:
+                time.sleep(early)
+
+            def done(_: Any, due: float = due) -> None:
+                if due >= counted_from:
+                    taken.append((clock() - due) * 1e3)
+
+            batcher.submit(inputs[i % len(inputs)], SLO_MS).add_done_callback(done)
+
+    in_threads(make, work)
+    return taken
+
+
+def null_section(repeats: int = 3, scale: float = 1.0) -> dict[str, Any]:
+    """Every measurement `repeats` times, in turn; medians."""
+    seconds, count = 2.0 * scale, int(131_072 * scale)
+    make = partial(ours, null_table())
+    throughputs: dict[str, Callable[[], float]] = {
+        "asyncio": lambda: asyncio_throughput(make, count),
+        "asyncio, naive FIFO": lambda: asyncio_throughput(naive, count),
+        "threads": lambda: thread_throughput(make, count // 2),
+    }
+    latencies: dict[str, Callable[[], list[float]]] = {
+        "asyncio, 33000/s": lambda: asyncio_latency(make, 33_000, seconds),
+        "asyncio, naive FIFO, 33000/s": lambda: asyncio_latency(naive, 33_000, seconds),
+        "threads, 16500/s": lambda: thread_latency(make, 16_500, seconds),
+    }
+    qps: dict[str, list[float]] = {name: [] for name in throughputs}
+    added: dict[str, list[list[float]]] = {name: [] for name in latencies}
+    for _ in tqdm(range(repeats), desc="null model"):
+        for name, measure in throughputs.items():
+            gc.collect()
+            qps[name].append(measure())
+        for name, run in latencies.items():
+            gc.collect()
+            added[name].append(np.percentile(run(), [50, 99, 100]).tolist())
+    return {
+        "requests_per_second": {name: median(found) for name, found in qps.items()},
+        "all_requests_per_second": qps,
+        "added_latency_ms": {
+            name: dict(zip(("p50", "p99", "max"), map(median, zip(*found, strict=True)), strict=True))
+            for name, found in added.items()
+        },
+        "all_added_latency_ms": added,
+        "ratio_to_naive": median(
+            a / b for a, b in zip(qps["asyncio"], qps["asyncio, naive FIFO"], strict=True)
+        ),
+        "clients": CLIENTS,
+        "threads": THREADS,
+    }

@@ -1,0 +1,128 @@
+"""Serve a supernet over HTTP with FastAPI and uvicorn; every request says how long it can wait.
+
+    pip install 'subnetact[demo,serve]'
+    python examples/fastapi_server.py
+
+POST /infer, GET /metrics, GET /healthz; /docs describes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from service import SCHEMA, Service, error_reply, now_ms, open_service, options, read_ask, read_json, reply
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from subnetact.errors import RequestError
+
+CLIENT_CLOSED = 499
+
+
+class Arrival:
+    """Notes when a request reaches this host, before anything of it is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        scope.setdefault("state", {})["arrived_ms"] = now_ms()
+        await self._app(scope, receive, send)
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application; it closes the batcher, which finishes what is queued, when it shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.batcher.close)
+
+    app = FastAPI(title="subnetact", lifespan=lifespan)
+    app.state.closing = False
+    app.add_middleware(Arrival)
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
+        status, body, headers = error_reply(error)
+        return JSONResponse(body, status, headers)
+
+    @app.post("/infer", openapi_extra={"requestBody": {"content": {"application/json": {"schema": SCHEMA}}}})
+    async def infer(request: Request) -> Response:
+        arrived_ms = request.state.arrived_ms
+        body = read_json(await request.body())
+        ask = read_ask(body, service.engine.example, arrived_ms)
+        answer = asyncio.ensure_future(service.batcher.infer(*ask))
+        gone = asyncio.ensure_future(_disconnected(request))
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not answer.done():
+            answer.cancel()
+            with suppress(asyncio.CancelledError, RequestError):
+                await answer
+            return Response(status_code=CLIENT_CLOSED)
+        return JSONResponse(reply(answer.result(), body["deadline_ms"], arrived_ms))
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(service.batcher.prometheus(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/healthz")
+    async def healthz() -> JSONResponse:
+        closing = app.state.closing
+        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+
+    return app
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Server(uvicorn.Server):
+    """Says on /healthz that it closes, serves on for `grace_s`, then finishes what it has accepted."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, grace_s: float) -> None:
+        super().__init__(config)
+        self._app = app
+        self._grace_s = grace_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Begin to listen, and say where."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        for listening in (s for server in getattr(self, "servers", []) for s in server.sockets):
+            print("listening on http://{}:{}".format(*listening.getsockname()[:2]), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On the first signal begin to close; on the second, close at once."""
+        again, self._app.state.closing = self._app.state.closing, True
+        if again or not self._grace_s or self._loop is None:
+            super().handle_exit(sig, frame)
+        else:
+            exit_ = super().handle_exit
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, exit_, sig, frame)
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT."""
+    service = open_service(options(__doc__).parse_args())
+    app = make_app(service)
+    config = uvicorn.Config(app, service.host, service.port, log_level="warning", access_log=False)
+    try:
+        Server(config, app, service.grace_s).run()
+    finally:
+        service.batcher.close(drain=False)
+
+
+if __name__ == "__main__":
+    main()

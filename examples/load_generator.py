@@ -1,0 +1,147 @@
+"""Send digits in an open loop and report what came back right and in time, as JSON.
+
+    python examples/load_generator.py --url http://127.0.0.1:8000/infer --trace bursty --qps 300
+    python examples/load_generator.py --in-process --trace maf --qps 800 --policy hullfit
+
+Latency counts from when the trace wanted a request to go out, not from when it went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from digits_engine import unseen_digits
+from http_client import HttpClient
+from open_loop import Refused, Reply, Sent, run_open_loop, summary
+from service import open_service, options
+from torch import Tensor
+
+from subnetact import Batcher
+from subnetact.errors import RequestError, SubnetActError
+from subnetact.serving.datasets import TRACES, load_trace
+from subnetact.serving.traces import bursty, from_timestamps, poisson, time_varying
+
+__all__ = ["ask_batcher", "ask_server", "trace"]
+
+
+def trace(name: str, qps: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Arrival times, ms, of mean rate `qps` over `seconds`.
+
+    Args:
+        name: `poisson`; `bursty`, half of it steady; `time_varying`, from half to one and a half times the
+            rate; a recorded trace (`maf`, `azure_llm`, `servegen`); or a file of time stamps, `.npy` or text.
+        qps: mean requests a second.
+        seconds: length; a recorded trace is cut there, a file is not longer than it is.
+        cv2: squared coefficient of variation of bursty gaps.
+        seed: of what is drawn.
+    """
+    if name == "poisson":
+        return poisson(qps, seconds, seed)
+    if name == "bursty":
+        return bursty(qps / 2, qps / 2, cv2, seconds, seed)
+    if name == "time_varying":
+        return time_varying(qps / 2, 1.5 * qps, 2 * qps / seconds, cv2, seconds / 4, seconds / 4, seed)
+    if name in TRACES:
+        arrivals = from_timestamps(load_trace(name, seed=seed), mean_qps=qps)
+    else:
+        path = Path(name)
+        stamps = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path)
+        arrivals = from_timestamps(stamps, mean_qps=qps)
+    return arrivals[arrivals < seconds * 1e3]
+
+
+async def ask_batcher(
+    batcher: Batcher,
+    images: Sequence[Tensor],
+    arrivals_ms: Sequence[float],
+    slo_ms: float,
+    min_accuracy: float | None = None,
+) -> list[Sent]:
+    """Send a trace to a batcher in this process."""
+
+    async def send(i: int, left_ms: float) -> Reply:
+        try:
+            answer = await batcher.infer(images[i % len(images)], left_ms, min_accuracy)
+        except RequestError as error:
+            raise Refused(type(error).__name__) from error
+        return Reply(int(answer.output.argmax()), answer.subnet, answer.accuracy)
+
+    return await run_open_loop(arrivals_ms, send, slo_ms)
+
+
+async def ask_server(
+    url: str,
+    images: Sequence[Tensor],
+    arrivals_ms: Sequence[float],
+    slo_ms: float,
+    min_accuracy: float | None = None,
+    reserve_ms: float = 0.0,
+) -> list[Sent]:
+    """Send a trace to a server; it is told a deadline that leaves `reserve_ms` for the way."""
+    pixels = [json.dumps([round(p, 4) for p in image.flatten().tolist()]) for image in images]
+    floor = "" if min_accuracy is None else f', "min_accuracy": {min_accuracy}'
+    client = HttpClient(url)
+
+    async def send(i: int, left_ms: float) -> Reply:
+        body = f'{{"deadline_ms": {left_ms:.3f}{floor}, "pixels": {pixels[i % len(pixels)]}}}'
+        status, answer = await client.post(body.encode())
+        found = json.loads(answer)
+        if status != 200:
+            raise Refused(found.get("error", f"HTTP {status}"))
+        return Reply(found["class"], found["subnet"], found["accuracy"])
+
+    try:
+        await client.open(16)
+        return await run_open_loop(arrivals_ms, send, slo_ms - reserve_ms)
+    finally:
+        client.close()
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = options(__doc__)
+    parser.add_argument("--url", help="of a server's /infer")
+    parser.add_argument("--in-process", action="store_true", help="open a batcher here instead")
+    parser.add_argument("--trace", default="poisson", help=f"poisson, {', '.join(TRACES)}, or a file")
+    parser.add_argument("--qps", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--cv2", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--min-accuracy", type=float)
+    parser.add_argument("--reserve-ms", type=float, default=5.0, help="of the SLO, kept for the way")
+    parser.add_argument("--out", type=Path, help="write the JSON there too")
+    args = parser.parse_args()
+    if (args.url is None) == (not args.in_process):
+        parser.error("give either --url or --in-process")
+    digits = unseen_digits()
+    images, labels = list(digits.images), digits.labels.tolist()
+    try:
+        arrivals = trace(args.trace, args.qps, args.seconds, args.cv2, args.seed).tolist()
+        sent = _send(args, images, arrivals)
+    except (SubnetActError, OSError, ValueError) as error:
+        parser.error(str(error))
+    report: dict[str, Any] = {"trace": args.trace, "qps": args.qps, "slo_ms": args.slo_ms}
+    text = json.dumps({**report, **summary(sent, labels, args.slo_ms)}, indent=1)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+def _send(args: argparse.Namespace, images: list[Tensor], arrivals: list[float]) -> list[Sent]:
+    if args.url is not None:
+        return asyncio.run(
+            ask_server(args.url, images, arrivals, args.slo_ms, args.min_accuracy, args.reserve_ms)
+        )
+    with open_service(args).batcher as batcher:
+        return asyncio.run(ask_batcher(batcher, images, arrivals, args.slo_ms, args.min_accuracy))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Serve a supernet over HTTP with the standard library's threaded server: one thread a connection.
+
+    python examples/threaded_server.py
+
+The same addresses, requests and answers as `fastapi_server.py`; it needs nothing but this package.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from service import Service, error_reply, now_ms, open_service, options, read_ask, read_json, reply
+
+from subnetact.errors import InvalidRequest, RequestError
+
+LARGEST_BODY = 2**24
+
+
+class Server(ThreadingHTTPServer):
+    """Holds the service for its handlers; `server_close` waits for those that still answer."""
+
+    daemon_threads = False
+    request_queue_size = 128
+
+    def __init__(self, service: Service) -> None:
+        super().__init__((service.host, service.port), Handler)
+        self.service = service
+        self.closing = threading.Event()
+
+    def stop(self) -> None:
+        """Say on /healthz that it closes, serve on for the grace period, then take no more connections."""
+        if not self.closing.is_set():
+            self.closing.set()
+            grace = threading.Timer(self.service.grace_s, self.shutdown)
+            grace.start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection, one after the other."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = 5.0  # idle connections are closed, so that shutting down ends
+    server: Server
+
+    def do_POST(self) -> None:
+        """Answer /infer."""
+        arrived_ms = now_ms()
+        if self.path != "/infer":
+            return self._send(404, {"error": "NotFound", "message": f"{self.path}: POST goes to /infer"})
+        service = self.server.service
+        try:
+            body = read_json(self._body())
+            ask = read_ask(body, service.engine.example, arrived_ms)
+            answer = service.batcher.submit(*ask).result()
+        except RequestError as error:
+            return self._send(*error_reply(error))
+        return self._send(200, reply(answer, body["deadline_ms"], arrived_ms))
+
+    def do_GET(self) -> None:
+        """Answer /metrics and /healthz."""
+        if self.path == "/metrics":
+            text = self.server.service.batcher.prometheus()
+            return self._send(200, text, {"Content-Type": "text/plain; version=0.0.4"})
+        if self.path == "/healthz":
+            closing = self.server.closing.is_set()
+            return self._send(503 if closing else 200, {"status": "closing" if closing else "ok"})
+        return self._send(404, {"error": "NotFound", "message": f"{self.path}: GET /metrics or /healthz"})
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing per request."""
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > LARGEST_BODY:
+            self.close_connection = True
+            raise InvalidRequest(f"Content-Length: {length!r} is not a number up to {LARGEST_BODY}")
+        return self.rfile.read(int(length))
+
+    def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        if self.server.closing.is_set():
+            self.close_connection = True
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def main() -> None:
+    """Serve until SIGTERM or SIGINT."""
+    service = open_service(options(__doc__).parse_args())
+    with service.batcher, Server(service) as server:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
+        print("listening on http://{}:{}".format(*server.server_address[:2]), flush=True)
+        server.serve_forever(poll_interval=0.05)
+
+
+if __name__ == "__main__":
+    main()
