@@ -9,6 +9,7 @@ SubnetActError
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
+├── ExportError (RuntimeError)        something that the chosen export format cannot hold
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
 ├── TableError (ValueError)           a latency table is malformed
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "DeadlinePassed",
     "DeviceError",
+    "ExportError",
     "FileFormatError",
     "ForeignSpec",
     "IllegalChoice",
@@ -85,6 +87,10 @@ class FileFormatError(SubnetActError, ValueError):
 
 class DeviceError(SubnetActError, RuntimeError):
     """A device that this machine, or this build of torch, does not have."""
+
+
+class ExportError(SubnetActError, RuntimeError):
+    """A network, a subnet or a machine that the chosen export format does not work with."""
 
 
 class NotCalibrated(SubnetActError, RuntimeError):
