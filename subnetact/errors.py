@@ -11,6 +11,7 @@ SubnetActError
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
 ├── ExportError (RuntimeError)        something that the chosen export format cannot hold
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
+├── ExportError (RuntimeError)         a network, or this machine, that a format cannot be made from
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
 ├── TableError (ValueError)           a latency table is malformed
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
@@ -95,6 +96,10 @@ class ExportError(SubnetActError, RuntimeError):
 
 class NotCalibrated(SubnetActError, RuntimeError):
     """A subnet with BatchNorm has no statistics of its own."""
+
+
+class ExportError(SubnetActError, RuntimeError):
+    """A network cannot be written in a format, or this machine cannot write it; it says what can."""
 
 
 class RecompileRefused(SubnetActError, RuntimeError):
