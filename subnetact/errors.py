@@ -9,7 +9,6 @@ SubnetActError
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
-├── ExportError (RuntimeError)        something that the chosen export format cannot hold
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── ExportError (RuntimeError)         a network, or this machine, that a format cannot be made from
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
@@ -88,10 +87,6 @@ class FileFormatError(SubnetActError, ValueError):
 
 class DeviceError(SubnetActError, RuntimeError):
     """A device that this machine, or this build of torch, does not have."""
-
-
-class ExportError(SubnetActError, RuntimeError):
-    """A network, a subnet or a machine that the chosen export format does not work with."""
 
 
 class NotCalibrated(SubnetActError, RuntimeError):

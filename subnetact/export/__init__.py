@@ -7,13 +7,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from subnetact.export.exported import ExportedEngine, load_exported
+    from subnetact.export.onnx import to_onnx
+    from subnetact.export.programs import to_exported_programs
     from subnetact.export.torchscript import to_torchscript
+    from subnetact.export.triton import to_triton
 
 _HOME = {
+    "ExportedEngine": "exported",
+    "load_exported": "exported",
+    "to_exported_programs": "programs",
+    "to_onnx": "onnx",
     "to_torchscript": "torchscript",
+    "to_triton": "triton",
 }
 
-__all__ = ["to_torchscript"]
+__all__ = [
+    "ExportedEngine",
+    "load_exported",
+    "to_exported_programs",
+    "to_onnx",
+    "to_torchscript",
+    "to_triton",
+]
 
 if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name for Any
 

@@ -98,13 +98,14 @@ class ExportedEngine:
                 f"of shape {tuple(self.example.shape)}, without a batch dimension"
             )
 
-    def _run(self, program: _Program, x: Tensor) -> Any:
+    def _run(self, program: _Program, x: Any) -> Any:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] == 0:
             raise InvalidRequest("input: expected a batch, (N, ...) with N >= 1")
         self.check(x[0])
         if not self.dynamic_batch and x.shape[0] != 1:
             raise InvalidRequest(
-                f"input: a batch of {x.shape[0]}, these programs take batches of 1; export with dynamic_batch=True"
+                f"input: a batch of {x.shape[0]}, these programs take batches of 1; "
+                "export with dynamic_batch=True"
             )
         with torch.inference_mode():
             return program(x)

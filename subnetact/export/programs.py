@@ -135,11 +135,13 @@ def _write_graph(
 def _write_package(
     program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Tensor, name: str
 ) -> list[str]:
-    options = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+    options = {
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.precompile_headers": False,  # they pay only for dozens of subnets
+        "cpp.dynamic_threads": True,
+    }
     with quiet(), blamed(view, name, "AOTInductor"):
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs=options
-        )
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     with quiet():
         package = torch._inductor.aoti_load_package(str(path))
     used = package.get_constant_fqns()

@@ -35,8 +35,11 @@ class SharedTensors:
         key = storage.data_ptr(), tensor.dtype
         if key not in self._flat:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            self._flat[key] = str(len(self._flat)), flat  # keeps the storage, so that its address is no other's
-        return self._flat[key][0], list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+            self._flat[key] = (
+                str(len(self._flat)),
+                flat,
+            )  # keeps the storage, so that its address is no other's
+        return self._flat[key][0], list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
 
     def save(self, path: Path) -> None:
         """Write every storage as one flat tensor (safetensors)."""
@@ -52,8 +55,13 @@ class SharedTensors:
         try:
             flat = load_file(path, device=str(device))
             return [
-                {n: flat[of].as_strided(size, stride, offset) for n, (of, size, stride, offset) in named.items()}
+                {
+                    n: flat[of].as_strided(size, stride, offset)
+                    for n, (of, size, stride, offset) in named.items()
+                }
                 for named in views
             ]
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise FileFormatError(f"{path}: not the weights of this export ({error}); export again") from error
+            raise FileFormatError(
+                f"{path}: not the weights of this export ({error}); export again"
+            ) from error

@@ -88,16 +88,24 @@ def to_triton(
     if not 0 < slo_ms < math.inf:
         raise ExportError(f"slo_ms: {slo_ms} must be finite and > 0")
     if external_scheduler and flavour == "python":
-        raise ExportError("external_scheduler: the Python flavour schedules itself; choose flavour='libtorch'")
+        raise ExportError(
+            "external_scheduler: the Python flavour schedules itself; choose flavour='libtorch'"
+        )
     if table is None and len(engine.tables) == 1:
         table = next(iter(engine.tables.values()))
-    size = max_batch_size or (table.batch_sizes[-1] if table is not None else 16)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ExportError(f"max_batch_size: {size!r} must be an integer >= 1")
+    size = max_batch_size
+    if size is None:
+        size = 16 if table is None else table.batch_sizes[-1]
+    if size < 1:
+        raise ExportError(
+            f"max_batch_size: {size} must be at least 1; external_scheduler=True batches nothing"
+        )
     example = example_batch(engine.example, 1, engine.device)
     output = engine(example, engine.ids[0])
     if not isinstance(output, Tensor):
-        raise ExportError(f"the network returns {type(output).__name__}; Triton models return one tensor here")
+        raise ExportError(
+            f"the network returns {type(output).__name__}; Triton models return one tensor here"
+        )
     target = Path(repository) / name
     with writing_folder(target, KIND, {"flavour": flavour, "subnets": list(engine.keys)}) as folder:
         version = folder / "1"
@@ -106,7 +114,10 @@ def to_triton(
         outputs = [_tensor("OUTPUT__0", output, not external_scheduler)]
         if flavour == "python":
             _write_python(engine, version, table)
-            outputs += ['name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]', 'name: "MET" data_type: TYPE_BOOL dims: [ 1 ]']
+            outputs += [
+                'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
+                'name: "MET" data_type: TYPE_BOOL dims: [ 1 ]',
+            ]
             budget = engine.stats().budget / 2**20
             head = ['backend: "python"', f"max_batch_size: {size}"]
             tail = [
@@ -149,7 +160,9 @@ class ShapeCoded(nn.Module):
 def _tensor(name: str, x: Tensor, batched: bool) -> str:
     kind = TYPES.get(x.dtype)
     if kind is None:
-        raise ExportError(f"{name}: {x.dtype} has no type in Triton's numpy interface; use float32 or float16")
+        raise ExportError(
+            f"{name}: {x.dtype} has no type in Triton's numpy interface; use float32 or float16"
+        )
     dims: Sequence[int] = x.shape[1:] if batched else (-1, *x.shape[1:])
     if not dims:
         raise ExportError(f"{name}: Triton needs a dimension beside the batch, got shape {tuple(x.shape)}")
@@ -158,7 +171,9 @@ def _tensor(name: str, x: Tensor, batched: bool) -> str:
 
 def _write_python(engine: Engine, version: Path, table: LatencyTable | None) -> None:
     if table is None:
-        raise ExportError("table: the Python flavour schedules by latencies; give table=profile_latency(engine, ...)")
+        raise ExportError(
+            "table: the Python flavour schedules by latencies; give table=profile_latency(engine, ...)"
+        )
     Batcher(engine, table=table).close()  # refuses a table of other subnets or weights
     try:
         json.dumps(engine.supernet.origin)
@@ -182,5 +197,5 @@ def _write_libtorch(engine: Engine, version: Path, table: LatencyTable | None, s
     path = version / "model.pt"
     to_torchscript(engine, path, table=table)
     if shape_coded:
-        scripted = torch.jit.load(str(path), map_location=engine.device)
+        scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
         torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), str(path))
