@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,16 @@ def load_and_measure(kind: str, folder: Path) -> dict[str, float]:
     torch.conv2d(torch.zeros(1, 8, 64, 64), torch.zeros(8, 8, 3, 3))
     before = resident_bytes()
     start = time.perf_counter()
+    calls: list[Callable[[], Any]]
     if kind == "onnx":
         runs = [
             onnxruntime.InferenceSession(folder / s["file"], options, providers=["CPUExecutionProvider"])
             for s in facts["subnets"]
         ]
-        calls = [lambda run=run: run.run(None, {"input": x.numpy()}) for run in runs]
+        calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
     else:
         loaded = load_exported(folder)
-        calls = [lambda i=i: loaded(x, subnet=i) for i in loaded.ids]
+        calls = [partial(loaded, x, subnet=i) for i in loaded.ids]
     load_ms = (time.perf_counter() - start) * 1e3
     after = resident_bytes()
     for call in calls:

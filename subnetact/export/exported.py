@@ -137,7 +137,7 @@ def load_exported(
         example = torch.zeros(shape, dtype=getattr(torch, dtype))
         subnets = facts["subnets"]
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
-        load = _load_graph if facts["compile"] == "none" else _load_package
+        load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         programs = [load(folder / s["program"], named) for s, named in zip(subnets, tensors, strict=True)]
         return ExportedEngine(programs, facts, example, home)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -192,9 +192,10 @@ def _refuse_pickles(path: Path) -> None:
             raise FileFormatError(f"{path}: {name} would be unpickled; write it with to_exported_programs()")
 
 
-def _load_package(path: Path, tensors: Mapping[str, Tensor]) -> _Program:
+def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> _Program:
     with quiet():
-        package = torch._inductor.aoti_load_package(str(path))
+        index: int | None = device.index
+        package = torch._inductor.aoti_load_package(str(path), device_index=-1 if index is None else index)
     package.load_constants(dict(tensors), check_full_update=True, user_managed=True)
     return _Package(package, tensors)
 

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from subnetact.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.manifest import writing_folder
-from subnetact.export.tracing import example_batch
+from subnetact.export.torchscript import to_torchscript
+from subnetact.export.tracing import example_batch, quiet
 from subnetact.latency import LatencyTable
 from subnetact.serving.batcher import Batcher
+from subnetact.serving.policies import SlackFit
 
 __all__ = ["KIND", "to_triton"]
 
@@ -54,8 +56,9 @@ def to_triton(
     `libtorch`: one TorchScript file; the client chooses the subnet. INPUT__0 is the batch (B, ...), and
     INPUT__1 the subnet as a *shape code*: booleans of any value, of shape (B, id + 1). Triton never
     batches inputs of unequal shape together, so dynamic batching never mixes subnets; a batch of them
-    raises in any case. With `external_scheduler` Triton batches nothing (`max_batch_size: 0`): whole
-    batches are sent, and INPUT__1 is the id itself, int64 of shape (1,).
+    raises in any case. Ids are positions among the subnets that the engine serves. With
+    `external_scheduler` Triton batches nothing (`max_batch_size: 0`): whole batches are sent, and INPUT__1
+    is the id itself, int64 of shape (1,).
 
     `python`: a bundle and a short model.py around the `Batcher`: SlackFit chooses the subnet of each
     batch by the requests' `deadline_ms` and `min_accuracy` parameters. Outputs are OUTPUT__0, the SUBNET
@@ -128,7 +131,7 @@ def to_triton(
                 ),
             ]
         else:
-            _write_libtorch(engine, version, table, shape_coded=not external_scheduler)
+            _write_libtorch(engine, version, table, slo_ms, shape_coded=not external_scheduler)
             head = ['platform: "pytorch_libtorch"', f"max_batch_size: {0 if external_scheduler else size}"]
             code = "TYPE_INT64 dims: [ 1 ]" if external_scheduler else "TYPE_BOOL dims: [ -1 ]"
             inputs.append(f'name: "INPUT__1" data_type: {code}')
@@ -191,11 +194,13 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable | None) -> 
         shutil.copyfile(template, version / "model.py")
 
 
-def _write_libtorch(engine: Engine, version: Path, table: LatencyTable | None, shape_coded: bool) -> None:
-    from subnetact.export.torchscript import to_torchscript
-
+def _write_libtorch(
+    engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float, shape_coded: bool
+) -> None:
     path = version / "model.pt"
-    to_torchscript(engine, path, table=table)
+    policy = None if table is None else SlackFit(table, slo_ms)
+    to_torchscript(engine, path, policy=policy, allow_uncalibrated=engine._allow_uncalibrated)
     if shape_coded:
-        scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
-        torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), str(path))
+        with quiet():
+            scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
+            torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)
