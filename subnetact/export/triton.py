@@ -81,7 +81,7 @@ def to_triton(
 
     Raises:
         ExportError: an argument or a network that the flavour cannot take.
-        ProfileMismatch: the table is of other subnets.
+        ProfileMismatch, PolicyError: the table is of other subnets, or no subnet meets slo_ms.
         FileFormatError: the model's directory holds something else.
     """
     if flavour not in FLAVOURS:
@@ -116,7 +116,7 @@ def to_triton(
         inputs = [_tensor("INPUT__0", example, not external_scheduler)]
         outputs = [_tensor("OUTPUT__0", output, not external_scheduler)]
         if flavour == "python":
-            _write_python(engine, version, table)
+            _write_python(engine, version, table, slo_ms)
             outputs += [
                 'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
                 'name: "MET" data_type: TYPE_BOOL dims: [ 1 ]',
@@ -172,12 +172,12 @@ def _tensor(name: str, x: Tensor, batched: bool) -> str:
     return f'name: "{name}" data_type: TYPE_{kind} dims: [ {", ".join(map(str, dims))} ]'
 
 
-def _write_python(engine: Engine, version: Path, table: LatencyTable | None) -> None:
+def _write_python(engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float) -> None:
     if table is None:
         raise ExportError(
             "table: the Python flavour schedules by latencies; give table=profile_latency(engine, ...)"
         )
-    Batcher(engine, table=table).close()  # refuses a table of other subnets or weights
+    Batcher(engine, table=table, slo_ms=slo_ms).close()  # refuses what model.py could not start with
     try:
         json.dumps(engine.supernet.origin)
         portable = engine.supernet.origin is not None
