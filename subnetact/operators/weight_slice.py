@@ -51,7 +51,10 @@ class WeightSlice(Operator):
             per_out, per_in = self.full("out") // self._groups, self.full("in_") // self._groups
             groups = out // per_out if "out" in self.dims else in_ // per_in
             sliced = groups * per_out, groups * per_in
-            if ("out" in self.dims and sliced[0] != out) or ("in_" in self.dims and sliced[1] != in_):
+            whole = not self.checks or all(
+                s == n for s, n, p in zip(sliced, (out, in_), self.parts, strict=True) if p in self.dims
+            )
+            if not whole:
                 raise self.refuse(f"{out} x {in_} channels are not whole groups of {per_out} x {per_in}")
             return sliced
         return out, in_
