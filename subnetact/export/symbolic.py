@@ -37,18 +37,25 @@ class Layout:
     flat statistics, then how far behind the means the variances are.
 
     Attributes:
-        sizes: how many sizes.
+        names: of the sizes, in order (`SubnetSpace.dimensions`).
         norms: the names of the norms, in order.
         legal: for each size that an operator reads, its legal values, under the gates that keep the operator.
     """
 
-    sizes: int
+    names: tuple[str, ...]
     norms: tuple[str, ...]
     legal: set[tuple[int, Any, tuple[_Gate, ...]]] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> int:
+        """How many sizes a row has."""
+        return len(self.names)
 
 
 def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout) -> fx.GraphModule:
     """Return a module of `forward(*inputs, row: List[int], statistics)` that is every subnet.
+
+    Its `meta["paths"]`, and those of the graph modules in it, name the network's module behind each child.
 
     Args:
         network: a network with operators; it is not changed, its tensors are shared.
@@ -93,6 +100,7 @@ class _Scope:
         self.tensors: dict[str, Tensor] = {}
         self.modules: dict[str, nn.Module] = {}
         self.tracer = _Tracer(self.graph, self.tensors)
+        self.paths: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.done: dict[int, nn.Module] = {}
 
@@ -102,8 +110,8 @@ class _Scope:
         """Trace one module; tensors among the arguments become arguments, other values are built in."""
         given = [self._argument(a, f"x{i}") for i, a in enumerate(args)]
         named = {name: self._argument(a, name) for name, a in kwargs.items()}
-        self.row = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
-        self.statistics = fx.Proxy(self.graph.placeholder("statistics"), self.tracer)
+        self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
+        self.statistics: Any = fx.Proxy(self.graph.placeholder("statistics"), self.tracer)
         try:
             output = self.bind(module, self.path)(*given, **named)
         except ExportError:
@@ -124,7 +132,9 @@ class _Scope:
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
         used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
-        return fx.GraphModule({**self.modules, **held}, self.graph, type(module).__name__)
+        traced = fx.GraphModule({**self.modules, **held}, self.graph, type(module).__name__)
+        traced.meta["paths"] = self.paths
+        return traced
 
     def _argument(self, given: Any, name: str) -> Any:
         if given is _TENSOR or isinstance(given, fx.Proxy):
@@ -164,7 +174,7 @@ class _Scope:
             return self._operator(module, path)
         if _is_leaf(module):
             name = f"module_{len(self.modules)}"
-            self.modules[name] = _frozen(module)
+            self.modules[name], self.paths[name] = _frozen(module), path
             return _recording(module, partial(self.tracer.create_proxy, "call_module", name))
         own = self._proxies(module, path)
         return shell(module, parameters=own[0], buffers=own[1], modules=children)
@@ -181,7 +191,7 @@ class _Scope:
         mean, var = self.statistics[start:end], self.statistics[start + behind : end + behind]
         bound: nn.Module = symbolic.bind_with(self.row, mean, var, trainable=True)
         for check in ("_check_input_dim", "_check_non_zero_input_channels"):
-            object.__setattr__(bound, check, lambda x: None)
+            object.__setattr__(bound, check, lambda _: None)
         object.__setattr__(bound, "training", False)
         return bound
 
@@ -214,6 +224,7 @@ class _Scope:
             if call not in made:
                 gates = self.gates if gate is None else (*self.gates, gate)
                 made[call] = f"layer_{len(self.modules)}"
+                self.paths[made[call]] = path
                 self.modules[made[call]] = _Scope(path, self.layout, gates).trace(layer, args, kwargs, gate)
             inputs = (*tensors, self.row, self.statistics)
             return self.tracer.create_proxy("call_module", made[call], inputs, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from subnetact.binding import bind
 from subnetact.engine import Engine
-from subnetact.errors import ExportError, NotCalibrated, SpecError
+from subnetact.errors import ExportError, NotCalibrated, ProfileMismatch, SpecError
 from subnetact.export.scripted import METHODS, ScriptedSubnets, forward_source
 from subnetact.export.symbolic import Layout, trace_network
 from subnetact.files import replacing
@@ -87,19 +88,34 @@ def to_torchscript(
     supernet, specs = _registered(source, subnets)
     if example is None and isinstance(source, Engine) and inputs is None:
         example = source.example[None]
-    policy = _policy(source, table, policy, specs)
+    keys = [spec.key for spec in specs]
+    policy = _policy(source, table, policy, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
     if bare and not allow_uncalibrated:
         raise NotCalibrated(
             f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} first; "
             "call subnetact.calibrate(supernet, specs, batches), or pass allow_uncalibrated=True"
         )
-    scripted = _script(supernet, specs, policy, _inputs(supernet, inputs), example)
+    names = _inputs(supernet, inputs)
+    examples = (example,) if isinstance(example, Tensor) else tuple(example or ())
+    if examples and len(examples) != len(names):
+        raise ExportError(f"example: {len(examples)} tensors for the inputs {', '.join(names)}")
+    layout = Layout(supernet.space.dimensions, tuple(supernet.norm_operators()))
+    network = trace_network(supernet.network, names, layout)
+    rows, statistics = _rows(supernet, specs, layout)
+    if policy is not None:
+        accuracy = list(policy.table.accuracy)
+    else:
+        known = dict(zip(source.keys, source.accuracy, strict=True)) if isinstance(source, Engine) else {}
+        accuracy = [math.nan if (a := known.get(key)) is None else a for key in keys]
+    whole = ScriptedSubnets(network, rows, statistics, layout.sizes, keys, accuracy, policy)
+    ranks: list[int | None] = [x.dim() for x in examples]
+    scripted = _script(whole, forward_source(names, ranks or [None] * len(names), layout))
     if freeze:
         with _quiet():
-            scripted = torch.jit.freeze(scripted, preserved_attrs=METHODS, optimize_numerics=False)
-    if example is not None:
-        _compare(scripted, supernet, specs, (example,) if isinstance(example, Tensor) else tuple(example))
+            scripted = torch.jit.freeze(scripted, preserved_attrs=METHODS[1:], optimize_numerics=False)
+    if examples:
+        _compare(scripted, supernet, specs, examples)
     with replacing(path) as temporary, _quiet():
         torch.jit.save(scripted, temporary)
 
@@ -119,37 +135,67 @@ def _registered(
 
 
 def _policy(
-    source: Engine | Supernet, table: LatencyTable | None, policy: SlackFit | None, specs: list[SubnetSpec]
+    source: Engine | Supernet, table: LatencyTable | None, policy: SlackFit | None, keys: list[str]
 ) -> SlackFit | None:
     if policy is None:
         if table is None and isinstance(source, Engine) and len(source.tables) == 1:
             (table,) = source.tables.values()
         if table is None:
             return None
-        policy = SlackFit(table)
+        missing = [key for key in keys if key not in table.subnets]
+        if missing:
+            raise ProfileMismatch(
+                f"table: it lacks {len(missing)} of the subnets, {missing[0]} first; profile them"
+            )
+        policy = SlackFit(table.select([table.subnets.index(key) for key in keys]))
+    if policy.table.subnets != tuple(keys):
+        raise ProfileMismatch(
+            "policy: it answers with other subnets than are exported; make it from their table"
+        )
+    stamped = policy.table.stamp.get("supernet")
+    supernet = source.supernet if isinstance(source, Engine) else source
+    if stamped is not None and stamped != supernet.fingerprint():
+        raise ProfileMismatch(f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}")
     return policy
 
 
 def _inputs(supernet: Supernet, given: Sequence[str] | None) -> list[str]:
-    known = inspect.signature(supernet.network.forward).parameters
-    return list(known) if given is None else list(given)
+    known = {
+        name: parameter.default is parameter.empty
+        for name, parameter in inspect.signature(supernet.network.forward).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    needed = [name for name, required in known.items() if required]
+    names = needed if given is None else list(given)
+    if not names or set(names) - set(known) or set(needed) - set(names) or "subnet" in names:
+        raise ExportError(
+            f"inputs: the network takes {', '.join(known) or 'none by name'}, of which {', '.join(needed)} must be "
+            f"given; got {', '.join(names)}"
+        )
+    return names
 
 
-def _script(
-    supernet: Supernet,
-    specs: list[SubnetSpec],
-    policy: SlackFit | None,
-    inputs: list[str],
-    example: Any,
-) -> Any:
-    norms = tuple(supernet.norm_operators())
-    layout = Layout(len(supernet.space.dimensions), norms)
-    network = trace_network(supernet.network, inputs, layout)
-    rows, statistics = _rows(supernet, specs, layout)
+def _script(whole: ScriptedSubnets, source: str) -> Any:
     with _quiet():
-        scripted = torch.jit.script(ScriptedSubnets(network, rows, statistics))
-        scripted.define(forward_source(inputs))
-    return scripted.eval()
+        whole.network = _scripted(whole.network, "the network")
+        scripted = torch.jit.script(whole.eval())
+        scripted.define(source)
+    return scripted
+
+
+def _scripted(module: Any, path: str) -> Any:
+    """Script a module after those in it, so that an error can tell which one."""
+    if isinstance(module, fx.GraphModule):
+        for name, inner in module.meta["paths"].items():
+            setattr(module, name, _scripted(getattr(module, name), inner))
+    try:
+        return torch.jit.script(module)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ExportError(
+            f"{path} ({type(module).__name__}): TorchScript cannot compile it ({' '.join(lines[:3])}); rewrite it "
+            "with what TorchScript knows, or use subnetact.export.to_exported_programs"
+        ) from error
 
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[list[list[int]], Tensor]:

@@ -94,7 +94,8 @@ class Operator(nn.Module):
     def _not_legal(self, part: str, size: int) -> str:
         legal = self.legal(part)
         if isinstance(legal, range):
-            return f"{part} of {size} is outside {legal[0]}..{legal[-1]}"
+            steps = f" in steps of {legal.step}" if legal.step > 1 else ""
+            return f"{part} of {size} is outside {legal[0]}..{legal[-1]}{steps}"
         return f"{part} {size} is not a choice; choose from {', '.join(map(str, legal))}"
 
     def sizes(self, row: Row) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class ElasticKernel(Operator):
 
     def legal(self, part: str) -> Sequence[int]:
         """Return the kernel sizes of this convolution, or every number of channels."""
-        return self.template.kernel_sizes if part == "kernel" else super().legal(part)  # type: ignore[no-any-return]
+        return self.template.kernel_sizes if part == "kernel" else super().legal(part)
 
     def kernel(self, size: int) -> Tensor:
         """Return the weight of a kernel size for all channels, (channels, 1, size, size)."""
@@ -179,7 +179,7 @@ def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], siz
         size: one of them.
     """
     if has_torch_function_unary(weight):
-        return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)  # type: ignore[no-any-return]
+        return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)
     at = len(sizes) - 1
     while at > 0 and sizes[at] > size:
         small = sizes[at - 1]

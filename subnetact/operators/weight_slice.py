@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ class WeightSlice(Operator):
     @property
     def _groups(self) -> int:
         return int(getattr(self.template, "groups", 1))
+
+    def legal(self, part: str) -> Sequence[int]:
+        """Return every number of channels that is whole groups."""
+        each = self.full(part) // self._groups if self._groups > 1 else 1
+        return range(each, self.full(part) + 1, each)
 
     def full(self, part: str) -> int:
         """Return the number of output or input channels of the full network."""
