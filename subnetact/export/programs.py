@@ -68,6 +68,8 @@ def to_exported_programs(
     """
     if compile not in TOLERANCES:
         raise ExportError(f"compile: {compile!r} is not known; choose from {', '.join(TOLERANCES)}")
+    if compile == "aoti":
+        _need_compiler(engine.device)
     chosen = chosen_subnets(engine, subnets)
     example = engine.example
     x = example_batch(example, 3 if dynamic_batch else 1, engine.device)
@@ -115,6 +117,17 @@ def capability(device: torch.device) -> str:
     if device.type == "cuda":
         return ".".join(map(str, torch.cuda.get_device_capability(device)))
     return str(torch.backends.cpu.get_cpu_capability())
+
+
+def _need_compiler(device: torch.device) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise ExportError(
+            f"compile='aoti' needs a C++ compiler for {device}: apt-get install g++, or use compile='none'"
+        ) from error
 
 
 def _write_graph(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from importlib.resources import as_file, files
@@ -17,7 +18,7 @@ from subnetact.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.manifest import writing_folder
 from subnetact.export.torchscript import to_torchscript
-from subnetact.export.tracing import example_batch, quiet
+from subnetact.export.tracing import chosen_subnets, example_batch, quiet
 from subnetact.latency import LatencyTable
 from subnetact.serving.batcher import Batcher
 from subnetact.serving.policies import SlackFit
@@ -86,8 +87,8 @@ def to_triton(
     """
     if flavour not in FLAVOURS:
         raise ExportError(f"flavour: {flavour!r} is not known; choose from {', '.join(FLAVOURS)}")
-    if not name or Path(name).name != name or not name.isprintable() or '"' in name or name.startswith("."):
-        raise ExportError(f"name: {name!r} is no name of a folder")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ExportError(f"name: {name!r} is no model name; use letters, digits, _, - and .")
     if not 0 < slo_ms < math.inf:
         raise ExportError(f"slo_ms: {slo_ms} must be finite and > 0")
     if external_scheduler and flavour == "python":
@@ -104,7 +105,7 @@ def to_triton(
             f"max_batch_size: {size} must be at least 1; external_scheduler=True batches nothing"
         )
     example = example_batch(engine.example, 1, engine.device)
-    output = engine(example, engine.ids[0])
+    output = chosen_subnets(engine, None)[0](example)
     if not isinstance(output, Tensor):
         raise ExportError(
             f"the network returns {type(output).__name__}; Triton models return one tensor here"

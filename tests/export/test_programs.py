@@ -211,6 +211,19 @@ def test_the_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_compiler_is_said(
+    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cpp_builder
+
+    def absent(search: Any) -> str:
+        raise RuntimeError(f"no {search}")
+
+    monkeypatch.setattr(cpp_builder, "cpp_compiler_search", absent)
+    with pytest.raises(ExportError, match="needs a C\\+\\+ compiler"):
+        to_exported_programs(engine, tmp_path / "p", compile="aoti", progress=False)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: install g++")
 def test_compiled_packages_share_the_weights(engine: subnetact.Engine, tmp_path: Path) -> None:
     path = to_exported_programs(engine, tmp_path / "p", compile="aoti", subnets=[0], progress=False)

@@ -85,8 +85,9 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
         ({"flavour": "onnx"}, "'onnx' is not known; choose from libtorch, python"),
         ({"flavour": "python"}, "give table=profile_latency"),
         ({"flavour": "python", "table": table, "external_scheduler": True}, "schedules itself"),
-        ({"name": "a/b"}, "no name of a folder"),
-        ({"name": ".."}, "no name of a folder"),
+        ({"name": "a/b"}, "is no model name"),
+        ({"name": ".."}, "is no model name"),
+        ({"name": 'a"b'}, "is no model name"),
         ({"slo_ms": 0.0}, "slo_ms"),
         ({"max_batch_size": 0}, "external_scheduler=True"),
     ):
