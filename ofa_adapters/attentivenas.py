@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 def resized(x: Tensor, resolution: int) -> Tensor:
     """Scale square images (N, C, H, W) to a resolution. TorchScript compiles it as it is."""
     if has_torch_function_unary(x):
-        return handle_torch_function(resized, (x,), x, resolution)  # type: ignore[no-any-return]
+        return handle_torch_function(resized, (x,), x, resolution)
     if x.shape[-1] == resolution:
         return x
     return F.interpolate(x, (resolution, resolution), mode="bicubic", align_corners=False)

@@ -111,7 +111,7 @@ class ScriptedSubnets(nn.Module):
 
     @torch.jit.export
     def choose(self, slack_ms: float, queued: int) -> tuple[int, int]:
-        """Return (subnet, batch size) for `queued` requests, the most urgent of which is due in `slack_ms`."""
+        """Return (subnet, batch size) for `queued` requests, the most urgent due in `slack_ms`."""
         if len(self.profiled) == 0:
             raise ValueError("exported without a latency table; give to_torchscript table= or policy=")
         if queued < 1:
@@ -166,7 +166,8 @@ def forward_source(inputs: Sequence[str], ranks: Sequence[int | None], layout: L
         if rank is not None
         for line in (
             f"    if {name}.dim() != {rank}:",
-            f"        raise ValueError('{name} has ' + str({name}.dim()) + ' dimensions; this file takes {rank}')",
+            f"        dims = str({name}.dim())",
+            f"        raise ValueError('{name} has ' + dims + ' dimensions; this file takes {rank}')",
         )
     ]
     run = f"    return self.network({names}, {{}}, self.statistics)"

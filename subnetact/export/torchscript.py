@@ -45,10 +45,10 @@ def to_torchscript(
     example: Tensor | Sequence[Tensor] | None = None,
     freeze: bool = False,
     allow_uncalibrated: bool = False,
-) -> None:
+) -> torch.jit.ScriptModule:
     """Write one file that holds the weights once and runs any registered subnet, by its number.
 
-    `torch.jit.load(path)`, or `torch::jit::load` in C++, gives a module with
+    What it returns, `torch.jit.load(path)`, and `torch::jit::load` in C++, gives a module with
 
     * `forward(*inputs, subnet)`: `subnet` is int64 of shape (1,), or (B, 1) with B equal numbers;
     * `forward_row(*inputs, row)`: the control tuple itself, `supernet.space.resolve(spec)`; where the
@@ -82,8 +82,8 @@ def to_torchscript(
     if sys.version_info >= UNSUPPORTED_PYTHON:
         raise ExportError(
             f"Python {sys.version_info[0]}.{sys.version_info[1]}: TorchScript is not supported from "
-            f"{'.'.join(map(str, UNSUPPORTED_PYTHON))} on; use subnetact.export.to_exported_programs, or export "
-            "with an older Python: the file runs anywhere"
+            f"{'.'.join(map(str, UNSUPPORTED_PYTHON))} on; use subnetact.export.to_exported_programs, or "
+            "export with an older Python: the file runs anywhere"
         )
     supernet, specs = _registered(source, subnets)
     if example is None and isinstance(source, Engine) and inputs is None:
@@ -93,8 +93,8 @@ def to_torchscript(
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
     if bare and not allow_uncalibrated:
         raise NotCalibrated(
-            f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} first; "
-            "call subnetact.calibrate(supernet, specs, batches), or pass allow_uncalibrated=True"
+            f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} "
+            "first; call subnetact.calibrate(supernet, specs, batches), or pass allow_uncalibrated=True"
         )
     names = _inputs(supernet, inputs)
     examples = (example,) if isinstance(example, Tensor) else tuple(example or ())
@@ -118,6 +118,7 @@ def to_torchscript(
         _compare(scripted, supernet, specs, examples)
     with replacing(path) as temporary, _quiet():
         torch.jit.save(scripted, temporary)
+    return scripted  # type: ignore[no-any-return]
 
 
 def _registered(
@@ -169,8 +170,8 @@ def _inputs(supernet: Supernet, given: Sequence[str] | None) -> list[str]:
     names = needed if given is None else list(given)
     if not names or set(names) - set(known) or set(needed) - set(names) or "subnet" in names:
         raise ExportError(
-            f"inputs: the network takes {', '.join(known) or 'none by name'}, of which {', '.join(needed)} must be "
-            f"given; got {', '.join(names)}"
+            f"inputs: the network takes {', '.join(known) or 'none by name'}, of which {', '.join(needed)} "
+            f"must be given; got {', '.join(names)}"
         )
     return names
 
@@ -193,8 +194,8 @@ def _scripted(module: Any, path: str) -> Any:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ExportError(
-            f"{path} ({type(module).__name__}): TorchScript cannot compile it ({' '.join(lines[:3])}); rewrite it "
-            "with what TorchScript knows, or use subnetact.export.to_exported_programs"
+            f"{path} ({type(module).__name__}): TorchScript cannot compile it ({' '.join(lines[:3])}); "
+            "rewrite it with what TorchScript knows, or use subnetact.export.to_exported_programs"
         ) from error
 
 
@@ -231,8 +232,8 @@ def _compare(scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example
             expected = supernet.subnet(specs[i])(*example)
             if not agree(scripted(*example, torch.tensor([i])), expected):
                 raise ExportError(
-                    f"subnet {i} ({specs[i]}): the scripted network's output differs from the supernet's; its "
-                    "forward depends on something other than its inputs, such as how many layers it has"
+                    f"subnet {i} ({specs[i]}): the scripted network's output differs from the supernet's; "
+                    "its forward depends on something other than its inputs, such as how many layers it has"
                 )
 
 
