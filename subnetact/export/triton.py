@@ -200,8 +200,8 @@ def _write_libtorch(
 ) -> None:
     path = version / "model.pt"
     policy = None if table is None else SlackFit(table, slo_ms)
-    to_torchscript(engine, path, policy=policy, allow_uncalibrated=engine._allow_uncalibrated)
-    if shape_coded:
-        with quiet():
+    with quiet():
+        to_torchscript(engine, path, policy=policy, allow_uncalibrated=engine._allow_uncalibrated)
+        if shape_coded:
             scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
             torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)
