@@ -242,4 +242,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
         warnings.filterwarnings("ignore", r".*torch\.jit\..* is deprecated", DeprecationWarning)
+        # PyTorch's own GraphModule is what annotates so.
+        warnings.filterwarnings("ignore", r".*instance-level annotations on empty non-base", UserWarning)
         yield
