@@ -130,10 +130,10 @@ class _Scope:
             first = next(iter(self.graph.nodes)).name
             skip = f"if row[{gate[0]}] != {gate[1]}:\n    return {first}\n"
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
-        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
         held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
         traced = fx.GraphModule({**self.modules, **held}, self.graph, type(module).__name__)
-        traced.meta["paths"] = self.paths
+        traced.meta["paths"] = {name: path for name, path in self.paths.items() if name in used}
         return traced
 
     def _argument(self, given: Any, name: str) -> Any:
