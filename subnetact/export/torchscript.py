@@ -12,13 +12,13 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from subnetact.binding import bind
 from subnetact.engine import Engine
 from subnetact.errors import ExportError, NotCalibrated, ProfileMismatch, SpecError
 from subnetact.export.scripted import METHODS, ScriptedSubnets, forward_source
-from subnetact.export.symbolic import Layout, trace_network
+from subnetact.export.symbolic import Layout, Traced, trace_network
 from subnetact.files import replacing
 from subnetact.hot import agree
 from subnetact.latency import LatencyTable
@@ -186,8 +186,8 @@ def _script(whole: ScriptedSubnets, source: str) -> Any:
 
 def _scripted(module: Any, path: str) -> Any:
     """Script a module after those in it, so that an error can tell which one."""
-    if isinstance(module, fx.GraphModule):
-        for name, inner in module.meta["paths"].items():
+    if isinstance(module, Traced):
+        for name, inner in module.__dict__.pop("paths").items():
             setattr(module, name, _scripted(getattr(module, name), inner))
     try:
         return torch.jit.script(module)
@@ -242,6 +242,4 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
         warnings.filterwarnings("ignore", r".*torch\.jit\..* is deprecated", DeprecationWarning)
-        # PyTorch's own GraphModule is what annotates so.
-        warnings.filterwarnings("ignore", r".*instance-level annotations on empty non-base", UserWarning)
         yield
