@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--subnets", type=int, default=50)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--image-size", type=int, default=224, help="of the full-size comparison")
+    parser.add_argument("--image-size", type=int, default=96, help="of the full-size comparison")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
