@@ -109,6 +109,9 @@ int main(int argc, char** argv) try {
   for (const int failed : failures) wrong += failed;
   std::printf("threads %d wrong %d\n", threads, wrong);
   return wrong ? 1 : 0;
+} catch (const c10::Error& error) {
+  std::cerr << "actuate: " << error.what_without_backtrace() << "\n";
+  return 2;
 } catch (const std::exception& error) {
   std::cerr << "actuate: " << error.what() << "\n";
   return 2;
