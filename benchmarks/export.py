@@ -5,8 +5,8 @@
 
 Families have their golden (small) size and upstream's weights; `--full` adds ofa_resnet50 at its full size.
 Outputs are compared before saving and after loading, not frozen and frozen. The file is loaded by a process
-of its own, which has loaded another one before (so growth means little for small files). `--report` writes the table in the README from these results
-and those of export_formats.py.
+of its own, which has loaded another one before (so growth means little for small files). `--report` writes
+the table in the README from these results and those of export_formats.py.
 """
 
 from __future__ import annotations
