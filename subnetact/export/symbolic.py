@@ -22,7 +22,7 @@ from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.view import shell
 from subnetact.tracing import leaf_class
 
-__all__ = ["Layout", "trace_network"]
+__all__ = ["Layout", "Traced", "trace_network"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _Gate = tuple[int, int]
@@ -52,10 +52,8 @@ class Layout:
         return len(self.names)
 
 
-def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout) -> fx.GraphModule:
+def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout) -> Traced:
     """Return a module of `forward(*inputs, row: List[int], statistics)` that is every subnet.
-
-    Its `meta["paths"]`, and those of the graph modules in it, name the network's module behind each child.
 
     Args:
         network: a network with operators; it is not changed, its tensors are shared.
@@ -66,6 +64,23 @@ def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout) -> 
         ExportError: the forward cannot be traced; it names the module.
     """
     return _Scope("", layout).trace(network, (), dict.fromkeys(inputs, _TENSOR))
+
+
+class Traced(nn.Module):
+    """A module that runs a graph's code, without what else a GraphModule carries.
+
+    Its attribute `paths` has, for each submodule, the name of the network's module behind it.
+    """
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, paths: dict[str, str]) -> Traced:
+        """Take over a graph module's code, tensors and submodules."""
+        kind = type(type(module).__name__, (cls,), {"forward": type(module).forward, "__module__": __name__})
+        traced: Any = kind()
+        traced.paths = paths
+        traced._modules.update(module._modules)
+        traced._buffers.update(module._buffers)
+        return traced  # type: ignore[no-any-return]
 
 
 class _Tracer(GraphAppendingTracer):
@@ -106,7 +121,7 @@ class _Scope:
 
     def trace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], gate: _Gate | None = None
-    ) -> fx.GraphModule:
+    ) -> Traced:
         """Trace one module; tensors among the arguments become arguments, other values are built in."""
         given = [self._argument(a, f"x{i}") for i, a in enumerate(args)]
         named = {name: self._argument(a, name) for name, a in kwargs.items()}
@@ -130,11 +145,10 @@ class _Scope:
             first = next(iter(self.graph.nodes)).name
             skip = f"if row[{gate[0]}] != {gate[1]}:\n    return {first}\n"
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
-        used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
         held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
         traced = fx.GraphModule({**self.modules, **held}, self.graph, type(module).__name__)
-        traced.meta["paths"] = self.paths
-        return traced
+        return Traced.of(traced, {name: path for name, path in self.paths.items() if name in used})
 
     def _argument(self, given: Any, name: str) -> Any:
         if given is _TENSOR or isinstance(given, fx.Proxy):
@@ -205,8 +219,12 @@ class _Scope:
         )
 
     def _tensor(self, name: str, tensor: Tensor) -> fx.Proxy:
-        self.tensors[name] = tensor
-        return self.tracer.create_proxy("get_attr", name, (), {})
+        # Flat names: TorchScript is slow with many modules that only hold tensors.
+        flat = name.replace(".", "_")
+        while flat in self.tensors:
+            flat += "_"
+        self.tensors[flat] = tensor
+        return self.tracer.create_proxy("get_attr", flat, (), {})
 
     def _layer(self, stack: LayerSelect, layer: nn.Module, name: str, path: str) -> nn.Module:
         """Return a stand-in for a layer that traces it in a graph of its own when it is called."""

@@ -7,18 +7,25 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from subnetact.binding import bind
 from subnetact.engine import Engine
-from subnetact.errors import ExportError, NotCalibrated, ProfileMismatch, SpecError
+from subnetact.errors import (
+    ExportError,
+    InvalidRequest,
+    NotCalibrated,
+    ProfileMismatch,
+    SpecError,
+    UncalibratedSubnetWarning,
+)
 from subnetact.export.scripted import METHODS, ScriptedSubnets, forward_source
-from subnetact.export.symbolic import Layout, trace_network
+from subnetact.export.symbolic import Layout, Traced, trace_network
 from subnetact.files import replacing
 from subnetact.hot import agree
 from subnetact.latency import LatencyTable
@@ -77,7 +84,8 @@ def to_torchscript(
         ExportError: something cannot be traced or scripted; it names the module. Or Python is too new.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
         SpecError: there is no subnet, or one is of another space.
-        PolicyError, TableError: the table or policy is of other subnets.
+        ProfileMismatch: the table or policy is of other subnets, or of other weights.
+        PolicyError: no latency of the table is within SlackFit's usual 36 ms; give a policy.
     """
     if sys.version_info >= UNSUPPORTED_PYTHON:
         raise ExportError(
@@ -87,7 +95,8 @@ def to_torchscript(
         )
     supernet, specs = _registered(source, subnets)
     if example is None and isinstance(source, Engine) and inputs is None:
-        example = source.example[None]
+        with suppress(InvalidRequest):
+            example = source.example[None]
     keys = [spec.key for spec in specs]
     policy = _policy(source, table, policy, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
@@ -168,10 +177,11 @@ def _inputs(supernet: Supernet, given: Sequence[str] | None) -> list[str]:
     }
     needed = [name for name, required in known.items() if required]
     names = needed if given is None else list(given)
-    if not names or set(names) - set(known) or set(needed) - set(names) or "subnet" in names:
+    reserved = {"self", "subnet", "row"} & set(names)
+    if not names or reserved or set(names) - set(known) or set(needed) - set(names):
         raise ExportError(
             f"inputs: the network takes {', '.join(known) or 'none by name'}, of which {', '.join(needed)} "
-            f"must be given; got {', '.join(names)}"
+            f"must be given, and none may be called subnet or row; got {', '.join(names)}"
         )
     return names
 
@@ -186,8 +196,8 @@ def _script(whole: ScriptedSubnets, source: str) -> Any:
 
 def _scripted(module: Any, path: str) -> Any:
     """Script a module after those in it, so that an error can tell which one."""
-    if isinstance(module, fx.GraphModule):
-        for name, inner in module.meta["paths"].items():
+    if isinstance(module, Traced):
+        for name, inner in module.__dict__.pop("paths").items():
             setattr(module, name, _scripted(getattr(module, name), inner))
     try:
         return torch.jit.script(module)
@@ -227,7 +237,8 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
 def _compare(scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: tuple[Tensor, ...]) -> None:
     home = next(supernet.parameters()).device
     example = tuple(x.to(home) for x in example)
-    with torch.inference_mode():
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncalibratedSubnetWarning)
         for i in range(0, len(specs), -(-len(specs) // 8)):
             expected = supernet.subnet(specs[i])(*example)
             if not agree(scripted(*example, torch.tensor([i])), expected):
