@@ -224,21 +224,20 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-    rows = []
+    result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         driver = build_driver(Path(folder) / "build")
-        for family in args.families:
-            found = torchscript(*golden(family), args.subnets, driver, Path(folder))
-            rows.append({"format": "TorchScript", "family": family, "size": "golden", **found})
-        if args.full:
+        for family in [*args.families, *(["full"] if args.full else [])]:
+            full = family == "full"
             torch.manual_seed(0)
-            inputs = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
-            found = torchscript(load("ofa_resnet50"), inputs, args.subnets, driver, Path(folder))
-            rows.append({"format": "TorchScript", "family": "ofa_resnet50", "size": "full", **found})
-    result = {"machine": machine(torch.device("cpu")), "rows": rows}
+            image = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
+            supernet, inputs = (load("ofa_resnet50"), image) if full else golden(family)
+            about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "golden"}
+            found = torchscript(supernet, inputs, args.subnets, driver, Path(folder))
+            result["rows"].append({"format": "TorchScript", **about, **found})
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
