@@ -6,9 +6,12 @@ import inspect
 import math
 import sys
 import warnings
+import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +42,8 @@ from subnetact.supernet import Supernet
 __all__ = ["to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
+ALIGNED = 64
+"""Elements that every tensor starts at a multiple of, so that it is aligned as one of its own would be."""
 
 
 def to_torchscript(
@@ -68,6 +73,8 @@ def to_torchscript(
     changes when it runs, so threads may run different subnets at once. TorchScript is in maintenance;
     PyTorch's successor is torch.export (`to_exported_programs`), which makes one program per subnet.
 
+    While it writes, the weights are in memory twice; what it returns has its own.
+
     Args:
         source: an engine, or a supernet.
         path: the file to write, `model.pt` for example.
@@ -77,7 +84,8 @@ def to_torchscript(
         inputs: names of the network's arguments that callers give; None = those without a default.
         example: one batch of every input, to compare the file with the supernet before it is written;
             None = the engine's.
-        freeze: make the weights constants of the program: a little less to interpret, one device.
+        freeze: make the weights constants, and compute beforehand what depends on them alone, which is
+            stored too.
         allow_uncalibrated: whether subnets without statistics of their own run on the shared ones.
 
     Raises:
@@ -118,6 +126,7 @@ def to_torchscript(
         known = dict(zip(source.keys, source.accuracy, strict=True)) if isinstance(source, Engine) else {}
         accuracy = [math.nan if (a := known.get(key)) is None else a for key in keys]
     whole = ScriptedSubnets(network, rows, statistics, layout.sizes, keys, accuracy, policy)
+    _pack(whole)
     ranks: list[int | None] = [x.dim() for x in examples]
     scripted = _script(whole, forward_source(names, ranks or [None] * len(names), layout))
     if freeze:
@@ -127,6 +136,7 @@ def to_torchscript(
         _compare(scripted, supernet, specs, examples)
     with replacing(path) as temporary, _quiet():
         torch.jit.save(scripted, temporary)
+        _strip(temporary)
     return scripted  # type: ignore[no-any-return]
 
 
@@ -232,6 +242,42 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
         flats.append(own.flat)
         end += own.flat.numel()
     return rows, torch.cat(flats)
+
+
+def _pack(whole: nn.Module) -> None:
+    """Copy all tensors into one storage a dtype: one record in the file instead of hundreds."""
+    held = [
+        (own, name, tensor)
+        for module in whole.modules()
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if tensor is not None and tensor.is_contiguous()
+    ]
+    starts: dict[Any, int] = {}
+    ends: Counter[Any] = Counter()
+    for _, _, tensor in held:
+        kind = tensor.dtype, tensor.device
+        if _place(tensor) not in starts:
+            starts[_place(tensor)] = ends[kind]
+            ends[kind] += -(-tensor.numel() // ALIGNED) * ALIGNED
+    flats = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in ends.items()}
+    for own, name, tensor in held:
+        start = starts[_place(tensor)]
+        flat = flats[tensor.dtype, tensor.device][start : start + tensor.numel()].view(tensor.shape)
+        flat.copy_(tensor.detach())
+        own[name] = nn.Parameter(flat, False) if isinstance(tensor, nn.Parameter) else flat  # type: ignore[assignment]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.data_ptr(), tensor.shape
+
+
+def _strip(path: Path) -> None:
+    """Leave out what only maps errors to lines of generated source, much of a small network's file."""
+    with replacing(path) as stripped, zipfile.ZipFile(path) as old, zipfile.ZipFile(stripped, "w") as new:
+        for record in old.infolist():
+            if not record.filename.endswith(".debug_pkl"):
+                new.writestr(record, old.read(record))
 
 
 def _compare(scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: tuple[Tensor, ...]) -> None:
