@@ -111,14 +111,18 @@ def in_cpp(driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     wrong = [int(n) for n in re.findall(r"(?:subnets|threads) \d+ wrong (\d+)", done.stdout)]
-    timed = re.search(r"forward_us ([\d.]+) switch_us (-?[\d.]+)", done.stdout)
+    timed = re.search(
+        r"actuate_us ([\d.]+)\nforward_us ([\d.]+) switch_us (-?[\d.]+) \+- ([\d.]+)", done.stdout
+    )
     if timed is None or len(wrong) != 2:
         raise SystemExit(f"{driver}: {done.stdout}{done.stderr}")
     return {
         "cpp_wrong_one_thread": wrong[0],
         "cpp_wrong_eight_threads": wrong[1],
-        "cpp_forward_us": float(timed[1]),
-        "cpp_switch_us": float(timed[2]),
+        "cpp_actuate_us": float(timed[1]),
+        "cpp_forward_us": float(timed[2]),
+        "cpp_switched_minus_same_us": float(timed[3]),
+        "cpp_switched_minus_same_us_half_width_95": float(timed[4]),
     }
 
 
