@@ -188,14 +188,14 @@ def report() -> str:
         f"{about['device_name']}, {about['threads']} thread(s), torch {about['torch']}.",
         "",
         "| format | family | subnets | against eager | files, weights stored | subnet / batch dynamic "
-        "| MiB, of weights | load ms |",
+        "| MiB, of weights + statistics | load ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         size = " (full size)" if row["size"] == "full" else ""
         same = "bit-equal" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}"
         dynamic = " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch"))
-        share = row["bytes"] / row["bytes_of_weights"]
+        share = row["bytes"] / (row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0))
         lines.append(
             f"| {row['format']} | {row['family']}{size} | {row['subnets']} | {same} "
             f"| {row['program_files']}, {row['weights_stored']} | {dynamic} "
