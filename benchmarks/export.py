@@ -111,14 +111,18 @@ def in_cpp(driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     wrong = [int(n) for n in re.findall(r"(?:subnets|threads) \d+ wrong (\d+)", done.stdout)]
-    timed = re.search(r"forward_us ([\d.]+) switch_us (-?[\d.]+)", done.stdout)
+    timed = re.search(
+        r"actuate_us ([\d.]+)\nforward_us ([\d.]+) switch_us (-?[\d.]+) \+- ([\d.]+)", done.stdout
+    )
     if timed is None or len(wrong) != 2:
         raise SystemExit(f"{driver}: {done.stdout}{done.stderr}")
     return {
         "cpp_wrong_one_thread": wrong[0],
         "cpp_wrong_eight_threads": wrong[1],
-        "cpp_forward_us": float(timed[1]),
-        "cpp_switch_us": float(timed[2]),
+        "cpp_actuate_us": float(timed[1]),
+        "cpp_forward_us": float(timed[2]),
+        "cpp_switched_minus_same_us": float(timed[3]),
+        "cpp_switched_minus_same_us_half_width_95": float(timed[4]),
     }
 
 
@@ -184,14 +188,14 @@ def report() -> str:
         f"{about['device_name']}, {about['threads']} thread(s), torch {about['torch']}.",
         "",
         "| format | family | subnets | against eager | files, weights stored | subnet / batch dynamic "
-        "| MiB, of weights | load ms |",
+        "| MiB, of weights + statistics | load ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         size = " (full size)" if row["size"] == "full" else ""
         same = "bit-equal" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}"
         dynamic = " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch"))
-        share = row["bytes"] / row["bytes_of_weights"]
+        share = row["bytes"] / (row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0))
         lines.append(
             f"| {row['format']} | {row['family']}{size} | {row['subnets']} | {same} "
             f"| {row['program_files']}, {row['weights_stored']} | {dynamic} "

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <functional>
@@ -38,9 +39,10 @@ double microseconds(const std::function<void()>& call) {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
 }
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
+double quantile(std::vector<double> values, double share) {
+  const auto at = values.begin() + static_cast<long>(share * (values.size() - 1));
+  std::nth_element(values.begin(), at, values.end());
+  return *at;
 }
 
 int main(int argc, char** argv) try {
@@ -80,6 +82,14 @@ int main(int argc, char** argv) try {
     }
   }
 
+  // What forward does beside the network: decode the number, check it, find the subnet's row.
+  std::vector<double> decoding;
+  for (int64_t i = 0; i < 2000; ++i) {
+    const auto subnet = torch::full({1}, i % count, torch::kInt64);
+    decoding.push_back(microseconds([&] { model.get_method("select")({subnet, inputs[0].size(0)}); }));
+  }
+  std::printf("actuate_us %.2f\n", quantile(decoding, 0.5));
+
   // The first and the last subnet after themselves, and after each other; a round times all four.
   std::vector<double> rounds, same;
   for (int round = 0; round < 100 && count > 1; ++round) {
@@ -90,7 +100,11 @@ int main(int argc, char** argv) try {
     rounds.push_back((ab + ba - aa - bb) / 2);
     same.push_back((aa + bb) / 2);
   }
-  if (count > 1) std::printf("forward_us %.1f switch_us %.2f\n", median(same), median(rounds));
+  if (count > 1) {
+    const double spread = quantile(rounds, 0.75) - quantile(rounds, 0.25);
+    std::printf("forward_us %.1f switch_us %.2f +- %.2f\n", quantile(same, 0.5), quantile(rounds, 0.5),
+                1.57 * spread / std::sqrt(static_cast<double>(rounds.size())));
+  }
 
   const int threads = argc > 3 ? std::stoi(argv[3]) : 8;
   std::vector<int> failures(threads, 0);

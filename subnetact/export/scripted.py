@@ -18,6 +18,7 @@ METHODS = [
     "describe",
     "accuracy",
     "row",
+    "select",
     "batch_sizes",
     "latency_ms",
     "choose",

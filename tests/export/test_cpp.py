@@ -78,7 +78,7 @@ def test_cpp_equals_python(
     chosen = re.findall(r"choose slack ([\d.]+) queued 8 -> subnet (\d+) batch (\d+)", done.stdout)
     assert [(int(i), int(b)) for _, i, b in chosen] == [scripted.choose(float(s), 8) for s, _, _ in chosen]
     assert len(chosen) == 4
-    assert re.search(r"forward_us [\d.]+ switch_us -?[\d.]+", done.stdout)
+    assert re.search(r"actuate_us [\d.]+\nforward_us [\d.]+ switch_us -?[\d.]+ ", done.stdout)
 
     torch.save({"inputs": list(inputs.values()), "outputs": [o + 1 for o in outputs]}, tmp_path / "cases.pt")
     done = run(actuate, tmp_path)
