@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ofa_adapters.attentivenas_space import DEFAULT, Layout
 from ofa_adapters.encoding import raw_features
@@ -30,6 +31,15 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def resized(x: Tensor, resolution: int) -> Tensor:
+    """Scale square images (N, C, H, W) to a resolution. TorchScript compiles it as it is."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(resized, (x,), x, resolution)
+    if x.shape[-1] == resolution:
+        return x
+    return F.interpolate(x, (resolution, resolution), mode="bicubic", align_corners=False)
+
+
 class Resize(nn.Module):
     """Scales images to the subnet's resolution."""
 
@@ -39,9 +49,7 @@ class Resize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, 3, H, W) to (N, 3, resolution, resolution), bicubic, unless W is the resolution."""
-        if x.shape[-1] == self.resolution:
-            return x
-        return F.interpolate(x, (self.resolution, self.resolution), mode="bicubic", align_corners=False)
+        return resized(x, self.resolution)
 
 
 class ShortcutBlock(MBConv):

@@ -6,7 +6,6 @@ Checksums find accidents and edits; they are no signature.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from subnetact._version import __version__
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
-from subnetact.files import replacing
+from subnetact.files import checksum, described, replacing
 from subnetact.latency import LatencyTable
 from subnetact.norm_table import NormTable
 from subnetact.spec import SubnetSpec
@@ -82,9 +81,9 @@ def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
         "accuracy": list(engine.accuracy),
         "removed": sorted(set(range(len(engine))) - set(engine.ids)),
         "tables": tables,
-        "files": {name: _described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
+        "files": {name: described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
     }
-    document["checksum"] = _checksum(document)
+    document["checksum"] = checksum(document)
     with replacing(folder / INDEX) as temporary:
         temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
@@ -100,10 +99,10 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
     index = folder / INDEX
     document = _read_index(index)
     try:
-        for name, described in document["files"].items():
+        for name, known in document["files"].items():
             if Path(name).name != name:
                 raise FileFormatError(f"{index}: {name!r} is not a file of this directory")
-            if _described(folder / name) != described:
+            if described(folder / name) != known:
                 raise FileFormatError(
                     f"{folder / name}: truncated or changed since it was saved; restore it, or save again"
                 )
@@ -148,8 +147,7 @@ def _read_index(index: Path) -> dict[str, Any]:
         raise FileFormatError(
             f"{index}: bundle of schema {schema!r}, this version reads 1 to {SCHEMA}; update subnetact"
         )
-    checksum = document.pop("checksum", None)
-    if checksum != _checksum(document):
+    if document.pop("checksum", None) != checksum(document):
         raise FileFormatError(f"{index}: changed since it was saved; restore it, or save again")
     return document
 
@@ -185,23 +183,6 @@ def _fill(supernet: Supernet, path: Path) -> None:
         if tensor.dtype != own[name].dtype:
             raise FileFormatError(f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}")
     supernet.load_state_dict(tensors)
-
-
-def _described(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise FileFormatError(
-            f"{path}: not readable ({error.strerror}); restore it, or save again"
-        ) from error
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _checksum(document: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _described_example(example: Any) -> Any:

@@ -10,6 +10,7 @@ SubnetActError
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
+├── ExportError (RuntimeError)         a network, or this machine, that a format cannot be made from
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
 ├── TableError (ValueError)           a latency table is malformed
 ├── ResumeMismatch (ValueError)      unfinished work of other weights, subnets, data or settings
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "DeadlinePassed",
     "DeviceError",
+    "ExportError",
     "FileFormatError",
     "ForeignSpec",
     "IllegalChoice",
@@ -93,6 +95,10 @@ class DeviceError(SubnetActError, RuntimeError):
 
 class NotCalibrated(SubnetActError, RuntimeError):
     """A subnet with BatchNorm has no statistics of its own."""
+
+
+class ExportError(SubnetActError, RuntimeError):
+    """A network cannot be written in a format, or this machine cannot write it; it says what can."""
 
 
 class RecompileRefused(SubnetActError, RuntimeError):

@@ -7,13 +7,13 @@ leaves of one private view record themselves instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-__all__ = ["trace_"]
+__all__ = ["leaf_class", "trace_"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -22,12 +22,12 @@ class _Leaf:
     """A module that records its call instead of computing."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tracer, path = self.recorder
-        return tracer.create_proxy("call_module", path, args, kwargs)
+        return self.recorder(args, kwargs)
 
 
 @cache
-def _leaf_class(cls: type[nn.Module]) -> type[nn.Module]:
+def leaf_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of modules that hand their calls to their `recorder`, a function of (args, kwargs)."""
     return type(cls.__name__, (_Leaf, cls), {})
 
 
@@ -60,8 +60,8 @@ def trace_(
             inside = f"{path}."  # modules come before what is in them, and that before all others
     try:
         for path, leaf in leaves.items():
-            object.__setattr__(leaf, "recorder", (tracer, path))
-            object.__setattr__(leaf, "__class__", _leaf_class(type(leaf)))  # type: ignore[arg-type]
+            object.__setattr__(leaf, "recorder", partial(tracer.create_proxy, "call_module", path))
+            object.__setattr__(leaf, "__class__", leaf_class(type(leaf)))  # type: ignore[arg-type]
         graph.output(view(fx.Proxy(graph.placeholder("x"), tracer)).node)
     finally:
         for path, leaf in leaves.items():

@@ -12,8 +12,8 @@ from torch import nn
 
 import subnetact
 from ofa_adapters import load
-from subnetact.bundle import _checksum
 from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.files import checksum
 from subnetact.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -121,7 +121,7 @@ def test_a_foreign_or_newer_index_is_refused(
     index = tmp_path / "bundle.json"
     document = {**json.loads(index.read_text()), **change}
     del document["checksum"]
-    index.write_text(json.dumps({**document, "checksum": _checksum(document)}))
+    index.write_text(json.dumps({**document, "checksum": checksum(document)}))
     with pytest.raises(FileFormatError, match=rf"bundle\.json.*{words}"):
         subnetact.Engine.load(tmp_path)
 

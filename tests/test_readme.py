@@ -13,15 +13,20 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: dict[str, object] = {}
-    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, second, export = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(first, "README.md", "exec"), names)
     assert re.fullmatch(r"[01] [0-9.]+ [0-9.]+ (True|False)\n", capsys.readouterr().out)
     exec(compile(second, "README.md", "exec"), names)
     supernet, image = names["supernet"], torch.zeros(2, 3, 8, 8)
     for spec in supernet.space.enumerate():
         assert torch.equal(supernet(image, subnet=spec), supernet.extract(spec)(image))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(export, "README.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("2 depth=4 width=1.0 [32,")
 
 
 def test_each_command_section_has_one_shell_block() -> None:

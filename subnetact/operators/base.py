@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +43,9 @@ class Operator(nn.Module):
 
     template: Any
 
+    checks: bool = True
+    """Whether sizes are compared with what is legal; a traced row has none to compare yet."""
+
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__()
         self._parameters = template._parameters
@@ -71,18 +74,29 @@ class Operator(nn.Module):
             InsertError: the module's type or settings are not supported.
         """
 
+    def legal(self, part: str) -> Sequence[int]:
+        """Return the sizes a part can have, ascending."""
+        return range(1, self.full(part) + 1)
+
     def size(self, part: str, row: Row) -> int:
         """Return a part's size in the subnet; the full size where no dimension is followed.
 
         Raises:
-            SpecError: the dimension is outside 1 .. the full size.
+            SpecError: it is not `legal`.
         """
         if part not in self.dims:
             return self.full(part)
         size = row[self.dims[part]]
-        if not 1 <= size <= self.full(part):
-            raise SpecError(f"{self.path}: {part} of {size} is outside 1..{self.full(part)}")
+        if self.checks and size not in self.legal(part):
+            raise SpecError(f"{self.path}: {self._not_legal(part, size)}")
         return size
+
+    def _not_legal(self, part: str, size: int) -> str:
+        legal = self.legal(part)
+        if isinstance(legal, range):
+            steps = f" in steps of {legal.step}" if legal.step > 1 else ""
+            return f"{part} of {size} is outside {legal[0]}..{legal[-1]}{steps}"
+        return f"{part} {size} is not a choice; choose from {', '.join(map(str, legal))}"
 
     def sizes(self, row: Row) -> tuple[int, ...]:
         """Return the sizes that decide this operator's part of a subnet."""

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
 from subnetact.operators.view import shell
 from subnetact.space import Row
@@ -72,30 +72,17 @@ class ElasticKernel(Operator):
         """Return the channels, or the size of the largest kernel."""
         return int(self.template.out_channels if part == "channels" else self.template.kernel_sizes[-1])
 
-    def size(self, part: str, row: Row) -> int:
-        """Return a part's size in the subnet.
-
-        Raises:
-            SpecError: it is outside 1 .. the full size, or no kernel size of this convolution.
-        """
-        size = super().size(part, row)
-        if part == "kernel" and size not in self.template.kernel_sizes:
-            sizes = ", ".join(map(str, self.template.kernel_sizes))
-            raise SpecError(f"{self.path}: kernel {size} is not a choice; choose from {sizes}")
-        return size
+    def legal(self, part: str) -> Sequence[int]:
+        """Return the kernel sizes of this convolution, or every number of channels."""
+        return self.template.kernel_sizes if part == "kernel" else super().legal(part)
 
     def kernel(self, size: int) -> Tensor:
         """Return the weight of a kernel size for all channels, (channels, 1, size, size)."""
-        weight: Tensor = self.get_parameter("weight")
+        weight: Any = self.weight
         sizes = self.template.kernel_sizes
-        if not self.template.matrices:
-            return _centre(weight, size)
-        for small, large in reversed(list(itertools.pairwise(sizes))):
-            if large <= size:
-                break
-            matrix = self.get_parameter(f"{large}to{small}_matrix")
-            weight = F.linear(_centre(weight, small).flatten(1), matrix).view(-1, 1, small, small)
-        return weight
+        names = [f"{large}to{small}_matrix" for small, large in itertools.pairwise(sizes)]
+        matrices: Any = [getattr(self, name) for name in names if self.template.matrices]
+        return smaller_kernel(weight, matrices, list(sizes), size)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight of the first channels, made for the kernel size."""
@@ -176,12 +163,29 @@ class _FollowingConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, channels, H, W) to (N, channels, H / stride, W / stride)."""
         if not torch.compiler.is_compiling():
-            computed = getattr(self._parameters["weight"], "computed", None)
+            computed = vars(self._parameters["weight"]).get("computed")
             if computed is not None:
                 computed.refresh()
         return super().forward(input)
 
 
-def _centre(weight: Tensor, size: int) -> Tensor:
-    start = (weight.shape[-1] - size) // 2
-    return weight[..., start : start + size, start : start + size]
+def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:
+    """Make a depthwise kernel of a smaller size. TorchScript compiles it as it is.
+
+    Args:
+        weight: of the largest, (channels, 1, sizes[-1], sizes[-1]).
+        matrices: from each size to the one before it; none = the bare centre.
+        sizes: the kernel sizes, ascending.
+        size: one of them.
+    """
+    if has_torch_function_unary(weight):
+        return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)
+    at = len(sizes) - 1
+    while at > 0 and sizes[at] > size:
+        small = sizes[at - 1]
+        start = (sizes[at] - small) // 2
+        weight = weight[..., start : start + small, start : start + small]
+        if len(matrices) > 0:
+            weight = F.linear(weight.flatten(1), matrices[at - 1]).view(-1, 1, small, small)
+        at -= 1
+    return weight

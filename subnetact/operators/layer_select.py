@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -34,9 +35,22 @@ class LayerSelect(Operator):
         """Return 1: a layer is kept or not."""
         return 1
 
+    def legal(self, part: str) -> Sequence[int]:  # noqa: ARG002
+        """Return 0 and 1: a layer is skipped or kept."""
+        return (0, 1)
+
+    def gate(self, name: str) -> tuple[int, int] | None:
+        """Return the position in a row, and the value there with which a layer is kept; None = always."""
+        return (self.dims[name], 1) if name in self.dims else None
+
     def kept(self, row: Row) -> list[str]:
         """Return the names of the layers the subnet keeps, in order."""
-        return [name for name in self._modules if name not in self.dims or row[self.dims[name]]]
+        gates = {name: self.gate(name) for name in self._modules}
+        return [name for name, gate in gates.items() if gate is None or row[gate[0]] == gate[1]]
+
+    def chain(self, layers: dict[str, nn.Module | None]) -> nn.Module:
+        """Return the container of all layers, of which those not kept hand on their input."""
+        return self.select(layers)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
         """Return the container of already bound kept layers, renumbered where names are numbers."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from subnetact.operators.layer_select import LayerSelect
@@ -47,13 +50,28 @@ class Switch(LayerSelect):
         """Return the number of alternatives."""
         return len(self._modules)
 
+    def legal(self, part: str) -> Sequence[int]:
+        """Return 1 .. the number of alternatives."""
+        return range(1, self.full(part) + 1)
+
+    def gate(self, name: str) -> tuple[int, int]:
+        """Return the position in a row, and the value there that chooses an alternative."""
+        return self.dims["choice"], int(name) + 1
+
     def kept(self, row: Row) -> list[str]:
         """Return the name of the subnet's alternative.
 
         Raises:
             SpecError: the dimension is outside 1 .. the number of alternatives.
         """
-        return [str(self.size("choice", row) - 1)]
+        self.size("choice", row)
+        return super().kept(row)
+
+    def chain(self, layers: dict[str, nn.Module | None]) -> nn.Module:
+        """Return all alternatives in a row, of which those not chosen hand on their input."""
+        return nn.Sequential(
+            OrderedDict((name, layer) for name, layer in layers.items() if layer is not None)
+        )
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
         """Return the already bound alternative itself."""

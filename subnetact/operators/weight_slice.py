@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,11 @@ class WeightSlice(Operator):
     def _groups(self) -> int:
         return int(getattr(self.template, "groups", 1))
 
+    def legal(self, part: str) -> Sequence[int]:
+        """Return every number of channels that is whole groups."""
+        each = self.full(part) // self._groups if self._groups > 1 else 1
+        return range(each, self.full(part) + 1, each)
+
     def full(self, part: str) -> int:
         """Return the number of output or input channels of the full network."""
         names = ("out_features", "in_features") if self._is_linear else ("out_channels", "in_channels")
@@ -51,7 +57,10 @@ class WeightSlice(Operator):
             per_out, per_in = self.full("out") // self._groups, self.full("in_") // self._groups
             groups = out // per_out if "out" in self.dims else in_ // per_in
             sliced = groups * per_out, groups * per_in
-            if ("out" in self.dims and sliced[0] != out) or ("in_" in self.dims and sliced[1] != in_):
+            whole = not self.checks or all(
+                s == n for s, n, p in zip(sliced, (out, in_), self.parts, strict=True) if p in self.dims
+            )
+            if not whole:
                 raise self.refuse(f"{out} x {in_} channels are not whole groups of {per_out} x {per_in}")
             return sliced
         return out, in_

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
 from subnetact.errors import PolicyError
@@ -59,14 +60,30 @@ class SlackFit:
         plan = self._plans.get(context.floor)
         if plan is None:
             plan = self._plan_for(context.floor)
-        slack_ms = (context.slack_ms - self.margin_ms) / (1.0 + self.margin)
         queued = context.queued
         column = self._pad[queued] if queued < len(self._pad) else self._last
-        choice = plan.choices[column][bisect_right(plan.edges, slack_ms)]
-        if choice is not None:
-            return choice
-        option = plan.fronts.largest_batch(column, slack_ms)
-        return (option.subnet, option.batch_size) if option else plan.fallback
+        return plan.answer(column, (context.slack_ms - self.margin_ms) / (1.0 + self.margin))
+
+    def steps(self) -> list[tuple[list[float], list[tuple[int, int]]]]:
+        """Tabulate every answer to requests without an accuracy floor.
+
+        Returns:
+            For each profiled batch size that the queue rounds up to, ascending slacks (ms, margins taken
+            off) and one answer more than those: the answer at j is for slacks from the one before it on.
+        """
+        plan = self._plans[0.0]
+        tables = []
+        for column in range(self._last + 1):
+            latencies = plan.fronts.latencies[: column + 1]
+            slacks: list[float] = []
+            answers = [plan.answer(column, -math.inf)]
+            for slack_ms in sorted({*plan.edges, *(ms for front in latencies for ms in front)}):
+                answer = plan.answer(column, slack_ms)
+                if answer != answers[-1]:
+                    slacks.append(slack_ms)
+                    answers.append(answer)
+            tables.append((slacks, answers))
+        return tables
 
     def retabled(self, table: LatencyTable) -> SlackFit:
         """The same policy for other latencies of the same subnets and batch sizes."""
@@ -103,6 +120,14 @@ class _Plan:
         self.choices = [
             self._choose(holding, table.batch_sizes[column]) for column in range(len(table.batch_sizes))
         ]
+
+    def answer(self, column: int, slack_ms: float) -> tuple[int, int]:
+        """Answer for a queue that rounds up to a column; a step function of the slack."""
+        choice = self.choices[column][bisect_right(self.edges, slack_ms)]
+        if choice is not None:
+            return choice
+        option = self.fronts.largest_batch(column, slack_ms)
+        return (option.subnet, option.batch_size) if option else self.fallback
 
     def _choose(self, holding: list[list[Option]], largest: int) -> list[tuple[int, int] | None]:
         kept: Option | None = None

@@ -1,0 +1,248 @@
+"""The TorchScript file: agreement, size, load time, memory, and what switching costs in C++.
+
+    python benchmarks/export.py [--families ...] [--subnets 50] [--full] [--out FILE.json]
+    python benchmarks/export.py --report
+
+Families have their golden (small) size and upstream's weights; `--full` adds ofa_resnet50 at its full size.
+Outputs are compared before saving and after loading, not frozen and frozen. The file is loaded by a process
+of its own, which has loaded another one before (so growth means little for small files). `--report` writes
+the table in the README from these results and those of export_formats.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+import subnetact
+from ofa_adapters import load
+from subnetact.digits import load_digits_supernet
+from subnetact.export import to_torchscript
+from subnetact.norm_table import NormRow
+from subnetact.spec import SubnetSpec
+from subnetact.supernet import Supernet
+from subnetact.timing import machine
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+RESULTS = ROOT / "benchmarks" / "results"
+FAMILIES = ("ofa_resnet50", "ofa_mbv3", "autoformer", "dynabert")
+MIB = 2**20
+
+LOAD = """
+import gc, json, sys, time, torch
+from pathlib import Path
+torch.set_num_threads(1)
+torch.jit.load(sys.argv[1])
+
+def resident():
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+before, start = resident(), time.perf_counter()
+module = torch.jit.load(sys.argv[2])
+taken = time.perf_counter() - start
+print(json.dumps({"load_ms": round(taken * 1e3, 1), "resident_bytes": resident() - before}))
+"""
+
+
+def golden(family: str) -> tuple[Supernet, dict[str, Tensor]]:
+    facts = json.loads((GOLDEN / family / "cases.json").read_text())
+    io = load_file(GOLDEN / family / "io.safetensors")
+    supernet = load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **facts["constructor"])
+    names = facts.get("inputs")
+    return supernet, {name: io[name] for name in names} if names else {"x": io["input"]}
+
+
+def registered(supernet: Supernet, count: int) -> list[SubnetSpec]:
+    """Distinct subnets, each with random statistics of its own where the family has any."""
+    space = supernet.space
+    specs = dict.fromkeys([space.largest(), space.smallest()])
+    for seed in range(10 * count):
+        if len(specs) < count:
+            specs.setdefault(space.sample(seed))
+    generator = torch.Generator().manual_seed(0)
+    for spec in specs if supernet.norm_operators() else ():
+        own = {}
+        for path, norm in supernet.norm_operators().items():
+            channels = (
+                supernet.space.resolve(spec)[norm.dims["channels"]] if norm.dims else norm.full("channels")
+            )
+            if channels:
+                mean, var = torch.randn(2, channels, generator=generator)
+                own[path] = mean / 9, 0.5 + var.abs()
+        supernet.norms.update({spec: NormRow.of(own)})
+    return list(specs)
+
+
+def weight_bytes(supernet: Supernet) -> int:
+    return sum(t.numel() * t.element_size() for t in supernet.state_dict().values())
+
+
+def equal(module: Any, supernet: Supernet, specs: list[SubnetSpec], inputs: dict[str, Tensor]) -> int:
+    with torch.no_grad():
+        return sum(
+            torch.equal(supernet.subnet(spec)(**inputs), module(*inputs.values(), torch.tensor([i])))
+            for i, spec in enumerate(tqdm(specs, desc="comparing", leave=False, disable=None))
+        )
+
+
+def loaded(path: Path) -> Any:
+    return torch.jit.load(path)  # type: ignore[no-untyped-call]
+
+
+def in_cpp(driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor]) -> dict[str, Any]:
+    """Actuate every subnet in C++; read what its driver prints."""
+    torch.save({"inputs": list(inputs.values()), "outputs": outputs}, folder / "cases.pt")
+    command = [str(driver), str(folder / "model.pt"), str(folder / "cases.pt")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    wrong = [int(n) for n in re.findall(r"(?:subnets|threads) \d+ wrong (\d+)", done.stdout)]
+    timed = re.search(
+        r"actuate_us ([\d.]+)\nforward_us ([\d.]+) switch_us (-?[\d.]+) \+- ([\d.]+)", done.stdout
+    )
+    if timed is None or len(wrong) != 2:
+        raise SystemExit(f"{driver}: {done.stdout}{done.stderr}")
+    return {
+        "cpp_wrong_one_thread": wrong[0],
+        "cpp_wrong_eight_threads": wrong[1],
+        "cpp_actuate_us": float(timed[1]),
+        "cpp_forward_us": float(timed[2]),
+        "cpp_switched_minus_same_us": float(timed[3]),
+        "cpp_switched_minus_same_us_half_width_95": float(timed[4]),
+    }
+
+
+def build_driver(folder: Path) -> Path:
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    source = str(ROOT / "examples" / "cpp")
+    subprocess.run(
+        ["cmake", "-G", "Ninja", "-S", source, "-B", str(folder), prefix],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    subprocess.run(["cmake", "--build", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder / "actuate"
+
+
+def torchscript(
+    supernet: Supernet, inputs: dict[str, Tensor], count: int, driver: Path, folder: Path
+) -> dict[str, Any]:
+    specs = registered(supernet, count)
+    names, path = list(inputs), folder / "model.pt"
+    matches: dict[str, int] = {}
+    for freeze in (True, False):
+        scripted = to_torchscript(supernet, path, specs, inputs=names, freeze=freeze)
+        word = "frozen" if freeze else "plain"
+        matches[f"{word}, before saving"] = equal(scripted, supernet, specs, inputs)
+        matches[f"{word}, after loading"] = equal(loaded(path), supernet, specs, inputs)
+    other = load_digits_supernet()
+    to_torchscript(other, folder / "other.pt", [other.space.smallest()], allow_uncalibrated=True)
+    command = [sys.executable, "-c", LOAD, str(folder / "other.pt"), str(path)]
+    fresh = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    with torch.no_grad():
+        outputs = [supernet.subnet(spec)(**inputs) for spec in specs]
+    weights, table = weight_bytes(supernet), supernet.norms.nbytes()
+    return {
+        "subnets": len(specs),
+        "inputs": {name: list(x.shape) for name, x in inputs.items()},
+        "bit_equal": all(n == len(specs) for n in matches.values()),
+        "equal_subnets": matches,
+        "program_files": 1,
+        "weights_stored": "once",
+        "dynamic_subnet": True,
+        "dynamic_batch": True,
+        "bytes": path.stat().st_size,
+        "bytes_of_weights": weights,
+        "bytes_of_norm_table": table,
+        "bytes_over_weights_and_table": round(path.stat().st_size / (weights + table), 3),
+        "load_ms": fresh["load_ms"],
+        "resident_MiB_loaded": round(fresh["resident_bytes"] / MIB, 1),
+        "resident_over_file": round(fresh["resident_bytes"] / path.stat().st_size, 3),
+        **in_cpp(driver, folder, inputs, outputs),
+    }
+
+
+# -- the report --------------------------------------------------------------------------------------
+
+
+def report() -> str:
+    files = [RESULTS / "export.json", RESULTS / "export_formats.json"]
+    documents = [json.loads(file.read_text()) for file in files if file.exists()]
+    rows = [row for document in documents for row in document["rows"]]
+    about = documents[0]["machine"]
+    lines = [
+        f"{about['device_name']}, {about['threads']} thread(s), torch {about['torch']}.",
+        "",
+        "| format | family | subnets | against eager | files, weights stored | subnet / batch dynamic "
+        "| MiB, of weights + statistics | load ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        size = " (full size)" if row["size"] == "full" else ""
+        same = "bit-equal" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}"
+        dynamic = " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch"))
+        share = row["bytes"] / (row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0))
+        lines.append(
+            f"| {row['format']} | {row['family']}{size} | {row['subnets']} | {same} "
+            f"| {row['program_files']}, {row['weights_stored']} | {dynamic} "
+            f"| {row['bytes'] / MIB:.1f}, {share:.2f}x | {row['load_ms']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_report() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    begin, end = "<!-- export: begin -->", "<!-- export: end -->"
+    before, rest = text.split(begin)
+    readme.write_text(f"{before}{begin}\n{report()}\n{end}{rest.split(end)[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--subnets", type=int, default=50)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--image-size", type=int, default=96, help="of the full-size comparison")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    if args.report:
+        write_report()
+        return
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
+    result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        driver = build_driver(Path(folder) / "build")
+        for family in [*args.families, *(["full"] if args.full else [])]:
+            full = family == "full"
+            torch.manual_seed(0)
+            image = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
+            supernet, inputs = (load("ofa_resnet50"), image) if full else golden(family)
+            about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "golden"}
+            found = torchscript(supernet, inputs, args.subnets, driver, Path(folder))
+            result["rows"].append({"format": "TorchScript", **about, **found})
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Formats of one program a subnet: agreement, sizes, load time, memory. TorchScript is in export.py.
+
+    python benchmarks/export_formats.py [--families ...] [--formats ...] [--full]
+        [--out benchmarks/results/export_formats.json]
+
+Families have their golden (small) size and upstream's weights; `--full` adds ofa_resnet50 at its full size,
+where three subnets share 184 MiB of weights. Files are loaded and run by a fresh process that has torch
+and what loads the format imported, and has run a convolution already: load time, growth of resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import subnetact
+from ofa_adapters import load
+from subnetact.export import load_exported, to_exported_programs, to_onnx
+from subnetact.export.tracing import example_batch
+from subnetact.timing import machine
+
+GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+FAMILIES = ("ofa_resnet50", "ofa_mbv3", "autoformer", "dynabert")
+MIB = 2**20
+BATCHES = (1, 2, 5)
+
+
+def golden_engine(family: str, subnets: int) -> subnetact.Engine:
+    facts = json.loads((GOLDEN / family / "cases.json").read_text())
+    io = load_file(GOLDEN / family / "io.safetensors")
+    supernet = load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **facts["constructor"])
+    example = io[facts["inputs"][0] if facts.get("inputs") else "input"][0]
+    return engine_of(supernet, example, subnets)
+
+
+def full_engine(subnets: int) -> subnetact.Engine:
+    torch.manual_seed(0)
+    return engine_of(load("ofa_resnet50").eval(), torch.randn(3, 224, 224), subnets)
+
+
+def engine_of(supernet: Any, example: Tensor, subnets: int) -> subnetact.Engine:
+    rng = random.Random(0)
+    specs = [supernet.space.largest(), supernet.space.smallest()][:subnets]
+    specs += [supernet.space.sample(rng) for _ in range(subnets - len(specs))]
+    return subnetact.Engine(supernet, specs, example=example, allow_uncalibrated=True)
+
+
+def weight_bytes(engine: subnetact.Engine) -> int:
+    return sum(t.numel() * t.element_size() for t in engine.supernet.state_dict().values())
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dynamic: bool = True) -> float:
+    """Largest difference from eager over subnets and batch sizes, relative to the largest output."""
+    worst = 0.0
+    for i, spec in enumerate(engine.specs):
+        for size in BATCHES if dynamic else (1,):
+            x = example_batch(engine.example, size, engine.device)
+            with torch.inference_mode():
+                want = engine.supernet(x, subnet=spec)
+            worst = max(worst, float((run(i, x) - want).abs().max() / want.abs().max()))
+    return worst
+
+
+def fresh(kind: str, folder: Path) -> dict[str, float]:
+    """Load and run a folder in a process of its own."""
+    command = [sys.executable, __file__, "--load", kind, str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def row(engine: subnetact.Engine, folder: Path, worst: float, kind: str, pattern: str) -> dict[str, Any]:
+    files = len(list(folder.glob(pattern)))
+    return {
+        "subnets": len(engine),
+        "bit_equal": worst == 0.0,
+        "largest_relative_difference": worst,
+        "program_files": files,
+        "weights_stored": "once" if kind == "programs" else "per subnet",
+        "dynamic_subnet": False,
+        "dynamic_batch": True,
+        "bytes": folder_bytes(folder),
+        "bytes_of_weights": weight_bytes(engine),
+        **fresh(kind, folder),
+    }
+
+
+def programs(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
+    to_exported_programs(engine, folder)
+    loaded = load_exported(folder)
+    return row(engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2")
+
+
+def packages(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
+    start = time.perf_counter()
+    to_exported_programs(engine, folder, compile="aoti")
+    seconds = (time.perf_counter() - start) / len(engine)
+    loaded = load_exported(folder)
+    measured = row(engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2")
+    return {**measured, "export_s_per_subnet": round(seconds, 1)}
+
+
+def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
+    import onnxruntime
+
+    to_onnx(engine, folder)
+    sessions = [
+        onnxruntime.InferenceSession(folder / f"subnet-{i}.onnx", providers=["CPUExecutionProvider"])
+        for i in range(len(engine))
+    ]
+    worst = agreement(engine, lambda i, x: torch.from_numpy(sessions[i].run(None, {"input": x.numpy()})[0]))
+    return row(engine, folder, worst, "onnx", "*.onnx")
+
+
+FORMATS: dict[str, Callable[[subnetact.Engine, Path], dict[str, Any]]] = {
+    "torch.export": programs,
+    "AOTInductor": packages,
+    "ONNX": onnx,
+}
+"""Format -> measures it for an engine in a new folder; what export.py calls for its table."""
+
+
+def resident_bytes() -> int:
+    """Of this process, less what the allocator keeps of freed memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def load_and_measure(kind: str, folder: Path) -> dict[str, float]:
+    """In the fresh process: `load_ms`, and resident MiB after loading and after one run of each subnet."""
+    torch.set_num_threads(1)
+    facts = json.loads((folder / "export.json").read_text())
+    dtype, shape = facts["example"]
+    x = torch.zeros(1, *shape, dtype=getattr(torch, dtype))
+    if kind == "onnx":
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+    else:
+        for module in ("torch._inductor.codecache", "torch._inductor.package"):
+            import_module(module)
+    torch.conv2d(torch.zeros(1, 8, 64, 64), torch.zeros(8, 8, 3, 3))
+    before = resident_bytes()
+    start = time.perf_counter()
+    calls: list[Callable[[], Any]]
+    if kind == "onnx":
+        runs = [
+            onnxruntime.InferenceSession(folder / s["file"], options, providers=["CPUExecutionProvider"])
+            for s in facts["subnets"]
+        ]
+        calls = [partial(run.run, None, {"input": x.numpy()}) for run in runs]
+    else:
+        loaded = load_exported(folder)
+        calls = [partial(loaded, x, subnet=i) for i in loaded.ids]
+    load_ms = (time.perf_counter() - start) * 1e3
+    after = resident_bytes()
+    for call in calls:
+        call()
+    return {
+        "load_ms": round(load_ms, 1),
+        "resident_MiB_loaded": round((after - before) / MIB, 1),
+        "resident_MiB_after_runs": round((resident_bytes() - before) / MIB, 1),
+    }
+
+
+def measure(name: str, engine: subnetact.Engine) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {"format": name, **FORMATS[name](engine, Path(folder) / "export")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--load", nargs=2, metavar=("KIND", "FOLDER"))
+    args = parser.parse_args()
+    if args.load:
+        print(json.dumps(load_and_measure(args.load[0], Path(args.load[1]))))
+        return
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
+    rows = [
+        {"family": family, "size": "golden", **measure(name, golden_engine(family, 2))}
+        for family in args.families
+        for name in args.formats
+    ]
+    if args.full:
+        for name in args.formats:
+            rows.append({"family": "ofa_resnet50", "size": "full", **measure(name, full_engine(3))})
+    result = {"machine": machine(torch.device("cpu")), "rows": rows}
+    print(json.dumps(result, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

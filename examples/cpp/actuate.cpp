@@ -1,0 +1,132 @@
+// Actuates every subnet of a file that subnetact.export.to_torchscript wrote.
+//
+//   actuate model.pt cases.pt [threads]
+//
+// cases.pt is torch.save({"inputs": [...], "outputs": [one per subnet]}) from Python; outputs are compared
+// with torch::equal. Prints what the file holds, what its policy chooses, and what switching costs.
+#include <ATen/Parallel.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/script.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <iterator>
+#include <thread>
+#include <vector>
+
+using torch::jit::IValue;
+
+std::vector<char> bytes_of(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error(std::string("cannot read ") + path);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+std::vector<torch::Tensor> tensors(const IValue& list) {
+  std::vector<torch::Tensor> found;
+  for (const IValue& value : list.toListRef()) found.push_back(value.toTensor());
+  return found;
+}
+
+double microseconds(const std::function<void()>& call) {
+  const auto start = std::chrono::steady_clock::now();
+  call();
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+}
+
+double quantile(std::vector<double> values, double share) {
+  const auto at = values.begin() + static_cast<long>(share * (values.size() - 1));
+  std::nth_element(values.begin(), at, values.end());
+  return *at;
+}
+
+int main(int argc, char** argv) try {
+  if (argc < 3) throw std::runtime_error("usage: actuate model.pt cases.pt [threads]");
+  at::set_num_threads(1);
+  c10::InferenceMode inference;
+  torch::jit::Module model = torch::jit::load(argv[1]);
+  model.eval();
+  const auto cases = torch::jit::pickle_load(bytes_of(argv[2])).toGenericDict();
+  const auto inputs = tensors(cases.at("inputs"));
+  const auto outputs = tensors(cases.at("outputs"));
+  const int64_t count = model.get_method("num_subnets")({}).toInt();
+  if (count != static_cast<int64_t>(outputs.size())) throw std::runtime_error("the cases are of another file");
+
+  const auto run = [&](int64_t subnet) {
+    std::vector<IValue> arguments(inputs.begin(), inputs.end());
+    arguments.emplace_back(torch::full({1}, subnet, torch::kInt64));
+    return model.forward(arguments).toTensor();
+  };
+  int wrong = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool equal = torch::equal(run(i), outputs[i]) && torch::equal(run(i), outputs[i]);
+    wrong += !equal;
+    if (i < 8 || !equal) {
+      std::cout << i << (equal ? " equal " : " DIFFERS ")
+                << model.get_method("describe")({i}).toStringRef().substr(0, 80) << "\n";
+    }
+  }
+  std::printf("subnets %ld wrong %d\n", static_cast<long>(count), wrong);
+
+  if (!model.get_method("batch_sizes")({}).toIntVector().empty()) {
+    for (const double slack_ms : {1.0, 5.0, 20.0, 100.0}) {
+      const auto choice = model.get_method("choose")({slack_ms, int64_t(8)}).toTuple();
+      std::printf("choose slack %.1f queued 8 -> subnet %ld batch %ld\n", slack_ms,
+                  static_cast<long>(choice->elements()[0].toInt()),
+                  static_cast<long>(choice->elements()[1].toInt()));
+    }
+  }
+
+  // What forward does beside the network: decode the number, check it, find the subnet's row.
+  std::vector<double> decoding;
+  for (int64_t i = 0; i < 2000; ++i) {
+    const auto subnet = torch::full({1}, i % count, torch::kInt64);
+    decoding.push_back(microseconds([&] { model.get_method("select")({subnet, inputs[0].size(0)}); }));
+  }
+  std::printf("actuate_us %.2f\n", quantile(decoding, 0.5));
+
+  // The first and the last subnet after themselves, and after each other; a round times all four.
+  std::vector<double> rounds, same;
+  for (int round = 0; round < 100 && count > 1; ++round) {
+    const int64_t a = 0, b = count - 1;
+    run(a);
+    const double aa = microseconds([&] { run(a); }), ab = microseconds([&] { run(b); });
+    const double bb = microseconds([&] { run(b); }), ba = microseconds([&] { run(a); });
+    rounds.push_back((ab + ba - aa - bb) / 2);
+    same.push_back((aa + bb) / 2);
+  }
+  if (count > 1) {
+    const double spread = quantile(rounds, 0.75) - quantile(rounds, 0.25);
+    std::printf("forward_us %.1f switch_us %.2f +- %.2f\n", quantile(same, 0.5), quantile(rounds, 0.5),
+                1.57 * spread / std::sqrt(static_cast<double>(rounds.size())));
+  }
+
+  const int threads = argc > 3 ? std::stoi(argv[3]) : 8;
+  std::vector<int> failures(threads, 0);
+  std::vector<std::thread> pool;
+  for (int t = 0; t < threads; ++t) {
+    pool.emplace_back([&, t] {
+      c10::InferenceMode inference_here;
+      at::set_num_threads(1);
+      for (int64_t i = 0; i < 2 * count; ++i) {
+        const int64_t subnet = (i + t) % count;
+        failures[t] += !torch::equal(run(subnet), outputs[subnet]);
+      }
+    });
+  }
+  for (auto& thread : pool) thread.join();
+  for (const int failed : failures) wrong += failed;
+  std::printf("threads %d wrong %d\n", threads, wrong);
+  return wrong ? 1 : 0;
+} catch (const c10::Error& error) {
+  std::cerr << "actuate: " << error.what_without_backtrace() << "\n";
+  return 2;
+} catch (const std::exception& error) {
+  std::cerr << "actuate: " << error.what() << "\n";
+  return 2;
+}

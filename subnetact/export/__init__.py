@@ -1,0 +1,45 @@
+"""Export: files that run a supernet's registered subnets without this package.
+
+Names are imported on first use, so that importing the package is cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subnetact.export.exported import ExportedEngine, load_exported
+    from subnetact.export.onnx import to_onnx
+    from subnetact.export.programs import to_exported_programs
+    from subnetact.export.torchscript import to_torchscript
+    from subnetact.export.triton import to_triton
+
+_HOME = {
+    "ExportedEngine": "exported",
+    "load_exported": "exported",
+    "to_exported_programs": "programs",
+    "to_onnx": "onnx",
+    "to_torchscript": "torchscript",
+    "to_triton": "triton",
+}
+
+__all__ = [
+    "ExportedEngine",
+    "load_exported",
+    "to_exported_programs",
+    "to_onnx",
+    "to_torchscript",
+    "to_triton",
+]
+
+if not TYPE_CHECKING:  # a checker that saw this would take any misspelt name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'subnetact.export' has no attribute {name!r}")
+        value = getattr(import_module(f"subnetact.export.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,103 @@
+"""ONNX files, one a subnet."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from subnetact.engine import Engine
+from subnetact.errors import ExportError
+from subnetact.export.manifest import writing_folder
+from subnetact.export.tracing import blamed, chosen_subnets, example_batch, exported_program, quiet
+
+__all__ = ["KIND", "to_onnx"]
+
+KIND = "subnetact.onnx"
+
+
+def to_onnx(
+    engine: Engine,
+    directory: str | PathLike[str],
+    *,
+    subnets: Sequence[int] | None = None,
+    progress: bool = True,
+) -> Path:
+    """Write one ONNX file a subnet, `subnet-0.onnx` ..., each with its own weights and any batch size.
+
+    ONNX tensors are contiguous, so files cannot share slices of one copy of the weights, and no file
+    holds a choice of subnet. Each has the input `input` (N, ...) and the output `output`. BatchNorm is
+    folded, so outputs are the supernet's up to rounding (1e-3 relative, 1e-4 absolute).
+
+    Args:
+        engine: which subnets, and the example input.
+        directory: new, empty, or an earlier export, which is replaced as a whole.
+        subnets: ids of the engine; None = all that are served. File i is of `subnets[i]`.
+        progress: whether to show a bar.
+
+    Returns:
+        The directory; its `export.json` says which file is which subnet.
+
+    Raises:
+        ExportError: a package is missing, or naming the module that ONNX cannot hold.
+        FileFormatError: the directory holds something else.
+        SpecError: there is no such id.
+    """
+    missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
+    if missing:
+        raise ExportError(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
+    chosen = chosen_subnets(engine, subnets)
+    example = engine.example
+    x = example_batch(example, 3, engine.device)
+    described: list[dict[str, Any]] = []
+    facts = {
+        "space": engine.supernet.space.id,
+        "fingerprint": engine.fingerprint,
+        "example": [str(example.dtype).removeprefix("torch."), list(example.shape)],
+        "subnets": described,
+    }
+    with writing_folder(Path(directory), KIND, facts) as folder:
+        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress)):
+            name = f"{subnet.id} ({subnet.spec})"
+            view, _ = engine.supernet.private_view(subnet.spec)
+            program = exported_program(view, x, name, dynamic_batch=True)
+            with _silent(), blamed(view, name, "torch.onnx"):
+                made = torch.onnx.export(
+                    program, (), input_names=["input"], output_names=["output"], dynamo=True, verbose=False
+                )
+                if made is None:
+                    raise ExportError(f"subnet {name}: torch.onnx made no program")
+                made.save(folder / f"subnet-{i}.onnx")
+            described.append(
+                {
+                    "key": subnet.spec.key,
+                    "id": subnet.id,
+                    "spec": subnet.spec.to_json(),
+                    "accuracy": subnet.accuracy,
+                    "file": f"subnet-{i}.onnx",
+                }
+            )
+    return Path(directory)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the exporter's progress report off the terminal."""
+    names = ("torch.onnx", "onnxscript", "onnx_ir")
+    before = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with quiet(), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,237 @@
+"""Exported programs: the supernet's outputs from one copy of the weights, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import subnetact
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import ExportError, FileFormatError, InvalidRequest, SpecError
+from subnetact.export import ExportedEngine, load_exported, to_exported_programs
+from subnetact.files import checksum, described
+from subnetact.hot import agree
+
+IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def engine() -> subnetact.Engine:
+    supernet = load_digits_supernet()
+    space = supernet.space
+    specs = [space.smallest(), space.spec(depth=1, expand=0.25, width=0.5), space.largest()]
+    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
+    return subnetact.Engine(supernet, specs, example=IMAGES[0], accuracy=[60.0, 70.0, 80.0])
+
+
+@pytest.fixture(scope="module")
+def folder(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return to_exported_programs(engine, tmp_path_factory.mktemp("x") / "programs", progress=False)
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path) -> ExportedEngine:
+    return load_exported(folder)
+
+
+def rewrite(folder: Path, **facts: Any) -> None:
+    """Change the manifest as somebody would who can also compute checksums."""
+    path = folder / "export.json"
+    document = {**json.loads(path.read_text()), **facts}
+    document.pop("checksum")
+    document["files"] = {name: described(folder / name) for name in document["files"]}
+    path.write_text(json.dumps({**document, "checksum": checksum(document)}))
+
+
+def test_programs_equal_the_supernet(engine: subnetact.Engine, exported: ExportedEngine) -> None:
+    assert exported.keys == engine.keys
+    assert exported.accuracy == engine.accuracy
+    assert [subnetact.SubnetSpec.from_json(spec) for spec in exported.specs] == list(engine.specs)
+    assert exported.example.shape == IMAGES[0].shape
+    for i, spec in enumerate(engine.specs):
+        for size in (1, 2, 5):
+            want = engine.supernet(IMAGES[:size], subnet=spec)
+            torch.testing.assert_close(exported(IMAGES[:size], subnet=i), want, atol=5e-5, rtol=5e-5)
+    assert not torch.equal(exported(IMAGES, subnet=0), exported(IMAGES, subnet=2))
+
+
+def test_weights_are_stored_and_loaded_once(folder: Path, engine: subnetact.Engine) -> None:
+    document = json.loads((folder / "export.json").read_text())
+    assert all((folder / s["program"]).stat().st_size < 1_500_000 for s in document["subnets"])
+    once = sum(t.numel() * t.element_size() for t in engine.supernet.state_dict().values())
+    stored = sum(t.numel() * t.element_size() for t in load_file(folder / "weights.safetensors").values())
+    assert stored <= once + engine.supernet.norms.nbytes()
+    tensors = [named["stages.0.0.conv2.weight"] for named in (s["tensors"] for s in document["subnets"])]
+    assert len({of for of, *_ in tensors}) == 1
+    assert len({tuple(size) for _, size, *_ in tensors}) > 1
+
+
+def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -> None:
+    table = subnetact.LatencyTable.from_arrays(
+        exported.keys,
+        [60.0, 70.0, 80.0],
+        [1, 4],
+        [[1, 2], [2, 3], [5, 9]],
+        stamp={"supernet": engine.fingerprint},
+    )
+    with subnetact.Batcher(exported, policy=subnetact.SlackFit(table, slo_ms=20_000)) as batcher:
+        futures = [batcher.submit(x, deadline_ms=20_000) for x in IMAGES]
+        with pytest.raises(InvalidRequest, match=r"shape \(1, 8, 8\)"):
+            batcher.submit(torch.zeros(1, 8, 8), deadline_ms=20_000)
+        for x, future in zip(IMAGES, futures, strict=True):
+            answer = future.result(timeout=60)
+            want = engine(x[None], subnet=answer.subnet)[0]
+            torch.testing.assert_close(answer.output, want, atol=5e-5, rtol=1e-4)
+
+
+def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
+    want = [exported(IMAGES, subnet=i) for i in exported.ids]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(exported(IMAGES, subnet=i), want[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_fixed_batch_of_some_subnets(engine: subnetact.Engine, tmp_path: Path) -> None:
+    loaded = load_exported(
+        to_exported_programs(engine, tmp_path / "p", subnets=[1], dynamic_batch=False, progress=False)
+    )
+    assert loaded.keys == engine.keys[1:2]
+    want = engine.supernet(IMAGES[:2], subnet=engine.specs[1])
+    assert agree(torch.stack(list(loaded.run(0, list(IMAGES[:2]), 2))), want)
+    with pytest.raises(InvalidRequest, match="a batch of 2"):
+        loaded(IMAGES[:2], subnet=0)
+
+
+def test_wrong_arguments_are_refused(
+    engine: subnetact.Engine, exported: ExportedEngine, tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match="'tensorrt' is not known; choose from none, aoti"):
+        to_exported_programs(engine, tmp_path / "p", compile="tensorrt")
+    with pytest.raises(ExportError, match=r"subnets: \[1, 1\]"):
+        to_exported_programs(engine, tmp_path / "p", subnets=[1, 1])
+    with pytest.raises(SpecError, match="no subnet 7"):
+        to_exported_programs(engine, tmp_path / "p", subnets=[7])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(FileFormatError, match="holds something else"):
+        to_exported_programs(engine, tmp_path / "other")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other"]
+    for bad in (3, -1, "0"):
+        with pytest.raises(SpecError, match="no subnet"):
+            exported(IMAGES, subnet=bad)
+    for x in (IMAGES[0], IMAGES[:0], IMAGES.double(), torch.zeros(2, 1, 8, 8), "digit"):
+        with pytest.raises(InvalidRequest, match="input: "):
+            exported(x, subnet=0)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "program-1.pt2", "export.json"])
+def test_damaged_files_are_named(copy: Path, name: str) -> None:
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(FileFormatError, match=name):
+        load_exported(copy)
+    (copy / name).unlink()
+    with pytest.raises(FileFormatError, match=name):
+        load_exported(copy)
+
+
+def test_foreign_exports_are_refused(copy: Path) -> None:
+    rewrite(copy, schema=2)
+    with pytest.raises(FileFormatError, match="schema 2, this version reads 1 to 1; update subnetact"):
+        load_exported(copy)
+    rewrite(copy, schema=1, kind="subnetact.onnx")
+    with pytest.raises(FileFormatError, match=r"not of kind subnetact\.programs"):
+        load_exported(copy)
+    rewrite(copy, kind="subnetact.programs", device="cuda")
+    with pytest.raises((FileFormatError, subnetact.errors.DeviceError)):
+        load_exported(copy)
+    rewrite(copy, device="cpu", compile="aoti", torch="2.0.0")
+    with pytest.raises(FileFormatError, match=r"compiled by torch 2\.0\.0"):
+        load_exported(copy)
+    rewrite(copy, compile="none", subnets=[{}])
+    with pytest.raises(FileFormatError, match="a field is missing"):
+        load_exported(copy)
+
+
+def test_nothing_is_unpickled(copy: Path) -> None:
+    path = copy / "program-0.pt2"
+    with zipfile.ZipFile(path) as archive:
+        entries = {i.filename: archive.read(i) for i in archive.infolist()}
+    (name,) = (n for n in entries if "sample_inputs" in n)
+    assert not entries[name]
+    entries[name] = b"cos\nsystem\n(S'touch pwned'\ntR."
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for entry, payload in entries.items():
+            archive.writestr(entry, payload)
+    rewrite(copy)
+    with pytest.raises(FileFormatError, match=r"sample_inputs/model\.pt would be unpickled"):
+        load_exported(copy)
+
+
+class Fussy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if float(x.sum()) > 0 else -x
+
+
+def test_the_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Fussy())).eval()
+    space = subnetact.SubnetSpace(
+        "fussy", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
+    )
+    supernet = subnetact.insert_(network, space, {"0": subnetact.WeightSlice.on(out="width")})
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(4))
+    good = tmp_path / "p"
+    with pytest.raises(ExportError, match=r"module 1\.1 \(Fussy\)"):
+        to_exported_programs(engine, good, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_compiler_is_said(
+    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cpp_builder
+
+    def absent(search: Any) -> str:
+        raise RuntimeError(f"no {search}")
+
+    monkeypatch.setattr(cpp_builder, "cpp_compiler_search", absent)
+    with pytest.raises(ExportError, match="needs a C\\+\\+ compiler"):
+        to_exported_programs(engine, tmp_path / "p", compile="aoti", progress=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: install g++")
+def test_compiled_packages_share_the_weights(engine: subnetact.Engine, tmp_path: Path) -> None:
+    path = to_exported_programs(engine, tmp_path / "p", compile="aoti", subnets=[0], progress=False)
+    assert (path / "program-0.pt2").stat().st_size < 3_000_000
+    loaded = load_exported(path)
+    for x in (IMAGES[:1], IMAGES, IMAGES.transpose(2, 3)):
+        want = engine.supernet(x, subnet=engine.specs[0])
+        torch.testing.assert_close(loaded(x, subnet=0), want, atol=1e-4, rtol=1e-3)
+    rewrite(path, capability="another")
+    with pytest.raises(FileFormatError, match="for another, this is torch"):
+        load_exported(path)

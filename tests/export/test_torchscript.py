@@ -1,0 +1,463 @@
+"""TorchScript: one file equals the supernet bit for bit, decides like the policy, and refuses misuse."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import warnings
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import subnetact
+from ofa_adapters import load
+from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice
+from subnetact.errors import ExportError, NotCalibrated, ProfileMismatch, SpecError
+from subnetact.export import to_torchscript
+from subnetact.export import torchscript as exporter
+from subnetact.operators import ElasticKernel, KernelConv2d
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+COUNTS = {
+    "ofa_resnet50": 50,
+    "ofa_mbv3": 50,
+    "autoformer": 50,
+    "dynabert": 50,
+    "attentivenas": 8,
+    "ofa_proxyless": 8,
+    "compofa_mbv3": 8,
+    "slimmable_resnet50": 8,
+    "us_mobilenet_v2": 8,
+}
+
+
+def calibrated(supernet: Supernet, specs: list[Any]) -> Supernet:
+    """Random statistics of their own for some subnets."""
+    generator = torch.Generator().manual_seed(1)
+    rows = {}
+    for spec in specs:
+        own = {
+            name: (
+                torch.randn(m.shape, generator=generator) / 9,
+                torch.rand(v.shape, generator=generator) + 0.5,
+            )
+            for name, (m, v) in _shared(supernet, spec).items()
+        }
+        rows[spec] = subnetact.norm_table.NormRow.of(own)
+    supernet.norms.update(rows)
+    return supernet
+
+
+def _shared(supernet: Supernet, spec: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    from subnetact.binding import bind
+
+    row, found = supernet.space.resolve(spec), {}
+
+    def note(norm: SubnetNorm) -> nn.Module:
+        found[norm.path] = norm.shared_statistics(row)
+        return nn.Identity()
+
+    bind(supernet.network, row, note)
+    return found
+
+
+def differing(module: Any, supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> list[int]:
+    """The subnets whose output, at the first or second call, is not the supernet's bit for bit."""
+    found = []
+    with torch.no_grad():
+        for i, spec in enumerate(specs):
+            expected = supernet.subnet(spec)(**inputs)
+            got = [module(*inputs.values(), torch.tensor([i])) for _ in range(2)]
+            if not all(torch.equal(expected, y) for y in got):
+                found.append(i)
+    return found
+
+
+def held_bytes(supernet: Supernet, specs: list[Any]) -> int:
+    """The weights, and the rows of the norm table of these subnets."""
+    rows = [row.flat for spec in specs if (row := supernet.norms.get(spec)) is not None]
+    return sum(t.numel() * t.element_size() for t in [*supernet.state_dict().values(), *rows])
+
+
+def test_the_families_are_all() -> None:
+    from ofa_adapters import families
+
+    assert set(COUNTS) == set(families())
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_scripted_equals_eager_bit_for_bit(
+    name: str, family: Any, inputs_of: Any, some_specs: Any, tmp_path: Path
+) -> None:
+    supernet, inputs = family(name), inputs_of(name)
+    specs = some_specs(supernet, COUNTS[name])
+    if supernet.norm_operators():
+        calibrated(supernet, specs)
+    assert len(specs) >= min(COUNTS[name], supernet.space.size())
+    for freeze in (False, True) if COUNTS[name] == 50 else (False,):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scripted = to_torchscript(
+                supernet,
+                tmp_path / "m.pt",
+                specs,
+                inputs=list(inputs),
+                example=list(inputs.values()),
+                freeze=freeze,
+            )
+        assert differing(scripted, supernet, specs, inputs) == []
+        loaded = torch.jit.load(tmp_path / "m.pt")
+        assert differing(loaded, supernet, specs, inputs) == []
+        assert loaded.num_subnets() == len(specs)
+        assert [loaded.describe(i) for i in range(len(specs))] == [spec.key for spec in specs]
+        if COUNTS[name] == 50 and not freeze:  # freezing also stores what it can compute beforehand
+            assert (tmp_path / "m.pt").stat().st_size <= 1.05 * held_bytes(supernet, specs)
+        ids = torch.full((2, 1), len(specs) - 1)
+        assert torch.equal(
+            loaded(*inputs.values(), ids), loaded(*inputs.values(), torch.tensor([len(specs) - 1]))
+        )
+
+
+def test_a_row_is_a_subnet_where_nothing_is_calibrated(family: Any, inputs_of: Any, tmp_path: Path) -> None:
+    for name in ("autoformer", "dynabert"):
+        supernet, inputs = family(name), inputs_of(name)
+        scripted: Any = to_torchscript(
+            supernet, tmp_path / "m.pt", [supernet.space.smallest()], inputs=list(inputs)
+        )
+        with torch.no_grad():
+            for seed in range(5):
+                spec = supernet.space.sample(seed)
+                row = list(supernet.space.resolve(spec))
+                got = scripted.forward_row(*inputs.values(), row)
+                assert torch.equal(got, supernet.subnet(spec)(**inputs))
+        dim = supernet.space.dimensions.index({"autoformer": "embed", "dynabert": "neurons"}[name])
+        row[dim] = 100_000
+        with pytest.raises(Exception, match=rf"row\[{dim}\] \(\w+\) must be 1 to \d+"):
+            scripted.forward_row(*inputs.values(), row)
+
+
+def test_a_row_with_batchnorm_is_a_registered_subnet(digits: Supernet, tmp_path: Path) -> None:
+    specs = [digits.space.smallest(), digits.space.sample(3)]
+    x = torch.randn(2, 1, 16, 16)
+    scripted: Any = to_torchscript(calibrated(digits, specs), tmp_path / "m.pt", specs)
+    assert scripted.row(1) == list(digits.space.resolve(specs[1]))
+    assert torch.equal(scripted.forward_row(x, scripted.row(1)), scripted(x, torch.tensor([1])))
+    with pytest.raises(Exception, match="no BatchNorm statistics for this row; calibrate"):
+        scripted.forward_row(x, list(digits.space.resolve(digits.space.largest())))
+    with pytest.raises(Exception, match=r"row has 2 numbers; this file takes \d+"):
+        scripted.forward_row(x, [1, 2])
+
+
+class Elastic(nn.Module):
+    """A stack that is read in a loop, a depthwise kernel, and a value-dependent function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.depth = KernelConv2d(8, (3, 5, 7))
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depth(self.stem(x))
+        for layer in self.layers:
+            x = torch.relu(layer(x)) if False else layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+def own_supernet(network: nn.Module, **extra: Any) -> Supernet:
+    space = SubnetSpace(
+        "own",
+        [Axis.uniform("kernel", ["all"], [3, 5, 7]), Axis.uniform("keep", ["0", "1", "2"], [0, 1])],
+        lambda v: {"kernel": v["kernel"][0], **{f"keep{i}": k for i, k in enumerate(v["keep"])}},
+    )
+    elastic = {
+        "depth": ElasticKernel.on(kernel="kernel"),
+        "layers": LayerSelect.on(**{str(i): f"keep{i}" for i in range(3)}),
+    }
+    return subnetact.insert_(network.eval(), space, elastic | extra)
+
+
+def test_own_networks_and_every_row(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    supernet, x = own_supernet(Elastic()), torch.randn(2, 1, 9, 9)
+    specs = list(supernet.space.enumerate())
+    scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs[:1], example=x)
+    for spec in specs:
+        row = list(supernet.space.resolve(spec))
+        assert torch.equal(scripted.forward_row(x, row), supernet(x, subnet=spec))
+    for wrong, message in (([4, 1, 1, 1], "must be one of 3, 5, 7"), ([3, 2, 1, 1], "must be one of 0, 1")):
+        with pytest.raises(Exception, match=message):
+            scripted.forward_row(x, wrong)
+
+
+def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
+    import timm
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    names = ["layer1.0", "layer2.1", "layer4.1"]
+    space = SubnetSpace(
+        "resnet18",
+        [Axis.uniform("hidden", names, [0.25, 0.5, 1.0]), Axis.uniform("keep", ["last"], [0, 1])],
+        lambda v: {
+            **{n: int(w * h) for n, w, h in zip(names, (64, 128, 512), v["hidden"], strict=True)},
+            "keep": v["keep"][0],
+        },
+    )
+    elastic = {"layer3": LayerSelect.on(**{"1": "keep"})}
+    for name in names:
+        elastic[f"{name}.conv1"] = WeightSlice.on(out=name)
+        elastic[f"{name}.bn1"] = SubnetNorm.on(channels=name)
+        elastic[f"{name}.conv2"] = WeightSlice.on(in_=name)
+    vision = subnetact.insert_(resnet18().eval(), space, elastic)
+
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3).eval()
+    mlps = SubnetSpace(
+        "vit",
+        [
+            Axis.uniform("mlp", [str(i) for i in range(12)], [0.5, 1.0]),
+            Axis.uniform("keep", ["last"], [0, 1]),
+        ],
+        lambda v: {**{f"mlp{i}": int(768 * m) for i, m in enumerate(v["mlp"])}, "keep": v["keep"][0]},
+    )
+    described = {"blocks": LayerSelect.on(**{"11": "keep"})}
+    for i in range(12):
+        described[f"blocks.{i}.mlp.fc1"] = WeightSlice.on(out=f"mlp{i}")
+        described[f"blocks.{i}.mlp.fc2"] = WeightSlice.on(in_=f"mlp{i}")
+    transformer = subnetact.insert_(vit, mlps, described)
+
+    for supernet, size in ((vision, 64), (transformer, 32)):
+        specs = [supernet.space.smallest(), supernet.space.sample(1), supernet.space.largest()]
+        x = torch.randn(2, 3, size, size)
+        name = next(iter(supernet.network.forward.__annotations__), "x")
+        assert name == "x"
+        scripted = to_torchscript(
+            calibrated(supernet, specs), tmp_path / "m.pt", specs, inputs=["x"], example=x
+        )
+        assert differing(scripted, supernet, specs, {"x": x}) == []
+
+
+# -- decisions ---------------------------------------------------------------------------------------
+
+
+def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> None:
+    specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
+    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16))
+    table = subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], [[1, 2, 3], [2, 3, 5], [4, 8, float("nan")]]
+    )
+    policy = subnetact.SlackFit(table, slo_ms=9, buckets=4, margin_ms=0.25, margin=0.1)
+    to_torchscript(engine, tmp_path / "m.pt", policy=policy)
+    loaded = torch.jit.load(tmp_path / "m.pt")
+    assert loaded.batch_sizes() == [1, 4, 8]
+    assert loaded.latency_ms(1, 8) == 5.0
+    assert loaded.latency_ms(2, 8) != loaded.latency_ms(2, 8)
+    assert [loaded.accuracy(i) for i in range(3)] == [60.0, 70.0, 80.0]
+    context: Any = type("Context", (), {"floor": 0.0})()
+    edges = [ms * 1.1 + 0.25 for ms in (1, 2, 3, 4, 5, 8, 2.75, 4.5, 6.25)]
+    slacks = [e + d for e in edges for d in (-1e-9, 0.0, 1e-9)] + [
+        -5.0,
+        0.0,
+        1e9,
+        float("inf"),
+        float("-inf"),
+    ]
+    for queued in (1, 2, 4, 5, 8, 100):
+        for slack in slacks:
+            context.slack_ms, context.queued = slack, queued
+            assert loaded.choose(slack, queued) == policy.decide(context), (slack, queued)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.one_of(st.floats(0.1, 40), st.none()), min_size=3, max_size=3), min_size=1, max_size=6
+    ),
+    st.integers(1, 9),
+    st.lists(st.floats(-5, 60), min_size=1, max_size=20),
+)
+def test_steps_tabulate_every_decision(cells: Any, buckets: int, slacks: list[float]) -> None:
+    cells[0][0] = 1.0
+    ms = [[math.nan if cell is None else cell for cell in row] for row in cells]
+    table = subnetact.LatencyTable.from_arrays(
+        [str(i) for i in range(len(ms))], [50.0 + (7 * i) % 10 for i in range(len(ms))], [1, 3, 8], ms
+    )
+    policy = subnetact.SlackFit(table, slo_ms=30.0, buckets=buckets, margin_ms=0.5, margin=0.1)
+    steps = policy.steps()
+    assert all(len(answers) == len(edges) + 1 for edges, answers in steps)
+    context: Any = type("Context", (), {"floor": 0.0})()
+    for slack in [*slacks, *(cell * 1.1 + 0.5 for row in ms for cell in row if cell == cell)]:
+        for queued, column in ((1, 0), (3, 1), (4, 2), (99, 2)):
+            context.slack_ms, context.queued = slack, queued
+            edges, answers = steps[column]
+            assert answers[bisect_right(edges, (slack - 0.5) / 1.1)] == policy.decide(context)
+
+
+def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp_path: Path) -> None:
+    specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
+    engine = subnetact.Engine(
+        calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, None, 80.0]
+    )
+    scripted: Any = to_torchscript(engine, tmp_path / "m.pt")
+    assert scripted.accuracy(0) == 60.0
+    assert scripted.accuracy(1) != scripted.accuracy(1)
+    with pytest.raises(Exception, match=r"without a latency table; give to_torchscript table="):
+        scripted.choose(5.0, 1)
+    engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0, 70.0, 80.0], [1], [[1], [2], [3]]
+    )
+    engine.remove(1)
+    scripted = to_torchscript(engine, tmp_path / "m.pt")
+    assert [scripted.describe(i) for i in range(scripted.num_subnets())] == [specs[0].key, specs[2].key]
+    assert scripted.choose(1e9, 1) == (1, 1)
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+def test_wrong_calls_raise(digits: Supernet, tmp_path: Path) -> None:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    engine = subnetact.Engine(calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16))
+    for freeze in (False, True):
+        to_torchscript(engine, tmp_path / "m.pt", freeze=freeze)
+        loaded = torch.jit.load(tmp_path / "m.pt")
+        x = torch.zeros(2, 1, 16, 16)
+        for arguments, message in (
+            ((x, torch.tensor([2])), r"no subnet 2; this file has 0\.\.1"),
+            ((x, torch.tensor([-1])), "no subnet -1"),
+            ((x, torch.tensor([[0], [1]])), "different subnets; batch per subnet"),
+            ((x, torch.tensor([0, 0])), r"subnet has shape \[2\]; give \[1\], or \[2, 1\]"),
+            ((x, torch.tensor([[0], [0], [0]])), r"subnet has shape \[3, 1\]"),
+            ((x, torch.tensor([0], dtype=torch.int32)), "subnet must be an int64 tensor"),
+            ((x[0], torch.tensor([0])), "x has 3 dimensions; this file takes 4"),
+        ):
+            with pytest.raises(Exception, match=message):
+                loaded(*arguments)
+        with pytest.raises(Exception, match="no subnet 9"):
+            loaded.describe(9)
+
+
+def test_what_cannot_be_exported_says_what_to_do(
+    digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    path = tmp_path / "m.pt"
+    with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated=True"):
+        to_torchscript(digits, path, specs)
+    with pytest.raises(SpecError, match="distinct subnets, at least one"):
+        to_torchscript(digits, path)
+    with pytest.raises(ExportError, match=r"inputs: the network takes \w+, .* got nonsense"):
+        to_torchscript(digits, path, specs, inputs=["nonsense"], allow_uncalibrated=True)
+    table = subnetact.LatencyTable.from_arrays([specs[0].key], [60.0], [1], [[1.0]])
+    with pytest.raises(ProfileMismatch, match="lacks 1 of the subnets"):
+        to_torchscript(digits, path, specs, table=table, allow_uncalibrated=True)
+    policy = subnetact.SlackFit(table, slo_ms=5)
+    with pytest.raises(ProfileMismatch, match="other subnets than are exported"):
+        to_torchscript(digits, path, specs, policy=policy, allow_uncalibrated=True)
+    monkeypatch.setattr(exporter, "UNSUPPORTED_PYTHON", sys.version_info[:2])
+    with pytest.raises(ExportError, match=r"TorchScript is not supported .*to_exported_programs"):
+        to_torchscript(digits, path, specs)
+    assert not path.exists()
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Counting(Elastic):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depth(self.stem(x))
+        for layer in self.layers:
+            x = layer(x) / len(self.layers)
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
+    path, x = tmp_path / "m.pt", torch.randn(2, 1, 9, 9)
+    branching = Elastic()
+    branching.layers[1] = Branching()
+    supernet = own_supernet(branching)
+    with pytest.raises(ExportError, match=r"^layers\.1: its forward cannot be traced"):
+        to_torchscript(supernet, path, [supernet.space.largest()])
+
+    hooked = Elastic()
+    hooked.head.register_forward_hook(lambda module, inputs, output: output)
+    supernet = own_supernet(hooked)
+    with pytest.raises(ExportError, match=r"^head \(Linear\): TorchScript cannot compile it"):
+        to_torchscript(supernet, path, [supernet.space.largest()])
+
+    supernet = own_supernet(Counting())
+    with pytest.raises(ExportError, match=r"differs from the supernet's; .* how many layers it has"):
+        to_torchscript(supernet, path, [supernet.space.largest(), supernet.space.smallest()], example=x)
+    assert not path.exists()
+
+
+# -- threads, size, memory ---------------------------------------------------------------------------
+
+
+def test_four_threads_on_different_subnets_agree(
+    family: Any, inputs_of: Any, some_specs: Any, tmp_path: Path
+) -> None:
+    supernet, (x,) = family("ofa_resnet50"), inputs_of("ofa_resnet50").values()
+    specs = some_specs(supernet, 4)
+    scripted: Any = to_torchscript(calibrated(supernet, specs), tmp_path / "m.pt", specs)
+    with torch.no_grad():
+        expected = [supernet.subnet(spec)(x) for spec in specs]
+    wrong: list[int] = []
+
+    def run(thread: int) -> None:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            for i in range(12):
+                subnet = (i + thread) % 4
+                if not torch.equal(scripted(x, torch.tensor([subnet])), expected[subnet]):
+                    wrong.append(subnet)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+LOAD = """
+import gc, sys, torch
+from pathlib import Path
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+torch.set_num_threads(1)
+torch.jit.load(sys.argv[1])
+gc.collect()
+before = resident()
+module = torch.jit.load(sys.argv[2])
+gc.collect()
+print(resident() - before)
+"""
+
+
+def test_the_full_size_file_holds_the_weights_once(some_specs: Any, tmp_path: Path, digits: Supernet) -> None:
+    torch.manual_seed(0)
+    supernet = load("ofa_resnet50")
+    specs = some_specs(supernet, 5)
+    calibrated(supernet, specs)
+    x = torch.randn(1, 3, 64, 64)
+    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs)
+    assert differing(scripted, supernet, specs, {"x": x}) == []
+    size = (tmp_path / "m.pt").stat().st_size
+    assert size <= 1.05 * held_bytes(supernet, specs)
+    to_torchscript(digits, tmp_path / "warm.pt", [digits.space.smallest()], allow_uncalibrated=True)
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "warm.pt"), str(tmp_path / "m.pt")]
+    taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert taken <= 1.1 * size

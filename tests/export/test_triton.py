@@ -1,0 +1,222 @@
+"""Triton repositories: what is written, and model.py driven without a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import subnetact
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import ExportError, FileFormatError, ProfileMismatch
+from subnetact.export import to_triton
+
+IMAGES = torch.randn(6, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+SLO_MS = 20_000.0
+
+
+@pytest.fixture(scope="module")
+def engine() -> subnetact.Engine:
+    supernet = load_digits_supernet()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
+    return subnetact.Engine(supernet, specs, example=IMAGES[0])
+
+
+@pytest.fixture(scope="module")
+def table(engine: subnetact.Engine) -> subnetact.LatencyTable:
+    """A made-up profile: a tight deadline is one that only the smallest subnet meets."""
+    return subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0, 80.0], [1, 4], [[1.0, 2.0], [9_000.0, 9_500.0]]
+    )
+
+
+def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:
+    folder = to_triton(engine, tmp_path, "python", name="digits", table=table, slo_ms=40)
+    files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert files >= {
+        "digits/config.pbtxt",
+        "digits/1/model.py",
+        "digits/1/table.json",
+        "digits/1/bundle/bundle.json",
+    }
+    assert (folder / "config.pbtxt").read_text().splitlines() == [
+        'name: "digits"',
+        'backend: "python"',
+        "max_batch_size: 4",
+        'input [ { name: "INPUT__0" data_type: TYPE_FP32 dims: [ 1, 16, 16 ] } ]',
+        'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 10 ] } ]',
+        'output [ { name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ] } ]',
+        'output [ { name: "MET" data_type: TYPE_BOOL dims: [ 1 ] } ]',
+        "dynamic_batching { }",
+        'parameters { key: "slo_ms" value: { string_value: "40" } }',
+        'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
+        "instance_group [ { count: 1 kind: KIND_CPU } ]",
+    ]
+
+
+def test_other_models_are_left_alone(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.pbtxt").touch()
+    with pytest.raises(FileFormatError, match="theirs: holds something else"):
+        to_triton(engine, tmp_path, "python", name="theirs", table=table)
+    for _ in range(2):  # an earlier export is replaced
+        to_triton(engine, tmp_path, "python", name="ours", table=table)
+    with pytest.raises(ExportError):
+        to_triton(engine, tmp_path, "python", name="ours", table=None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "theirs"]
+    assert (tmp_path / "ours" / "1" / "bundle" / "bundle.json").exists()
+
+
+def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path) -> None:
+    for arguments, message in (
+        ({"flavour": "onnx"}, "'onnx' is not known; choose from libtorch, python"),
+        ({"flavour": "python"}, "give table=profile_latency"),
+        ({"flavour": "python", "table": table, "external_scheduler": True}, "schedules itself"),
+        ({"name": "a/b"}, "is no model name"),
+        ({"name": ".."}, "is no model name"),
+        ({"name": 'a"b'}, "is no model name"),
+        ({"slo_ms": 0.0}, "slo_ms"),
+        ({"max_batch_size": 0}, "external_scheduler=True"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            to_triton(engine, tmp_path, **arguments)
+    other = subnetact.LatencyTable.from_arrays(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
+    with pytest.raises(ProfileMismatch):
+        to_triton(engine, tmp_path, "python", table=other)
+    assert not list(tmp_path.iterdir())
+
+
+def test_own_networks_have_no_name_to_be_rebuilt_by(tmp_path: Path) -> None:
+    space = subnetact.SubnetSpace(
+        "own", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
+    )
+    supernet = subnetact.insert_(
+        nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": subnetact.WeightSlice.on(out="width")}
+    )
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(3))
+    table = subnetact.LatencyTable.from_arrays(engine.keys, [1.0], [1], [[1.0]])
+    with pytest.raises(ExportError, match="an own network has none; choose flavour='libtorch'"):
+        to_triton(engine, tmp_path, "python", table=table)
+
+
+# -- model.py without a server ---------------------------------------------------------------------
+
+
+class Error:
+    INVALID_ARG, UNAVAILABLE, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "INTERNAL"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+class Sent:
+    """One request, and what its sender was given."""
+
+    def __init__(self, x: np.ndarray[Any, Any], **parameters: Any) -> None:
+        self.x, self.text = x, json.dumps(parameters) if parameters else ""
+        self.done = threading.Event()
+        self.responses: list[Any] = []
+
+    def get_response_sender(self) -> Sent:
+        return self
+
+    def parameters(self) -> str:
+        return self.text
+
+    def send(self, response: Any, flags: int) -> None:
+        assert flags == 1
+        self.responses.append(response)
+        self.done.set()
+
+    def answer(self) -> dict[str, np.ndarray[Any, Any]]:
+        assert self.done.wait(60)
+        (response,) = self.responses
+        assert response.error is None, response.error.message
+        return {tensor.name: tensor.array for tensor in response.outputs}
+
+    def error(self) -> Error:
+        assert self.done.wait(60)
+        (response,) = self.responses
+        assert response.outputs is None
+        return response.error
+
+
+@pytest.fixture
+def model(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    utils: Any = ModuleType("triton_python_backend_utils")
+    utils.TritonError = Error
+    utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    utils.Tensor = lambda name, array: SimpleNamespace(name=name, array=array)
+    utils.InferenceResponse = lambda outputs=None, error=None: SimpleNamespace(outputs=outputs, error=error)
+    utils.get_input_tensor_by_name = lambda request, name: SimpleNamespace(as_numpy=lambda: request.x)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
+    folder = to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
+    spec = importlib.util.spec_from_file_location("model", folder / "1" / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    started = module.TritonPythonModel()
+    strings = {"slo_ms": {"string_value": str(SLO_MS)}, "memory_budget_mb": {"string_value": "0"}}
+    started.initialize({"model_config": json.dumps({"parameters": strings}), "model_instance_kind": "CPU"})
+    yield started
+    started.finalize()
+
+
+def test_answers_are_their_requests_own(model: Any, engine: subnetact.Engine) -> None:
+    requests = [Sent(IMAGES[i : i + rows].numpy()) for i, rows in ((0, 1), (1, 3), (4, 1), (5, 1))]
+    assert model.execute(requests) is None
+    for start, request in zip((0, 1, 4, 5), requests, strict=True):
+        answer = request.answer()
+        assert answer["SUBNET"].shape == answer["MET"].shape == (len(request.x), 1)
+        for row, subnet in enumerate(answer["SUBNET"][:, 0]):
+            want = engine(IMAGES[start + row][None], subnet=int(subnet))[0]
+            torch.testing.assert_close(torch.from_numpy(answer["OUTPUT__0"][row]), want, atol=5e-5, rtol=1e-4)
+
+
+def test_deadline_and_floor_choose_the_subnet(model: Any) -> None:
+    x = IMAGES[:1].numpy()
+    relaxed, tight = Sent(x), Sent(x, deadline_ms=8_000)
+    model.execute([relaxed])
+    assert relaxed.answer()["SUBNET"].item() == 1
+    model.execute([tight])
+    assert tight.answer()["SUBNET"].item() == 0
+    hopeless = Sent(x, deadline_ms=1e-6)
+    model.execute([hopeless])
+    assert hopeless.error().code == "UNAVAILABLE"
+    assert hopeless.error().message.startswith("DeadlinePassed: ")
+    floor = Sent(x, min_accuracy=75.0)
+    model.execute([floor])
+    assert floor.answer()["SUBNET"].item() == 1
+
+
+def test_a_bad_request_harms_no_other(model: Any) -> None:
+    x = IMAGES[:1].numpy()
+    bad = [
+        (Sent(x, deadline_ms="soon"), "deadline_ms"),
+        (Sent(x, min_accuracy=99.0), "min_accuracy"),
+        (Sent(x.astype(np.float64)), "torch.float64"),
+        (Sent(x[:, :, :8]), r"shape (1, 8, 16)"),
+        (Sent(x[:0]), "at least one row"),
+    ]
+    good = [Sent(x) for _ in range(2)]
+    model.execute([good[0], *(request for request, _ in bad), good[1]])
+    for request, message in bad:
+        assert request.error().code == "INVALID_ARG"
+        assert message in request.error().message
+    assert all(len(request.answer()["OUTPUT__0"]) == 1 for request in good)

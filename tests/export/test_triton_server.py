@@ -1,0 +1,260 @@
+"""Exported repositories on a real Triton server, with concurrent clients (tritonclient, http and grpc).
+
+The server is the one that nvidia-pytriton bundles: its core and its Python backend. It has no libtorch
+backend; `libtorch_backend.py` stands in for that one, under its name and with the exported config.pbtxt as
+it is, so that what is seen here is Triton's own parsing, scheduling and dynamic batching.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import subnetact
+from subnetact.digits import load_digits_supernet
+from subnetact.export import to_triton
+
+ENVIRONMENT = os.environ.get("SUBNETACT_TRITON_ENV", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not ENVIRONMENT, reason="needs a server: tests/export/triton_env.sh DIR, SUBNETACT_TRITON_ENV=DIR"
+    ),
+]
+HERE = Path(__file__).parent
+IMAGES = torch.randn(48, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+Request = dict[str, Any]
+Answer = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def engine() -> subnetact.Engine:
+    supernet = load_digits_supernet()
+    space = supernet.space
+    specs = [space.smallest(), space.spec(depth=1, expand=0.25, width=0.5), space.largest()]
+    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
+    return subnetact.Engine(supernet, specs, example=IMAGES[0])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, repository: Path, folder: Path) -> None:
+        self.python = Path(ENVIRONMENT).absolute() / "bin" / "python"
+        (site,) = self.python.parent.parent.glob("lib/python3*/site-packages")
+        bundled = site / "pytriton" / "tritonserver"
+        backends = folder / "backends"
+        shutil.copytree(bundled / "backends" / "python", backends / "python")
+        stub = bundled / "python_backend_stubs" / site.parent.name.removeprefix("python")
+        (backends / "python" / "triton_python_backend_stub").symlink_to(stub / "triton_python_backend_stub")
+        (backends / "pytorch").mkdir()
+        shutil.copy(HERE / "libtorch_backend.py", backends / "pytorch" / "model.py")
+        self.folder, self.log = folder, folder / "server.log"
+        self.ports = {"http": free_port(), "grpc": free_port()}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    bundled / "bin" / "tritonserver",
+                    f"--model-repository={repository}",
+                    f"--backend-directory={backends}",
+                    "--http-address=127.0.0.1",
+                    "--grpc-address=127.0.0.1",
+                    f"--http-port={self.ports['http']}",
+                    f"--grpc-port={self.ports['grpc']}",
+                    "--allow-metrics=false",
+                    "--model-control-mode=explicit",
+                    "--disable-auto-complete-config",
+                    *(f"--load-model={name}" for name in ("coded", "whole", "deadlines")),
+                ],
+                stdout=log,
+                stderr=log,
+                env={
+                    **os.environ,
+                    "PATH": f"{self.python.parent}:{os.environ['PATH']}",
+                    "PYTHONPATH": str(HERE.parent.parent),
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+
+    def get(self, path: str, post: bool = False) -> Any:
+        url = f"http://127.0.0.1:{self.ports['http']}/v2/{path}"
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data=b"{}" if post else None), timeout=60
+        ) as r:
+            return json.loads(r.read() or "null")
+
+    def wait(self) -> None:
+        end = time.monotonic() + 90
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                return self.get("health/ready") or None
+            except OSError:
+                time.sleep(0.2)
+        pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def ask(self, requests: list[Request], protocol: str) -> list[Answer]:
+        """Send all requests at once from twelve threads of another process."""
+        arrays: dict[str, Any] = {}
+        for i, request in enumerate(requests):
+            for name, (array, kind) in request["inputs"].items():
+                arrays[f"{i}.{name}"] = array
+                request["inputs"][name] = [f"{i}.{name}", kind]
+        sent, received = self.folder / "requests.npz", self.folder / "answers.npz"
+        np.savez(sent, job=np.array(json.dumps(requests)), **arrays)
+        client = [self.python, HERE / "triton_client.py", protocol, f"127.0.0.1:{self.ports[protocol]}"]
+        subprocess.run([*client, sent, received], check=True, timeout=120)
+        answers: list[Answer] = [{} for _ in requests]
+        with np.load(received) as found:
+            for key in found:
+                i, name = key.split(".", 1)
+                answers[int(i)][name] = found[key]
+        return answers
+
+
+@pytest.fixture(scope="module")
+def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("repository")
+    table = subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0, 70.0, 80.0], [1, 4], [[50.0, 51.0], [60.0, 61.0], [9_000.0, 9_500.0]]
+    )
+    to_triton(engine, repository, name="coded", max_batch_size=8, queue_delay_us=20_000)
+    to_triton(engine, repository, name="whole", external_scheduler=True)
+    to_triton(engine, repository, "python", name="deadlines", table=table, slo_ms=20_000)
+    shutil.copytree(repository / "coded", repository / "broken")
+    config = repository / "broken" / "config.pbtxt"
+    text = config.read_text().replace('"coded"', '"broken"')
+    config.write_text(text.replace("TYPE_BOOL dims: [ -1 ]", "TYPE_BOOL dims: [ -2 ]"))
+    running = Server(repository, tmp_path_factory.mktemp("server"))
+    try:
+        running.wait()
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
+
+
+@pytest.fixture
+def coded() -> Callable[..., Request]:
+    def make(x: torch.Tensor, subnet: int) -> Request:
+        code = np.zeros((len(x), subnet + 1), dtype=np.bool_)
+        inputs = {"INPUT__0": (x.numpy(), "FP32"), "INPUT__1": (code, "BOOL")}
+        return {"model": "coded", "inputs": inputs, "outputs": ["OUTPUT__0"], "parameters": {}}
+
+    return make
+
+
+def deadlines(x: torch.Tensor, **parameters: Any) -> Request:
+    inputs = {"INPUT__0": (x.numpy(), "FP32")}
+    outputs = ["OUTPUT__0", "SUBNET", "MET"]
+    return {"model": "deadlines", "inputs": inputs, "outputs": outputs, "parameters": parameters}
+
+
+def close(answer: Answer, want: torch.Tensor) -> bool:
+    return "error" not in answer and bool(
+        torch.allclose(torch.from_numpy(answer["OUTPUT__0"]), want, atol=5e-5, rtol=1e-3)
+    )
+
+
+def test_the_server_accepts_the_configs_and_would_refuse_others(server: Server) -> None:
+    assert server.get("models/coded/config")["max_batch_size"] == 8
+    assert server.get("models/whole/config")["max_batch_size"] == 0
+    assert server.get("models/deadlines/config")["backend"] == "python"
+    with pytest.raises(urllib.error.HTTPError):
+        server.get("repository/models/broken/load", post=True)
+    assert "'broken': model input 'INPUT__1' dimension must be integer" in server.log.read_text()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_concurrent_clients_with_mixed_subnets(
+    server: Server, engine: subnetact.Engine, coded: Callable[..., Request], protocol: str
+) -> None:
+    subnets = [(i // 4) % 3 for i in range(len(IMAGES))]
+    answers = server.ask([coded(x[None], i) for x, i in zip(IMAGES, subnets, strict=True)], protocol)
+    for x, subnet, answer in zip(IMAGES, subnets, answers, strict=True):
+        assert close(answer, engine(x[None], subnet=subnet)), answer.get("error")
+    batches = [json.loads(b) for b in re.findall(r"LIBTORCH-BATCH (.*)", server.log.read_text())]
+    assert max(map(len, batches)) > 1, "Triton formed no batch; nothing was shown"
+    assert all(len({tuple(shape) for shape in batch}) == 1 for batch in batches)
+
+
+def test_unknown_ids_and_wrong_ranks_harm_nobody(
+    server: Server, engine: subnetact.Engine, coded: Callable[..., Request]
+) -> None:
+    requests = [coded(x[None], 1) for x in IMAGES[:8]]
+    requests.insert(3, coded(IMAGES[:1], 7))
+    flat = coded(IMAGES[:1], 1)
+    flat["inputs"]["INPUT__1"] = (np.zeros(1, dtype=np.bool_), "BOOL")
+    requests.insert(5, flat)
+    answers = server.ask(requests, "grpc")
+    assert "shape" in str(answers.pop(5)["error"])
+    assert "no subnet 7; this file has 0..2" in str(answers.pop(3)["error"])
+    for x, answer in zip(IMAGES[:8], answers, strict=True):
+        assert close(answer, engine(x[None], subnet=1))
+
+
+def test_whole_batches_of_an_external_scheduler(server: Server, engine: subnetact.Engine) -> None:
+    requests = []
+    for i in range(6):
+        inputs = {
+            "INPUT__0": (IMAGES[i : i + 4].numpy(), "FP32"),
+            "INPUT__1": (np.array([i % 3], dtype=np.int64), "INT64"),
+        }
+        requests.append({"model": "whole", "inputs": inputs, "outputs": ["OUTPUT__0"], "parameters": {}})
+    for i, answer in enumerate(server.ask(requests, "http")):
+        assert close(answer, engine(IMAGES[i : i + 4], subnet=i % 3))
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_deadlines_choose_the_subnet(server: Server, engine: subnetact.Engine, protocol: str) -> None:
+    requests = [
+        deadlines(IMAGES[:1]),
+        deadlines(IMAGES[1:2], deadline_ms=8_000),
+        deadlines(IMAGES[2:5], deadline_ms=7_000),
+        deadlines(IMAGES[5:6], min_accuracy=75),
+        deadlines(IMAGES[6:7], deadline_ms=1),
+        deadlines(IMAGES[7:8], deadline_ms="soon"),
+    ]
+    alone = [server.ask([request], protocol)[0] for request in requests]
+    assert alone[0]["SUBNET"].tolist() == [[2]]
+    assert alone[1]["SUBNET"].tolist() == [[1]]
+    assert set(alone[2]["SUBNET"].flatten().tolist()) <= {0, 1}
+    assert alone[3]["SUBNET"].tolist() == [[2]]
+    assert "DeadlinePassed" in str(alone[4]["error"])
+    assert "InvalidRequest: deadline_ms" in str(alone[5]["error"])
+    for start, answer in zip((0, 1, 2, 5), alone[:4], strict=True):
+        for row, subnet in enumerate(answer["SUBNET"][:, 0]):
+            one = {"OUTPUT__0": answer["OUTPUT__0"][row : row + 1]}
+            assert close(one, engine(IMAGES[start + row][None], subnet=int(subnet)))
+
+
+def test_bad_requests_harm_no_batch_mates(server: Server, engine: subnetact.Engine) -> None:
+    requests = [
+        deadlines(x[None], **({"deadline_ms": "soon"} if i % 5 == 4 else {})) for i, x in enumerate(IMAGES)
+    ]
+    for i, answer in enumerate(server.ask(requests, "grpc")):
+        if i % 5 == 4:
+            assert "InvalidRequest" in str(answer["error"])
+        else:
+            assert close(answer, engine(IMAGES[i][None], subnet=int(answer["SUBNET"].item())))

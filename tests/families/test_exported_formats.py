@@ -1,0 +1,64 @@
+"""Every family as a torch.export program and as an ONNX file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import subnetact
+from ofa_adapters import families
+from subnetact.export import load_exported, to_exported_programs, to_onnx
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+FAMILIES = sorted(families())
+LIGHT = ("autoformer", "dynabert", "ofa_resnet50")
+
+
+@pytest.fixture
+def engine_of(
+    small: Callable[[str], Supernet], inputs_of: Callable[..., Any]
+) -> Callable[[str], tuple[subnetact.Engine, torch.Tensor]]:
+    def make(family: str) -> tuple[subnetact.Engine, torch.Tensor]:
+        supernet = small(family)
+        (x,) = inputs_of(family, 5)
+        space = supernet.space
+        spec = space.sample(random.Random(3)) if family in LIGHT else space.smallest()
+        return subnetact.Engine(supernet, [spec], example=x[0], allow_uncalibrated=True), x
+
+    return make
+
+
+def eager(engine: subnetact.Engine, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return engine.supernet(x, subnet=engine.specs[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_program_equals_eager(family: str, engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    engine, x = engine_of(family)
+    loaded = load_exported(to_exported_programs(engine, tmp_path / "p", progress=False))
+    for batch in (x[:1], x):
+        want = eager(engine, batch)
+        torch.testing.assert_close(loaded(batch, subnet=0), want, atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("family", ["autoformer", "dynabert", "ofa_mbv3"])
+def test_onnx_equals_eager(family: str, engine_of: Callable[..., Any], tmp_path: Path) -> None:
+    import onnxruntime
+
+    engine, x = engine_of(family)
+    to_onnx(engine, tmp_path / "onnx", progress=False)
+    session = onnxruntime.InferenceSession(
+        tmp_path / "onnx" / "subnet-0.onnx", providers=["CPUExecutionProvider"]
+    )
+    for batch in (x[:1], x):
+        (output,) = session.run(["output"], {"input": batch.numpy()})
+        want = eager(engine, batch)
+        scale = float(want.abs().max())
+        torch.testing.assert_close(torch.from_numpy(output), want, atol=1e-4 * max(1.0, scale), rtol=1e-3)
