@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from subnetact.norm_table import NormTable
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
     from subnetact.pareto import pareto_front
-    from subnetact.profile import profile_latency
     from subnetact.serving.batcher import Answer, Batcher
     from subnetact.serving.context import Context, Policy
     from subnetact.serving.datasets import load_trace, superserve_a40
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from subnetact.space import Axis, Slot, SubnetSpace, UsedWhen
     from subnetact.spec import SubnetSpec
     from subnetact.supernet import Supernet
+    from subnetact.sweep import profile_latency
 
 _HOME = {
     "UsedWhen": "space",
@@ -81,7 +81,7 @@ _HOME = {
     "make_policy": "serving.policies",
     "pareto_front": "pareto",
     "plan": "serving.planner",
-    "profile_latency": "profile",
+    "profile_latency": "sweep",
     "search": "nas",
     "simulate": "serving.simulator",
     "superserve_a40": "serving.datasets",

@@ -1,0 +1,343 @@
+"""Measuring every cell, subnet x batch size x co-runners: in which order, how often, and what is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from os import PathLike
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from subnetact._table_checks import warn_of_fractions
+from subnetact._version import __version__
+from subnetact.colocation import CoRunners
+from subnetact.engine import Engine
+from subnetact.errors import TableError
+from subnetact.journal import Journal
+from subnetact.latency import LatencyTable
+from subnetact.runners import Runner
+from subnetact.timing import machine, measure, ran_out_of_memory
+from subnetact.windows import Window, agreeing, statistics_of, summaries
+
+__all__ = ["ORDERS", "Readings", "SweepSettings", "environment", "profile_latency", "sweep", "table_of"]
+
+ORDERS = ("interleaved", "sequential")
+Cell: TypeAlias = tuple[int, int, int]
+"""(number of co-runners, subnet, batch size)."""
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """How cells are measured.
+
+    Attributes:
+        warmup_ms: untimed running before each window.
+        min_time_ms: timed running of a cell, over its first `windows` windows.
+        windows: how many windows every cell gets, at different times.
+        max_windows: how many one gets whose windows do not agree.
+        stability: how far apart the medians of windows that agree may be, relative.
+        order: `interleaved` comes back to a cell after all others had their turn, so that a machine that
+            drifts does so for all of them; `sequential` measures a cell to its end.
+        quantiles: percent, kept beside mean, std and min.
+        statistic: which one becomes `latency_ms`: mean or one of the quantiles (p90) over all windows, or over
+            those that agree (calm_p90).
+        colocate: numbers of co-runners to measure under as well, ascending.
+        colocated: index of the subnet that co-runners run.
+
+    Raises:
+        TableError: a setting that no table can be made with.
+    """
+
+    warmup_ms: float = 20.0
+    min_time_ms: float = 100.0
+    windows: int = 3
+    max_windows: int = 3
+    stability: float = 0.05
+    order: str = "interleaved"
+    quantiles: tuple[float, ...] = (50, 90, 95, 99)
+    statistic: str = "p50"
+    colocate: tuple[int, ...] = ()
+    colocated: int = 0
+
+    def __post_init__(self) -> None:
+        known = summaries(self.quantiles)
+        if self.statistic not in known:
+            raise TableError(f"statistic: {self.statistic!r} is unknown; choose from {', '.join(known)}")
+        if not self.quantiles or not all(0 < q < 100 for q in self.quantiles):
+            raise TableError(f"quantiles: {list(self.quantiles)} must be between 0 and 100, at least one")
+        if self.order not in ORDERS:
+            raise TableError(f"order: {self.order!r} is unknown; choose from {', '.join(ORDERS)}")
+        if not 1 <= self.windows <= self.max_windows:
+            raise TableError(
+                f"windows: {self.windows} must be at least 1 and at most max_windows, {self.max_windows}"
+            )
+        for name in ("warmup_ms", "min_time_ms", "stability"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
+        if list(self.colocate) != sorted(set(self.colocate)) or any(n < 1 for n in self.colocate):
+            raise TableError(f"colocate: {list(self.colocate)} must be ascending numbers of co-runners, >= 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as plain lists, strings and numbers."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+class Readings:
+    """What was measured so far: windows by cell, and the cells without memory. Kept in a journal, if any.
+
+    Args:
+        journal: where they are, and go.
+        record: the name of its records, so that one journal may hold several sweeps.
+    """
+
+    def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
+        self.windows: dict[Cell, list[Window]] = {}
+        self.out_of_memory: set[Cell] = set()
+        self._agreeing: dict[Cell, tuple[int, bool]] = {}
+        self._journal = journal
+        self._record = record
+        for line in journal.of(record) if journal else ():
+            level, subnet, batch_size = line["cell"]
+            clocks = {clock: np.array(line[clock]) for clock in ("host_ms", "device_ms") if clock in line}
+            self._put((level, subnet, batch_size), clocks or None)
+
+    def add(self, cell: Cell, window: Window | None) -> None:
+        """Keep one window; None where the memory ran out."""
+        if self._journal is not None:
+            times = {str(clock): np.round(values, 6).tolist() for clock, values in (window or {}).items()}
+            self._journal.append(self._record, cell=list(cell), **times)
+            window = {clock: np.array(values) for clock, values in times.items()} or None
+        self._put(cell, window)
+
+    def impossible(self, cell: Cell) -> bool:
+        """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
+        level, subnet, batch_size = cell
+        return any((n, i) == (level, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
+
+    def wants(self, cell: Cell, settings: SweepSettings) -> bool:
+        """Tell whether a cell needs one more window: too few yet, or they do not agree."""
+        windows = self.windows.get(cell, [])
+        if self.impossible(cell) or len(windows) >= settings.max_windows:
+            return False
+        return len(windows) < settings.windows or not self.stable(cell, settings)
+
+    def stable(self, cell: Cell, settings: SweepSettings) -> bool:
+        """Tell whether enough windows of a cell agree."""
+        windows = self.windows.get(cell, [])
+        if not windows:
+            return False
+        known = self._agreeing.get(cell)
+        if known is None or known[0] != len(windows):
+            known = self._agreeing[cell] = len(windows), agreeing(windows, settings.stability)[1]
+        return known[1]
+
+    def _put(self, cell: Cell, window: Window | None) -> None:
+        if window is None:
+            self.out_of_memory.add(cell)
+        else:
+            self.windows.setdefault(cell, []).append(window)
+
+
+def sweep(
+    runner: Runner,
+    batch_sizes: Sequence[int],
+    settings: SweepSettings,
+    readings: Readings,
+    progress: bool = True,
+    label: str = "profiling",
+) -> Readings:
+    """Measure until every cell has the windows it needs, and return the readings.
+
+    Readings that are there already are not taken again. A cell whose memory runs out is noted and skipped,
+    and so are larger batches of its subnet.
+    """
+    cells = [(n, i, b) for n in (0, *settings.colocate) for i in runner.engine.ids for b in batch_sizes]
+    company: CoRunners | nullcontext[None] = nullcontext()
+    if settings.colocate:
+        company = _co_runners(runner, settings)
+    with company as others, tqdm(total=0, desc=label, unit="window", disable=not progress) as bar:
+        for wave in _waves(cells, settings, readings):
+            level = 0
+            for cell in wave:
+                bar.total = bar.n + _remaining(cells, settings, readings)
+                if others is not None:
+                    others.run(cell[0]) if cell[0] != level else others.check()
+                    level = cell[0]
+                _visit(runner, cell, settings, readings)
+                bar.update()
+            if others is not None:
+                others.run(0)
+    return readings
+
+
+def _waves(cells: Sequence[Cell], settings: SweepSettings, readings: Readings) -> Iterable[Iterable[Cell]]:
+    """Cells in the order of their visits; who consumes a cell must visit it before asking for the next."""
+    if settings.order == "sequential":
+        for cell in cells:
+            while readings.wants(cell, settings):
+                yield [cell]
+        return
+    while True:
+        wanting = [cell for cell in cells if readings.wants(cell, settings)]
+        if not wanting:
+            return
+        behind = min(len(readings.windows.get(cell, ())) for cell in wanting)
+        now = [cell for cell in wanting if len(readings.windows.get(cell, ())) == behind]
+        yield (cell for cell in now if not readings.impossible(cell))
+
+
+def _remaining(cells: Sequence[Cell], settings: SweepSettings, readings: Readings) -> int:
+    counts = ((cell, len(readings.windows.get(cell, ()))) for cell in cells)
+    return sum(
+        max(settings.windows - count, int(readings.wants(cell, settings)))
+        for cell, count in counts
+        if not readings.impossible(cell)
+    )
+
+
+def _visit(runner: Runner, cell: Cell, settings: SweepSettings, readings: Readings) -> None:
+    _, subnet, batch_size = cell
+    try:
+        with runner.prepared(subnet, batch_size) as timed:
+            window = measure(
+                timed.call,
+                runner.device,
+                warmup_ms=settings.warmup_ms,
+                min_time_ms=settings.min_time_ms / settings.windows,
+                min_runs=3,
+                before=timed.before,
+            )
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        readings.add(cell, None)
+    else:
+        readings.add(cell, window)
+
+
+def _co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
+    engine = runner.engine
+    network = engine.supernet.extract(engine.ready(settings.colocated).spec).to(engine.device)
+    x = torch.stack([engine.example]).to(engine.device)
+    return CoRunners(network, x, settings.colocate[-1])
+
+
+def environment(runner: Runner, settings: SweepSettings) -> dict[str, Any]:
+    """What must be the same for two sweeps to be parts of one: machine, versions, weights, settings."""
+    engine = runner.engine
+    return {
+        **machine(engine.device),
+        "supernet": engine.fingerprint,
+        "space": engine.supernet.space.id,
+        "dtype": str(next(engine.supernet.parameters()).dtype).removeprefix("torch."),
+        "input_shape": list(engine.example.shape),
+        **runner.settings,
+        **settings.to_json(),
+        "subnetact": __version__,
+    }
+
+
+def table_of(
+    runner: Runner,
+    batch_sizes: Sequence[int],
+    settings: SweepSettings,
+    readings: Readings,
+    accuracy: Sequence[float],
+    **facts: Any,
+) -> LatencyTable:
+    """The readings as a table, stamped with the environment and further facts."""
+    shape = len(runner.keys), len(batch_sizes)
+
+    def statistics(level: int) -> dict[str, np.ndarray]:
+        cells = [(level, i, b) for i in range(shape[0]) for b in batch_sizes]
+        found = [
+            {} if readings.impossible(cell) or cell not in readings.windows
+            else statistics_of(readings.windows[cell], settings.stability, settings.quantiles)
+            for cell in cells
+        ]  # fmt: skip
+        names = dict.fromkeys(name for one in found for name in one)
+        return {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
+
+    alone = statistics(0)
+    if settings.statistic not in alone:
+        raise TableError("no cell could be measured: the memory ran out in all of them; use smaller batches")
+    for count in ("windows", "runs"):
+        alone[count] = np.nan_to_num(alone[count])
+    levels = (0, *settings.colocate) if settings.colocate else ()
+    contended = [statistics(n).get(settings.statistic, np.full(shape, math.nan)) for n in levels]
+    return LatencyTable.from_arrays(
+        runner.keys,
+        accuracy,
+        batch_sizes,
+        alone[settings.statistic],
+        statistics=alone,
+        stamp={
+            **environment(runner, settings),
+            **facts,
+            "out_of_memory": sorted(list(cell) for cell in readings.out_of_memory),
+            "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        },
+        interference=levels,
+        contended_ms=contended if levels else None,
+    )
+
+
+def profile_latency(
+    engine: Engine,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    accuracy: Sequence[float] | None = None,
+    statistic: str = "p50",
+    warmup_ms: float = 20.0,
+    min_time_ms: float = 100.0,
+    rounds: int = 3,
+    progress: bool = True,
+    max_rounds: int | None = None,
+    stability: float = 0.05,
+    resume: str | PathLike[str] | None = None,
+) -> LatencyTable:
+    """Measure every registered subnet at every batch size on the engine's device.
+
+    Rounds over all cells are interleaved, so that a machine that speeds up or slows down does so for
+    every cell. Times are synchronised host times of `engine.ready(subnet)(x)` with x already on the
+    device; on cuda the statistics of the time between CUDA events stand beside them as `device_p50` and so
+    on.
+
+    Args:
+        engine: the subnets.
+        batch_sizes: ascending.
+        accuracy: percent, one a subnet; unknown where left out.
+        statistic: which one becomes `latency_ms`: mean, p50, p90, p95 or p99; with `calm_` in front only
+            over the rounds that agree with one another (`subnetact.windows`). All are kept.
+        warmup_ms: untimed running before each cell of each round.
+        min_time_ms: timed running of each cell, over all rounds.
+        rounds: how often to come back to each cell.
+        progress: whether to show a progress bar.
+        max_rounds: how often to come back to cells whose windows do not agree; None = `rounds`.
+        stability: how far apart medians of windows that agree may be, relative.
+        resume: a file to keep what was measured, and to go on from; None = none.
+
+    Raises:
+        TableError: an argument that no table can be made of.
+        ResumeRefused: `resume` is of another environment.
+    """
+    settings = SweepSettings(
+        warmup_ms, min_time_ms, rounds, max(rounds, max_rounds or rounds), stability, statistic=statistic
+    )
+    known = [math.nan] * len(engine) if accuracy is None else list(accuracy)
+    warn_of_fractions(known)
+    LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
+    runner = Runner(engine)
+    journal = None
+    if resume is not None:
+        facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}
+        journal = Journal(resume, {**environment(runner, settings), **facts})
+    readings = sweep(runner, batch_sizes, settings, Readings(journal), progress)
+    return table_of(runner, batch_sizes, settings, readings, known)
