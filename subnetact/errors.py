@@ -9,6 +9,7 @@ SubnetActError
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
+├── MissingExtra (ImportError)        a package that this feature needs is not installed
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
 ├── ResumeRefused (ValueError)        saved progress is of another environment, or was not asked for
@@ -37,6 +38,7 @@ __all__ = [
     "IllegalChoice",
     "InsertError",
     "InvalidRequest",
+    "MissingExtra",
     "NotCalibrated",
     "PolicyError",
     "ProfileMismatch",
@@ -87,6 +89,10 @@ class FileFormatError(SubnetActError, ValueError):
 
 class DeviceError(SubnetActError, RuntimeError):
     """A device that this machine, or this build of torch, does not have."""
+
+
+class MissingExtra(SubnetActError, ImportError):
+    """A package that this feature needs is not installed."""
 
 
 class NotCalibrated(SubnetActError, RuntimeError):

@@ -62,6 +62,16 @@ def engine_for(
     )
 
 
+def running(mode: str, include_actuation: bool, include_h2d: bool, channels_last: bool) -> dict[str, Any]:
+    """How subnets are run, as a stamp says it; the arguments are `Runner`'s."""
+    return {
+        "mode": mode,
+        "include_actuation": include_actuation,
+        "include_h2d": include_h2d,
+        "channels_last": channels_last or mode != "eager",
+    }
+
+
 @dataclass(frozen=True)
 class TimedCall:
     """What is timed, and what is done untimed before each time."""
@@ -101,12 +111,7 @@ class Runner:
         self.device = engine.device
         self.keys = engine.keys
         self.mode = mode
-        self.settings = {
-            "mode": mode,
-            "include_actuation": include_actuation,
-            "include_h2d": include_h2d,
-            "channels_last": channels_last or mode != "eager",
-        }
+        self.settings = running(mode, include_actuation, include_h2d, channels_last)
         self._actuates = include_actuation
         self._copies = include_h2d
         self._last = channels_last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -22,8 +22,9 @@ from subnetact.errors import TableError
 from subnetact.journal import Journal
 from subnetact.latency import LatencyTable
 from subnetact.runners import Runner
+from subnetact.supernet import Supernet
 from subnetact.timing import machine, measure, ran_out_of_memory
-from subnetact.windows import Window, agreeing, statistics_of, summaries
+from subnetact.windows import CLOCKS, Window, agreeing, statistics_of, summaries
 
 __all__ = ["ORDERS", "Readings", "SweepSettings", "environment", "profile_latency", "sweep", "table_of"]
 
@@ -45,8 +46,8 @@ class SweepSettings:
         order: `interleaved` comes back to a cell after all others had their turn, so that a machine that
             drifts does so for all of them; `sequential` measures a cell to its end.
         quantiles: percent, kept beside mean, std and min.
-        statistic: which one becomes `latency_ms`: mean or one of the quantiles (p90) over all windows, or over
-            those that agree (calm_p90).
+        statistic: which one becomes `latency_ms`: mean or one of the quantiles (p90) over all windows, or
+            over those that agree (calm_p90).
         colocate: numbers of co-runners to measure under as well, ascending.
         colocated: index of the subnet that co-runners run.
 
@@ -104,15 +105,15 @@ class Readings:
         self._record = record
         for line in journal.of(record) if journal else ():
             level, subnet, batch_size = line["cell"]
-            clocks = {clock: np.array(line[clock]) for clock in ("host_ms", "device_ms") if clock in line}
-            self._put((level, subnet, batch_size), clocks or None)
+            window = {clock: np.array(line[clock]) for clock in CLOCKS if clock in line}
+            self._put((level, subnet, batch_size), window or None)
 
     def add(self, cell: Cell, window: Window | None) -> None:
         """Keep one window; None where the memory ran out."""
         if self._journal is not None:
-            times = {str(clock): np.round(values, 6).tolist() for clock, values in (window or {}).items()}
+            times = {clock: np.round(values, 6).tolist() for clock, values in (window or {}).items()}
             self._journal.append(self._record, cell=list(cell), **times)
-            window = {clock: np.array(values) for clock, values in times.items()} or None
+            window = window and {clock: np.array(values) for clock, values in times.items()}
         self._put(cell, window)
 
     def impossible(self, cell: Cell) -> bool:
@@ -230,19 +231,41 @@ def _co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
     return CoRunners(network, x, settings.colocate[-1])
 
 
-def environment(runner: Runner, settings: SweepSettings) -> dict[str, Any]:
-    """What must be the same for two sweeps to be parts of one: machine, versions, weights, settings."""
-    engine = runner.engine
+def environment(
+    supernet: Supernet,
+    device: torch.device,
+    example: torch.Tensor,
+    running: Mapping[str, Any],
+    settings: SweepSettings,
+    fingerprint: str | None = None,
+) -> dict[str, Any]:
+    """What must be the same for two sweeps to be parts of one: machine, versions, weights, settings.
+
+    Args:
+        supernet: what is measured.
+        device: where.
+        example: one input without a batch dimension.
+        running: `Runner.settings`.
+        settings: how it is measured.
+        fingerprint: the supernet's, where it is known already.
+    """
     return {
-        **machine(engine.device),
-        "supernet": engine.fingerprint,
-        "space": engine.supernet.space.id,
-        "dtype": str(next(engine.supernet.parameters()).dtype).removeprefix("torch."),
-        "input_shape": list(engine.example.shape),
-        **runner.settings,
+        **machine(device),
+        "supernet": fingerprint or supernet.fingerprint(),
+        "space": supernet.space.id,
+        "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
+        "input_shape": list(example.shape),
+        **running,
         **settings.to_json(),
         "subnetact": __version__,
     }
+
+
+def _environment_of(runner: Runner, settings: SweepSettings) -> dict[str, Any]:
+    engine = runner.engine
+    return environment(
+        engine.supernet, engine.device, engine.example, runner.settings, settings, engine.fingerprint
+    )
 
 
 def table_of(
@@ -280,7 +303,7 @@ def table_of(
         alone[settings.statistic],
         statistics=alone,
         stamp={
-            **environment(runner, settings),
+            **_environment_of(runner, settings),
             **facts,
             "out_of_memory": sorted(list(cell) for cell in readings.out_of_memory),
             "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -338,6 +361,6 @@ def profile_latency(
     journal = None
     if resume is not None:
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}
-        journal = Journal(resume, {**environment(runner, settings), **facts})
+        journal = Journal(resume, {**_environment_of(runner, settings), **facts})
     readings = sweep(runner, batch_sizes, settings, Readings(journal), progress)
     return table_of(runner, batch_sizes, settings, readings, known)

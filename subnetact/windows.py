@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CALM", "NEEDED", "Window", "agreeing", "statistics_of", "summaries"]
+__all__ = ["CALM", "CLOCKS", "NEEDED", "Window", "agreeing", "statistics_of", "summaries"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Window: TypeAlias = Mapping[str, Floats]
