@@ -43,10 +43,8 @@ class Journal:
     ) -> None:
         self.path = Path(path)
         self.environment = json.loads(json.dumps(dict(environment)))
-        self._records: list[dict[str, Any]] = []
-        if self.path.exists():
-            self._records = self._read(resume)
-        else:
+        self._records = self._read(resume) if self.path.exists() else []
+        if not self._records:
             with replacing(self.path) as temporary:
                 header = {"kind": KIND, "schema": SCHEMA, "environment": self.environment}
                 temporary.write_text(json.dumps(header) + "\n", encoding="utf-8")
@@ -84,7 +82,9 @@ class Journal:
             raise FileFormatError(
                 f"{self.path}: schema {schema!r}, this version reads 1 to {SCHEMA}; update subnetact"
             )
-        if records and not resume:
+        if not records:
+            return []
+        if not resume:
             raise ResumeRefused(
                 f"{self.path}: holds {len(records)} records of an earlier run; resume it, or remove the file"
             )

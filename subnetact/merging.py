@@ -53,7 +53,7 @@ def merge(first: LatencyTable, second: LatencyTable) -> dict[str, Any]:
         return table.statistics.get(name, np.full(table.latency_ms.shape, np.nan))
 
     names = [*first.statistics, *(name for name in second.statistics if name not in first.statistics)]
-    stamp = {key: value for key, value in first.stamp.items() if key not in differing}
+    stamp = {key: value for key, value in first.stamp.items() if second.stamp.get(key) == value}
     return {
         "subnets": keys,
         "accuracy": [_accuracy(first, second, key) for key in keys],
