@@ -97,7 +97,9 @@ def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> 
     changed = {**facts, "threads": 2, "settings": {"order": "sequential", "warmup_ms": 20.0}}
     Journal(path, changed)  # nothing was recorded yet
     Journal(path, facts).append("window", cell=[0, 0, 1])
-    with pytest.raises(ResumeRefused, match=r"settings\.order 'interleaved' and 'sequential'; threads 1 and 2"):
+    with pytest.raises(
+        ResumeRefused, match=r"settings\.order 'interleaved' and 'sequential'; threads 1 and 2"
+    ):
         Journal(path, changed)
     with pytest.raises(ResumeRefused, match="1 records of an earlier run"):
         Journal(path, facts, resume=False)
