@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from subnetact.errors import SpecError
 from subnetact.journal import Journal
+from subnetact.pareto_set import Measure, accuracy_of, find_pareto_set, fitted_latencies, searched_sizes
 from subnetact.spec import SubnetSpec
-from subnetact.subject import Subject, find, read_specs
+from subnetact.subject import Subject, read_specs
 
 __all__ = ["Chosen", "Request", "choose"]
 
@@ -33,6 +33,7 @@ class Request:
         accuracy: numbers, percent, one a subnet; or one `pkg.mod:factory`, which called with the supernet
             returns a callable, spec -> percent; empty where it is not known.
         accuracy_predictor: a checkpoint of an accuracy predictor; None = none.
+        accuracy_encoding: what that was trained on: `tutorial`; None = the family's own encoding.
         search_latency: what the search goes by: `measured` (a predictor fitted to subnets measured here) or
             `macs`.
         fitted: how many subnets that predictor is fitted to.
@@ -43,6 +44,7 @@ class Request:
     subnets: str = "8"
     accuracy: tuple[str, ...] = ()
     accuracy_predictor: str | None = None
+    accuracy_encoding: str | None = None
     search_latency: str = "measured"
     fitted: int = 32
     evaluations: int = 4000
@@ -104,13 +106,19 @@ def choose(
     request: Request,
     *,
     journal: Journal,
-    device: torch.device,
-    running: dict[str, Any],
     batch_sizes: Sequence[int],
-    budget_mb: float,
+    measure: Measure,
     progress: bool = True,
 ) -> Chosen:
     """Return the subnets of a request, the same ones every time the journal is resumed.
+
+    Args:
+        subject: what they are of.
+        request: which ones.
+        journal: where the choice is kept, and beside it the state of a search.
+        batch_sizes: what they will be measured at.
+        measure: measures the subnets that latencies are fitted to.
+        progress: whether to show progress bars.
 
     Raises:
         SpecError: the request makes no sense for this supernet.
@@ -122,7 +130,7 @@ def choose(
     if subject.specs and request.subnets == "all":
         chosen = Chosen(list(subject.specs), list(subject.accuracy), {"subnets_chosen": "the bundle's"})
     elif request.searches(space.size()):
-        chosen = _pareto_set(subject, request, journal, device, running, batch_sizes, budget_mb, progress)
+        chosen = _pareto_set(subject, request, journal, batch_sizes, measure, progress)
     else:
         specs = _listed(subject, request)
         chosen = Chosen(
@@ -158,7 +166,9 @@ def _random(subject: Subject, count: int, seed: int) -> list[SubnetSpec]:
 def _accuracies(
     subject: Subject, request: Request, specs: Sequence[SubnetSpec], progress: bool
 ) -> list[float | None]:
-    function, _ = _accuracy_of(subject, request)
+    function, _ = accuracy_of(
+        subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
+    )
     if function is not None:
         bar = tqdm(specs, desc="accuracy", disable=not progress)
         return [None if math.isnan(percent := float(function(spec))) else percent for spec in bar]
@@ -173,30 +183,37 @@ def _accuracies(
     return list(known)
 
 
-def _accuracy_of(subject: Subject, request: Request) -> tuple[Callable[[SubnetSpec], float] | None, str]:
-    """The accuracy of any subnet, and where it is from."""
-    callable_given = len(request.accuracy) == 1 and ":" in request.accuracy[0]
-    if callable_given and request.accuracy_predictor:
-        raise SpecError("accuracy: give a callable or a predictor, not both")
-    if callable_given:
-        return find(request.accuracy[0])(subject.supernet), request.accuracy[0]
-    if request.accuracy_predictor:
-        from subnetact.predictors import AccuracyPredictor
-
-        predictor = AccuracyPredictor.from_checkpoint(request.accuracy_predictor)
-        return predictor, f"predicted by {Path(request.accuracy_predictor).name}"
-    return None, "not known"
-
-
-def _pareto_set(subject, request, journal, device, running, batch_sizes, budget_mb, progress):
-    accuracy, source = _accuracy_of(subject, request)
-    proxy = lambda spec: float(sum(subject.supernet.space.resolve(spec)))
-    found = search(
-        subject.supernet, accuracy or proxy, proxy, budget=1000, seed=request.seed, progress=progress
+def _pareto_set(
+    subject: Subject,
+    request: Request,
+    journal: Journal,
+    batch_sizes: Sequence[int],
+    measure: Measure,
+    progress: bool,
+) -> Chosen:
+    accuracy, source = accuracy_of(
+        subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
     )
-    found = found[:: max(1, len(found) // request.count)][: request.count]
+    if accuracy is None and request.accuracy:
+        raise SpecError("accuracy: a search needs a function of a subnet; give one pkg.mod:factory")
+    latencies = []
+    if request.search_latency == "measured":
+        some = _random(subject, request.fitted, request.seed)
+        latencies = fitted_latencies(subject, some, searched_sizes(batch_sizes), measure)
+    found, facts = find_pareto_set(
+        subject,
+        accuracy,
+        latencies,
+        request.size(subject.supernet.space.size()),
+        request.evaluations,
+        request.seed,
+        journal.path.with_name("search.json"),
+        progress,
+    )
+    if accuracy is None:
+        source = "not known: the search took more multiply-accumulates for better"
     return Chosen(
-        [c.spec for c in found],
-        [None if accuracy is None else c.accuracy for c in found],
-        {"subnets_chosen": f"Pareto set of {request.count}", "accuracy_source": source},
+        [one.spec for one in found],
+        [None if math.isnan(one.accuracy) else one.accuracy for one in found],
+        {"subnets_chosen": f"Pareto set of {request.subnets}", "accuracy_source": source, **facts},
     )

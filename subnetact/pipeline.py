@@ -6,7 +6,9 @@ import csv
 import math
 import shutil
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from subnetact.latency import LatencyTable
 from subnetact.norm_table import NormTable
 from subnetact.plotting import plot_front, plot_heat_map
 from subnetact.runners import Runner, engine_for, running
+from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, batches_of
 from subnetact.sweep import Readings, SweepSettings, environment, sweep, table_of
 from subnetact.timing import find_device
+from subnetact.windows import CALM, statistics_of
 
 __all__ = ["Job", "Profile", "plan", "profile"]
 
@@ -193,38 +197,57 @@ def profile(job: Job, subject: Subject) -> Profile:
     check(job)
     LatencyTable.from_arrays(["-"], [math.nan], job.batch_sizes, [[1.0] * len(job.batch_sizes)])
     journal = begin(job, subject)
-    device = find_device(job.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
         chosen = choose(
             subject,
             job.request,
             journal=journal,
-            device=device,
-            running=job.running,
             batch_sizes=job.batch_sizes,
-            budget_mb=job.budget_mb,
+            measure=partial(_measure, job, subject, journal),
             progress=job.progress,
         )
         calibrated = _calibrate(job, subject, chosen)
-        engine = engine_for(
-            subject.supernet,
-            chosen.specs,
-            job.mode,
-            example=subject.example,
-            device=device,
-            memory_budget_mb=job.budget_mb,
-            accuracy=chosen.accuracy,
-        )
-        runner = Runner(engine, job.mode, job.include_actuation, job.include_h2d, job.channels_last)
+        runner = _runner(job, subject, chosen.specs, chosen.accuracy)
         readings = sweep(runner, job.batch_sizes, job.settings, Readings(journal), job.progress)
     accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
     facts = {**chosen.facts, "calibrated_on": calibrated}
     table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
     found = Profile(table, table.monotone(), _unstable(table))
-    _write(job, found, engine)
+    _write(job, found, runner.engine)
     (job.work / "done").touch()
     return found
+
+
+def _runner(
+    job: Job, subject: Subject, specs: Sequence[SubnetSpec], accuracy: Sequence[float | None] | None = None
+) -> Runner:
+    engine = engine_for(
+        subject.supernet,
+        specs,
+        job.mode,
+        example=subject.example,
+        device=find_device(job.device),
+        memory_budget_mb=job.budget_mb,
+        accuracy=accuracy,
+    )
+    return Runner(engine, job.mode, job.include_actuation, job.include_h2d, job.channels_last)
+
+
+def _measure(
+    job: Job, subject: Subject, journal: Journal, specs: Sequence[SubnetSpec], sizes: Sequence[int]
+) -> list[list[float]]:
+    """Measure the subnets that a search's latencies are fitted to."""
+    settings = replace(job.settings, colocate=())
+    readings = Readings(journal, "fit")
+    sweep(_runner(job, subject, specs), sizes, settings, readings, job.progress, "measuring a few subnets")
+
+    def latency(i: int, size: int) -> float:
+        if readings.impossible((0, i, size)):
+            raise TableError(f"batch size {size}: {specs[i]} runs out of memory; profile smaller batches")
+        return statistics_of(readings.windows[0, i, size], settings.stability, [50])[f"{CALM}p50"]
+
+    return [[latency(i, size) for size in sizes] for i in range(len(specs))]
 
 
 def _unstable(table: LatencyTable) -> int:

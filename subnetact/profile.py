@@ -139,6 +139,7 @@ def _job(args: argparse.Namespace) -> Job:
             subnets=args.subnets or ("all" if args.bundle else "8"),
             accuracy=tuple(args.accuracy),
             accuracy_predictor=args.accuracy_predictor,
+            accuracy_encoding=args.accuracy_encoding,
             search_latency=args.search_latency,
             fitted=args.fitted,
             evaluations=args.evaluations,
@@ -210,6 +211,9 @@ def _parser() -> argparse.ArgumentParser:
         "function spec -> percent. Not known if left out: the search then takes more arithmetic for better",
     )
     group.add_argument("--accuracy-predictor", metavar="FILE", help="checkpoint of OFA's accuracy predictor")
+    group.add_argument(
+        "--accuracy-encoding", metavar="NAME", help="what it reads: tutorial (default: the family's own)"
+    )
     group.add_argument(
         "--search-latency",
         choices=("measured", "macs"),
