@@ -12,8 +12,8 @@ SubnetActError
 ├── MissingExtra (ImportError)        a package that this feature needs is not installed
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
-├── ResumeRefused (ValueError)        saved progress is of another environment, or was not asked for
 ├── TableError (ValueError)           a latency table is malformed
+├── ResumeMismatch (ValueError)       unfinished work of other weights, subnets, data, settings or machines
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
 ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
 ├── TraceError (ValueError)           arrivals that cannot be simulated
@@ -45,7 +45,7 @@ __all__ = [
     "QueueFull",
     "RecompileRefused",
     "RequestError",
-    "ResumeRefused",
+    "ResumeMismatch",
     "SpecError",
     "SubnetActError",
     "TableError",
@@ -103,12 +103,12 @@ class RecompileRefused(SubnetActError, RuntimeError):
     """A compiled engine got an input of a shape that it was not prepared for."""
 
 
-class ResumeRefused(SubnetActError, ValueError):
-    """Progress that was saved earlier belongs to another environment, or may not be continued."""
-
-
 class TableError(SubnetActError, ValueError):
     """A latency table is malformed."""
+
+
+class ResumeMismatch(SubnetActError, ValueError):
+    """A file of unfinished work belongs to other weights, subnets, data, settings or machines."""
 
 
 class ProfileMismatch(SubnetActError, ValueError):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from subnetact.errors import FileFormatError, ResumeRefused
+from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.files import replacing
 
 __all__ = ["Journal"]
@@ -35,7 +35,7 @@ class Journal:
 
     Raises:
         FileFormatError: the file is something else, or of a newer schema.
-        ResumeRefused: it has records and `resume` is False, or of another environment.
+        ResumeMismatch: it has records and `resume` is False, or of another environment.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Journal:
         if not records:
             return []
         if not resume:
-            raise ResumeRefused(
+            raise ResumeMismatch(
                 f"{self.path}: holds {len(records)} records of an earlier run; resume it, or remove the file"
             )
         differing = sorted(_differing(before, self.environment))
         if differing:
-            raise ResumeRefused(
+            raise ResumeMismatch(
                 f"{self.path}: was begun in another environment; then and now: {'; '.join(differing)}. "
                 "Restore it, or remove the file to begin afresh"
             )

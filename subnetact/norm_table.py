@@ -5,78 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.files import replacing
+from subnetact.norm_row import Block, NormRow
 from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
 
-SCHEMA = 1
-
-
-class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
-    """The statistics of one subnet: norm name -> (mean, var), each of shape (channels,).
-
-    All of them are slices of one tensor, the means before the variances.
-
-    Raises:
-        SpecError: the tensor's length is not twice the sum of the channels.
-    """
-
-    __slots__ = ("channels", "flat")
-
-    def __init__(self, channels: Mapping[str, int], flat: Tensor) -> None:
-        total = sum(channels.values())
-        if flat.shape != (2 * total,):
-            raise SpecError(f"a row of {total} channels needs shape ({2 * total},), got {tuple(flat.shape)}")
-        if any(count < 1 for count in channels.values()):
-            raise SpecError("a row's channel counts must be positive")
-        self.channels = dict(channels)
-        self.flat = flat
-
-    @classmethod
-    def of(cls, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> NormRow:
-        """Copy (mean, var) pairs into one row."""
-        means, variances = zip(*statistics.values(), strict=True) if statistics else ((), ())
-        flat = torch.cat([*means, *variances]) if statistics else torch.empty(0)
-        return cls({name: mean.numel() for name, (mean, _) in statistics.items()}, flat.detach())
-
-    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
-        start = 0
-        for other, channels in self.channels.items():
-            if other == name:
-                return self._pair(start, channels)
-            start += channels
-        raise KeyError(name)
-
-    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return every (mean, var) pair, in one walk over the row."""
-        found, start = {}, 0
-        for name, channels in self.channels.items():
-            found[name] = self._pair(start, channels)
-            start += channels
-        return found
-
-    def _pair(self, start: int, channels: int) -> tuple[Tensor, Tensor]:
-        half = self.flat.numel() // 2
-        mean = self.flat[start : start + channels].data
-        return mean, self.flat[half + start : half + start + channels].data
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.channels)
-
-    def __len__(self) -> int:
-        return len(self.channels)
+SCHEMA = 2
 
 
 class NormTable:
     """Rows of statistics keyed by subnet (SubnetNorm, SuperServe section 3.1).
+
+    Subnets with an equal beginning have equal statistics there: what two rows have in common, bit for
+    bit, is stored once, in memory and in the file.
 
     Args:
         space: the id of the search space whose subnets it may hold.
@@ -108,11 +58,16 @@ class NormTable:
         for spec in rows:
             if spec.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
-        self._rows = {**self._rows, **rows}
+        kept = {spec: row for spec, row in self._rows.items() if spec not in rows}
+        known: dict[bytes, Block] = {}
+        for row in kept.values():
+            known.update(zip(row.digests(), row.blocks().values(), strict=True))
+        self._rows = {**self._rows, **{spec: row.sharing(known) for spec, row in rows.items()}}
 
     def nbytes(self) -> int:
-        """Return the bytes of all statistics."""
-        return sum(row.flat.numel() * row.flat.element_size() for row in self._rows.values())
+        """Return the bytes of all statistics, those that rows share once."""
+        sources = {id(source): source for row in self._rows.values() for source in row.sources}
+        return sum(source.numel() * source.element_size() for source in sources.values())
 
     def to_like(self, tensor: Tensor | None) -> NormTable:
         """Return a table of its own with the rows on a tensor's device and of its dtype."""
@@ -122,19 +77,37 @@ class NormTable:
         return table
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Map every row's tensor, to another device for example."""
-        self._rows = {spec: NormRow(row.channels, function(row.flat)) for spec, row in self._rows.items()}
+        """Map every tensor of statistics, to another device for example."""
+        moved: dict[int, Tensor] = {}
+
+        def once(source: Tensor) -> Tensor:
+            if id(source) not in moved:
+                moved[id(source)] = function(source)
+            return moved[id(source)]
+
+        self._rows = {spec: row.map(once) for spec, row in self._rows.items()}
 
     def save(self, path: str | Path) -> None:
         """Write the table as safetensors, atomically."""
-        index = [
-            {"spec": spec.to_json(), "channels": list(row.channels.items())}
-            for spec, row in self._rows.items()
-        ]
+        names: dict[str, int] = {}
+        numbers: dict[bytes, int] = {}
+        blocks: list[tuple[int, int, str]] = []
+        parts: dict[str, list[Tensor]] = {}
+        rows = []
+        for spec, row in self._rows.items():
+            pairs = zip(row.digests(), row.pairs().items(), strict=True)
+            for digest, (name, (mean, var)) in pairs:
+                if digest not in numbers:
+                    dtype = str(mean.dtype).removeprefix("torch.")
+                    numbers[digest] = len(blocks)
+                    blocks.append((names.setdefault(name, len(names)), mean.numel(), dtype))
+                    parts.setdefault(dtype, []).extend((mean.cpu(), var.cpu()))
+            rows.append({"spec": spec.to_json(), "blocks": [numbers[digest] for digest in row.digests()]})
+        index = {"names": list(names), "blocks": blocks, "rows": rows}
         header = {"format": "subnetact.norms", "schema": str(SCHEMA), "space": self.space}
-        tensors = {str(i): row.flat.cpu().contiguous() for i, row in enumerate(self._rows.values())}
+        tensors = {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
         with replacing(path) as temporary:
-            save_file(tensors, temporary, {**header, "rows": json.dumps(index)})
+            save_file(tensors, temporary, {**header, "index": json.dumps(index)})
 
     @classmethod
     def load(cls, path: str | Path) -> NormTable:
@@ -156,16 +129,47 @@ class NormTable:
                         f"{SCHEMA}; update subnetact"
                     )
                 table = cls(header["space"])
-                for i, entry in enumerate(json.loads(header["rows"])):
-                    channels = {name: int(count) for name, count in entry["channels"]}
-                    row = NormRow(channels, file.get_tensor(str(i)))
-                    if not row.flat.isfinite().all():
-                        raise FileFormatError(f"{path}: row {i} is not finite; calibrate and save again")
-                    table._rows[SubnetSpec.from_json(entry["spec"])] = row
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                if header["schema"] == "1":
+                    table.update(_rows_of_schema_1(file, json.loads(header["rows"])))
+                else:
+                    table._rows = _rows(file, json.loads(header["index"]))
+                for spec, row in table._rows.items():
+                    if not all(source.isfinite().all() for source in row.sources):
+                        raise FileFormatError(f"{path}: {spec} is not finite; calibrate and save again")
+        except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, FileFormatError):
                 raise
             raise FileFormatError(
                 f"{path}: not a readable norm table ({error}); save it again with NormTable.save()"
             ) from error
         return table
+
+
+def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
+    stored = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118
+    ends = dict.fromkeys(stored, 0)
+    blocks: list[tuple[str, Block]] = []
+    for number, channels, dtype in index["blocks"]:
+        start, count = ends[dtype], int(channels)
+        if count < 1 or start + 2 * count > stored[dtype].numel():
+            raise ValueError(f"block {len(blocks)} of {count} channels is outside the statistics")
+        blocks.append((index["names"][number], (stored[dtype], start, start + count, count)))
+        ends[dtype] += 2 * count
+    if ends != {dtype: tensor.numel() for dtype, tensor in stored.items()}:
+        raise ValueError("there are more statistics than blocks")
+    rows: dict[SubnetSpec, NormRow] = {}
+    for entry in index["rows"]:
+        if any(not 0 <= i < len(blocks) for i in entry["blocks"]):
+            raise ValueError(f"row {len(rows)} names a block that is not there")
+        rows[SubnetSpec.from_json(entry["spec"])] = NormRow.at(dict(blocks[i] for i in entry["blocks"]))
+    return rows
+
+
+def _rows_of_schema_1(file: Any, index: list[dict[str, Any]]) -> dict[SubnetSpec, NormRow]:
+    """Read rows that are stored whole, one tensor each."""
+    return {
+        SubnetSpec.from_json(entry["spec"]): NormRow(
+            {name: int(count) for name, count in entry["channels"]}, file.get_tensor(str(i))
+        )
+        for i, entry in enumerate(index)
+    }

@@ -165,7 +165,7 @@ def begin(job: Job, subject: Subject) -> Journal:
     """Open the journal of a job; a finished one is begun afresh unless it is to be resumed.
 
     Raises:
-        ResumeRefused: an unfinished one is there and not to be resumed, or is of another environment.
+        ResumeMismatch: an unfinished one is there and not to be resumed, or is of another environment.
     """
     path = job.work / "journal.jsonl"
     device = find_device(job.device)
@@ -191,7 +191,7 @@ def profile(job: Job, subject: Subject) -> Profile:
     stopped and ends with what it would have ended with; only what was not measured yet is measured then.
 
     Raises:
-        ResumeRefused: progress of another environment, or of a job that is not to be resumed.
+        ResumeMismatch: progress of another environment, or of a job that is not to be resumed.
         SubnetActError: whatever cannot work; before anything is measured, where that can be known.
     """
     check(job)
@@ -271,7 +271,7 @@ def _calibrate(job: Job, subject: Subject, chosen: Chosen) -> str:
     batches = (
         batches_of(job.calibrate_on, job.calibration_batch) if job.calibrate_on else _noise(job, subject)
     )
-    calibrate(supernet, chosen.specs, batches, progress=job.progress)
+    calibrate(supernet, chosen.specs, batches, job.progress, resume=job.work / "calibration")
     supernet.norms.save(saved)
     return source
 

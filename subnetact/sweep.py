@@ -349,7 +349,7 @@ def profile_latency(
 
     Raises:
         TableError: an argument that no table can be made of.
-        ResumeRefused: `resume` is of another environment.
+        ResumeMismatch: `resume` is of another environment.
     """
     settings = SweepSettings(
         warmup_ms, min_time_ms, rounds, max(rounds, max_rounds or rounds), stability, statistic=statistic

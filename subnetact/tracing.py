@@ -6,6 +6,7 @@ leaves of one private view record themselves instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,11 +36,14 @@ def _is_leaf(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) or (library and not isinstance(module, _CONTAINERS))
 
 
-def trace_(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
+def trace_(
+    view: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
+) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the graph of a view's forward of one tensor, and its leaves by name.
 
     Args:
         view: a view that nobody else uses; it is as before afterwards.
+        is_leaf: tells which further modules are leaves, whatever their forward does.
 
     Raises:
         Exception: the forward depends on values, or reads parameters itself; it cannot be traced.
@@ -48,9 +52,12 @@ def trace_(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module]]:
     tracer = GraphAppendingTracer(graph)
     leaves: dict[str, nn.Module] = {}
     classes: dict[str, type[nn.Module]] = {}
+    inside = ""
     for path, module in view.named_modules():
-        if path and _is_leaf(module) and not any(path.startswith(f"{leaf}.") for leaf in leaves):
+        wanted = _is_leaf(module) or (is_leaf is not None and is_leaf(module))
+        if path and wanted and not (inside and path.startswith(inside)):
             leaves[path], classes[path] = module, type(module)
+            inside = f"{path}."  # modules come before what is in them, and that before all others
     try:
         for path, leaf in leaves.items():
             object.__setattr__(leaf, "recorder", (tracer, path))

@@ -16,7 +16,7 @@ import torch
 import subnetact
 from subnetact import sweep as sweeping
 from subnetact.colocation import CoRunners
-from subnetact.errors import DeviceError, ResumeRefused, TableError
+from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.journal import Journal
 from subnetact.runners import MODES, Runner, TimedCall, engine_for
 from subnetact.supernet import Supernet
@@ -230,12 +230,12 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
     again = subnetact.profile_latency(engine, [1, 2], resume=path, **quick)
     assert path.read_bytes() == recorded
     assert again.latency_ms.tolist() == first.latency_ms.tolist()
-    with pytest.raises(ResumeRefused, match="min_time_ms 1 and 2"):
+    with pytest.raises(ResumeMismatch, match="min_time_ms 1 and 2"):
         subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
     with torch.no_grad():
         next(engine.supernet.parameters()).mul_(2.0)
     changed = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE)
-    with pytest.raises(ResumeRefused, match="supernet"):
+    with pytest.raises(ResumeMismatch, match="supernet"):
         subnetact.profile_latency(changed, [1, 2], resume=path, **quick)
 
 

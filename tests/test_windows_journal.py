@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subnetact.errors import FileFormatError, ResumeRefused
+from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.journal import Journal
 from subnetact.windows import agreeing, statistics_of, summaries
 
@@ -98,10 +98,10 @@ def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> 
     Journal(path, changed)  # nothing was recorded yet
     Journal(path, facts).append("window", cell=[0, 0, 1])
     with pytest.raises(
-        ResumeRefused, match=r"settings\.order 'interleaved' and 'sequential'; threads 1 and 2"
+        ResumeMismatch, match=r"settings\.order 'interleaved' and 'sequential'; threads 1 and 2"
     ):
         Journal(path, changed)
-    with pytest.raises(ResumeRefused, match="1 records of an earlier run"):
+    with pytest.raises(ResumeMismatch, match="1 records of an earlier run"):
         Journal(path, facts, resume=False)
     assert len(Journal(path, facts)) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
@@ -12,7 +11,7 @@ from subnetact.operators.base import Operator
 from subnetact.operators.view import shell
 from subnetact.space import Row
 
-__all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CollectingNorm", "SubnetNorm"]
+__all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
 
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"
@@ -94,46 +93,3 @@ class SubnetNorm(Operator):
     def bind(self, row: Row, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet on the supernet's shared statistics."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
-
-
-class CollectingNorm:
-    """Gives a subnet's BatchNorm each batch's own mean and biased variance, and averages them by a rule.
-
-    Args:
-        norm: the operator.
-        row: the subnet's sizes.
-        rule: one of `CALIBRATION_RULES`.
-
-    Attributes:
-        module: the BatchNorm to put into the network, of the class it has there.
-        mean: the average so far, of shape (channels,); None before the first batch.
-        var: likewise.
-    """
-
-    def __init__(self, norm: SubnetNorm, row: Row, rule: str = WEIGHTED_BIASED) -> None:
-        self.module = norm.bind(row)
-        self.module.register_forward_pre_hook(self._collect)
-        self._path = norm.path
-        self._unbiased = rule == CUMULATIVE_UNBIASED
-        self.mean: Tensor | None = None
-        self.var: Tensor | None = None
-        self._seen = 0
-
-    def _collect(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Take an input of shape (N, C, ...) into the average, and have it normalised with its own."""
-        x = inputs[0]
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        values = x.numel() // x.shape[1]
-        if values < (2 if self._unbiased else 1):
-            raise SpecError(
-                f"{self._path}: a batch of shape {tuple(x.shape)} gives {values} values per channel, the "
-                f"{'unbiased ' if self._unbiased else ''}variance needs more; calibrate with larger batches"
-            )
-        var, mean = torch.var_mean(x, dim=axes, correction=0)
-        module.register_buffer("running_mean", mean)
-        module.register_buffer("running_var", var)
-        self._seen += 1 if self._unbiased else x.shape[0]
-        share = 1 / self._seen if self._unbiased else x.shape[0] / self._seen
-        stored = var * (values / (values - 1)) if self._unbiased else var
-        self.mean = mean if self.mean is None else torch.lerp(self.mean, mean, share)
-        self.var = stored if self.var is None else torch.lerp(self.var, stored, share)
