@@ -22,7 +22,6 @@ from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.files import replacing
 from subnetact.journal import Journal
 from subnetact.latency import LatencyTable
-from subnetact.norm_table import NormTable
 from subnetact.plotting import plot_front, plot_heat_map
 from subnetact.runners import Runner, engine_for, running
 from subnetact.spec import SubnetSpec
@@ -263,16 +262,10 @@ def _calibrate(job: Job, subject: Subject, chosen: Chosen) -> str:
         bare = [spec for spec in chosen.specs if not supernet.calibrated(spec)]
         return f"nothing: {len(bare)} subnets have shared statistics" if bare else "their own statistics"
     source = job.calibrate_on or f"{job.random_images} random images: latency only, no accuracy"
-    saved = job.work / "norms.safetensors"
-    if saved.exists():
-        supernet.norms = NormTable.load(saved)
-        if all(supernet.calibrated(spec) for spec in chosen.specs):
-            return source
     batches = (
         batches_of(job.calibrate_on, job.calibration_batch) if job.calibrate_on else _noise(job, subject)
     )
     calibrate(supernet, chosen.specs, batches, job.progress, resume=job.work / "calibration")
-    supernet.norms.save(saved)
     return source
 
 

@@ -304,7 +304,9 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Defaults where there is something to say, and the examples as they are."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        empty = action.default in (None, [], {}, False) or "default" in (action.help or "")
+        empty = (
+            action.default is False or action.default in (None, [], {}) or "default" in (action.help or "")
+        )
         return action.help if empty else super()._get_help_string(action)
 
 
