@@ -11,6 +11,7 @@ SubnetActError
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
+├── SearchError (ValueError)          a search cannot run, or not resume, with these arguments
 ├── TableError (ValueError)           a latency table is malformed
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
 ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
@@ -42,6 +43,7 @@ __all__ = [
     "QueueFull",
     "RecompileRefused",
     "RequestError",
+    "SearchError",
     "SpecError",
     "SubnetActError",
     "TableError",
@@ -93,6 +95,10 @@ class NotCalibrated(SubnetActError, RuntimeError):
 
 class RecompileRefused(SubnetActError, RuntimeError):
     """A compiled engine got an input of a shape that it was not prepared for."""
+
+
+class SearchError(SubnetActError, ValueError):
+    """A search cannot run with these arguments, or a state is of another search."""
 
 
 class TableError(SubnetActError, ValueError):
