@@ -12,6 +12,7 @@ SubnetActError
 ├── MissingExtra (ImportError)        a package that this feature needs is not installed
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
+├── SearchError (ValueError)          a search cannot run, or not resume, with these arguments
 ├── TableError (ValueError)           a latency table is malformed
 ├── ResumeMismatch (ValueError)       unfinished work of other weights, subnets, data, settings or machines
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
@@ -46,6 +47,7 @@ __all__ = [
     "RecompileRefused",
     "RequestError",
     "ResumeMismatch",
+    "SearchError",
     "SpecError",
     "SubnetActError",
     "TableError",
@@ -101,6 +103,10 @@ class NotCalibrated(SubnetActError, RuntimeError):
 
 class RecompileRefused(SubnetActError, RuntimeError):
     """A compiled engine got an input of a shape that it was not prepared for."""
+
+
+class SearchError(SubnetActError, ValueError):
+    """A search cannot run with these arguments, or a state is of another search."""
 
 
 class TableError(SubnetActError, ValueError):
