@@ -83,9 +83,10 @@ def find_pareto_set(
 
     Without latencies, multiply-accumulates stand in for them; without accuracy, for that.
     """
-    shape = list(subject.example.shape)
-    costs = CostModel(subject.supernet, shape, subject.example.dtype)
-    functions: list[Callable[[SubnetSpec], float]] = [*latencies] or [lambda spec: float(costs(spec).macs)]
+    functions: list[Callable[[SubnetSpec], float]] = [*latencies]
+    if not functions:
+        costs = CostModel(subject.supernet, subject.example.shape, subject.example.dtype)
+        functions = [lambda spec: float(costs(spec).macs)]
     result = search(
         subject.supernet,
         accuracy,
@@ -94,7 +95,7 @@ def find_pareto_set(
         evaluations=evaluations,
         seed=seed,
         batch_sizes=[one.batch_size for one in latencies] or [1],
-        input_shape=shape,
+        input_shape=subject.example.shape,
         resume=resume,
         progress=progress,
     )

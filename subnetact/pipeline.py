@@ -28,7 +28,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, batches_of
 from subnetact.sweep import Readings, SweepSettings, environment, sweep, table_of
 from subnetact.timing import find_device
-from subnetact.windows import CALM, statistics_of
+from subnetact.windows import statistics_of
 
 __all__ = ["Job", "Profile", "plan", "profile"]
 
@@ -100,7 +100,7 @@ class Profile:
     Attributes:
         table: as measured.
         scheduler: the same with latencies that never fall as the batch grows.
-        unstable: how many cells have windows that do not agree.
+        unstable: how many cells have a median that is not known well enough.
     """
 
     table: LatencyTable
@@ -237,14 +237,15 @@ def _measure(
     job: Job, subject: Subject, journal: Journal, specs: Sequence[SubnetSpec], sizes: Sequence[int]
 ) -> list[list[float]]:
     """Measure the subnets that a search's latencies are fitted to."""
-    settings = replace(job.settings, colocate=())
+    few = min(3, job.settings.windows)
+    settings = replace(job.settings, colocate=(), windows=few, max_windows=few)
     readings = Readings(journal, "fit")
     sweep(_runner(job, subject, specs), sizes, settings, readings, job.progress, "measuring a few subnets")
 
     def latency(i: int, size: int) -> float:
         if readings.impossible((0, i, size)):
             raise TableError(f"batch size {size}: {specs[i]} runs out of memory; profile smaller batches")
-        return statistics_of(readings.windows[0, i, size], settings.stability, [50])[f"{CALM}p50"]
+        return statistics_of(readings.windows[0, i, size], settings.stability, [50])["p50"]
 
     return [[latency(i, size) for size in sizes] for i in range(len(specs))]
 

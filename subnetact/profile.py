@@ -29,7 +29,7 @@ DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
 EXIT_CODES = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
   {USAGE}    arguments that cannot work, or progress of another environment
-  {UNSTABLE}    with --strict: a cell's windows do not agree; with --compare: a cell is outside the tolerance
+  {UNSTABLE}    with --strict: a cell is unstable; with --compare: a cell is outside the tolerance
   {INTERRUPTED}  interrupted (SIGINT, SIGTERM); --resume goes on
 
 examples:
@@ -100,8 +100,8 @@ def _print(job: Job, found: Profile) -> None:
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
     if found.unstable:
         print(
-            f"{found.unstable} of {table.latency_ms.size} cells are unstable: their windows differ by more "
-            f"than {100 * job.settings.stability:g} %. Quieten the machine, or raise --max-windows"
+            f"{found.unstable} of {table.latency_ms.size} cells are unstable: their median is not known to "
+            f"{100 * job.settings.stability:g} %. Quieten the machine, or raise --max-windows"
         )
 
 
@@ -265,11 +265,15 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--colocated", type=int, default=0, metavar="ID", help="the subnet they run")
     group = parser.add_argument_group("how it is measured")
     group.add_argument("--warmup-ms", type=float, default=20.0, help="untimed, before each window")
-    group.add_argument("--min-time-s", type=float, default=0.2, help="timed, per cell, over its windows")
-    group.add_argument("--windows", type=int, default=3, metavar="N", help="visits to each cell")
-    group.add_argument("--max-windows", type=int, default=10, metavar="N", help="where windows do not agree")
+    group.add_argument("--min-time-s", type=float, default=0.5, help="timed, per cell, over its windows")
+    group.add_argument("--windows", type=int, default=5, metavar="N", help="visits to each cell")
+    group.add_argument("--max-windows", type=int, default=10, metavar="N", help="to a cell that is unstable")
     group.add_argument(
-        "--stability", type=float, default=5.0, metavar="PERCENT", help="between windows that agree"
+        "--stability",
+        type=float,
+        default=3.0,
+        metavar="PERCENT",
+        help="how well the median of a stable cell is known: half its 90 %% confidence interval",
     )
     group.add_argument("--order", choices=ORDERS, default="interleaved", help="of the visits")
     group.add_argument(
@@ -277,9 +281,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--statistic",
-        default="calm_p50",
-        help="that becomes the table's latency: mean, p50, p90 ... over all windows, or calm_p50, calm_p90 "
-        "... over those that agree; all are kept. With --compare: what is compared",
+        default="p50",
+        help="that becomes the table's latency: mean, p50, p90 ...; all are kept. With --compare: what is "
+        "compared",
     )
     group.add_argument("--strict", action="store_true", help=f"exit {UNSTABLE} if a cell is unstable")
     group = parser.add_argument_group("what comes out")

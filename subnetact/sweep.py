@@ -24,7 +24,7 @@ from subnetact.latency import LatencyTable
 from subnetact.runners import Runner
 from subnetact.supernet import Supernet
 from subnetact.timing import machine, measure, ran_out_of_memory
-from subnetact.windows import CLOCKS, Window, agreeing, statistics_of, summaries
+from subnetact.windows import CLOCKS, Window, quantile_name, stable, statistics_of
 
 __all__ = ["ORDERS", "Readings", "SweepSettings", "environment", "profile_latency", "sweep", "table_of"]
 
@@ -41,13 +41,12 @@ class SweepSettings:
         warmup_ms: untimed running before each window.
         min_time_ms: timed running of a cell, over its first `windows` windows.
         windows: how many windows every cell gets, at different times.
-        max_windows: how many one gets whose windows do not agree.
-        stability: how far apart the medians of windows that agree may be, relative.
+        max_windows: how many one gets whose median is not known well enough.
+        stability: how well it must be: half the width of its 90 % interval, relative. Needs five windows.
         order: `interleaved` comes back to a cell after all others had their turn, so that a machine that
             drifts does so for all of them; `sequential` measures a cell to its end.
         quantiles: percent, kept beside mean, std and min.
-        statistic: which one becomes `latency_ms`: mean or one of the quantiles (p90) over all windows, or
-            over those that agree (calm_p90).
+        statistic: which one becomes `latency_ms`: mean or one of the quantiles, p90 for example.
         colocate: numbers of co-runners to measure under as well, ascending.
         colocated: index of the subnet that co-runners run.
 
@@ -57,9 +56,9 @@ class SweepSettings:
 
     warmup_ms: float = 20.0
     min_time_ms: float = 100.0
-    windows: int = 3
-    max_windows: int = 3
-    stability: float = 0.05
+    windows: int = 5
+    max_windows: int = 5
+    stability: float = 0.03
     order: str = "interleaved"
     quantiles: tuple[float, ...] = (50, 90, 95, 99)
     statistic: str = "p50"
@@ -67,7 +66,7 @@ class SweepSettings:
     colocated: int = 0
 
     def __post_init__(self) -> None:
-        known = summaries(self.quantiles)
+        known = ["mean", *map(quantile_name, self.quantiles)]
         if self.statistic not in known:
             raise TableError(f"statistic: {self.statistic!r} is unknown; choose from {', '.join(known)}")
         if not self.quantiles or not all(0 < q < 100 for q in self.quantiles):
@@ -100,7 +99,7 @@ class Readings:
     def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
         self.windows: dict[Cell, list[Window]] = {}
         self.out_of_memory: set[Cell] = set()
-        self._agreeing: dict[Cell, tuple[int, bool]] = {}
+        self._stable: dict[Cell, tuple[int, bool]] = {}
         self._journal = journal
         self._record = record
         for line in journal.of(record) if journal else ():
@@ -122,20 +121,20 @@ class Readings:
         return any((n, i) == (level, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
 
     def wants(self, cell: Cell, settings: SweepSettings) -> bool:
-        """Tell whether a cell needs one more window: too few yet, or they do not agree."""
+        """Tell whether a cell needs one more window: too few yet, or its median not known well enough."""
         windows = self.windows.get(cell, [])
         if self.impossible(cell) or len(windows) >= settings.max_windows:
             return False
         return len(windows) < settings.windows or not self.stable(cell, settings)
 
     def stable(self, cell: Cell, settings: SweepSettings) -> bool:
-        """Tell whether enough windows of a cell agree."""
+        """Tell whether the median of a cell is known well enough."""
         windows = self.windows.get(cell, [])
         if not windows:
             return False
-        known = self._agreeing.get(cell)
+        known = self._stable.get(cell)
         if known is None or known[0] != len(windows):
-            known = self._agreeing[cell] = len(windows), agreeing(windows, settings.stability)[1]
+            known = self._stable[cell] = len(windows), stable(windows, settings.stability)
         return known[1]
 
     def _put(self, cell: Cell, window: Window | None) -> None:
@@ -320,10 +319,10 @@ def profile_latency(
     statistic: str = "p50",
     warmup_ms: float = 20.0,
     min_time_ms: float = 100.0,
-    rounds: int = 3,
+    rounds: int = 5,
     progress: bool = True,
     max_rounds: int | None = None,
-    stability: float = 0.05,
+    stability: float = 0.03,
     resume: str | PathLike[str] | None = None,
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.
@@ -337,14 +336,13 @@ def profile_latency(
         engine: the subnets.
         batch_sizes: ascending.
         accuracy: percent, one a subnet; unknown where left out.
-        statistic: which one becomes `latency_ms`: mean, p50, p90, p95 or p99; with `calm_` in front only
-            over the rounds that agree with one another (`subnetact.windows`). All are kept.
+        statistic: which one becomes `latency_ms`: mean, p50, p90, p95 or p99. All are kept.
         warmup_ms: untimed running before each cell of each round.
         min_time_ms: timed running of each cell, over all rounds.
         rounds: how often to come back to each cell.
         progress: whether to show a progress bar.
-        max_rounds: how often to come back to cells whose windows do not agree; None = `rounds`.
-        stability: how far apart medians of windows that agree may be, relative.
+        max_rounds: how often to come back to cells whose median is not known well; None = `rounds`.
+        stability: how well it must be, relative (`subnetact.windows.stable`).
         resume: a file to keep what was measured, and to go on from; None = none.
 
     Raises:
@@ -355,8 +353,8 @@ def profile_latency(
         warmup_ms, min_time_ms, rounds, max(rounds, max_rounds or rounds), stability, statistic=statistic
     )
     known = [math.nan] * len(engine) if accuracy is None else list(accuracy)
-    warn_of_fractions(known)
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
+    warn_of_fractions(known)
     runner = Runner(engine)
     journal = None
     if resume is not None:
