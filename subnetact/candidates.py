@@ -57,9 +57,9 @@ class Request:
             raise SpecError(f"subnets: {self.subnets!r} is no file; give a number, all, random:8, or a file")
         if number.lstrip("-").isdigit() and int(number) < 1:
             raise SpecError(f"subnets: {self.subnets} must be at least 1")
-        if self.fitted < 3 or self.evaluations < 2:
+        if self.fitted < 8 or self.evaluations < 2:
             raise SpecError(
-                f"a search fits to at least 3 subnets and tries at least 2, got {self.fitted} and "
+                f"a search fits to at least 8 subnets and tries at least 2, got {self.fitted} and "
                 f"{self.evaluations}"
             )
 

@@ -29,6 +29,7 @@ from subnetact._table_checks import (
 from subnetact._table_file import arguments, document, read, write
 from subnetact.comparison import Comparison, compare
 from subnetact.errors import FileFormatError, TableError
+from subnetact.interpolation import between_levels, between_sizes
 from subnetact.merging import merge
 from subnetact.superserve import read_superserve
 
@@ -255,17 +256,7 @@ class LatencyTable:
         Raises:
             TableError: the table has no interference dimension, or `pressure` is not finite.
         """
-        if not self.interference:
-            raise TableError("interference: this table was measured alone; profile it under co-runners first")
-        if not math.isfinite(pressure):
-            raise TableError(f"pressure: {pressure} must be finite")
-        levels = self.interference
-        pressure = min(max(pressure, levels[0]), levels[-1])
-        upper = bisect_left(levels, pressure)
-        cells = self.contended_ms[upper]
-        if levels[upper] != pressure:
-            share = (pressure - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
-            cells = (1 - share) * self.contended_ms[upper - 1] + share * cells
+        cells = between_levels(self, pressure)
         return LatencyTable.from_arrays(
             self.subnets, self.accuracy, self.batch_sizes, cells, self.statistics, self.stamp
         )
@@ -282,21 +273,7 @@ class LatencyTable:
         Raises:
             TableError: the table has no such subnet, or the batch size is outside of it.
         """
-        at = self.subnets.index(subnet) if isinstance(subnet, str) and subnet in self.subnets else subnet
-        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < len(self.subnets):
-            raise TableError(f"subnet {subnet!r}: not in the table; choose from 0 to {len(self.subnets) - 1}")
-        sizes = self.batch_sizes
-        if not sizes[0] <= batch_size <= sizes[-1]:
-            raise TableError(
-                f"batch size {batch_size}: measured were {sizes[0]} to {sizes[-1]}; "
-                "nothing is extrapolated, profile more batch sizes"
-            )
-        upper = bisect_left(sizes, batch_size)
-        above = float(self.latency_ms[at, upper])
-        if sizes[upper] == batch_size:
-            return above
-        below = float(self.latency_ms[at, upper - 1])
-        return below + (above - below) * (batch_size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+        return between_sizes(self, subnet, batch_size)
 
     def merged(self, other: LatencyTable) -> LatencyTable:
         """One table with the subnets and batch sizes of both; cells that neither has are NaN.

@@ -23,10 +23,12 @@ from subnetact.files import replacing
 from subnetact.journal import Journal
 from subnetact.latency import LatencyTable
 from subnetact.plotting import plot_front, plot_heat_map
+from subnetact.readings import Readings
 from subnetact.runners import Runner, engine_for, running
 from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, batches_of
-from subnetact.sweep import Readings, SweepSettings, environment, sweep, table_of
+from subnetact.sweep import environment, sweep, table_of
+from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import find_device
 from subnetact.windows import statistics_of
 

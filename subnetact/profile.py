@@ -20,7 +20,7 @@ from subnetact.latency import LatencyTable
 from subnetact.pipeline import Job, Profile, plan, profile
 from subnetact.runners import MODES
 from subnetact.subject import Subject, load_subject
-from subnetact.sweep import ORDERS, SweepSettings
+from subnetact.sweep_settings import ORDERS, SweepSettings
 from subnetact.timing import find_device
 
 __all__ = ["main"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,127 +20,14 @@ from subnetact.engine import Engine
 from subnetact.errors import TableError
 from subnetact.journal import Journal
 from subnetact.latency import LatencyTable
+from subnetact.readings import Cell, Readings
 from subnetact.runners import Runner
 from subnetact.supernet import Supernet
+from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import machine, measure, ran_out_of_memory
-from subnetact.windows import CLOCKS, Window, quantile_name, stable, statistics_of
+from subnetact.windows import statistics_of
 
-__all__ = ["ORDERS", "Readings", "SweepSettings", "environment", "profile_latency", "sweep", "table_of"]
-
-ORDERS = ("interleaved", "sequential")
-Cell: TypeAlias = tuple[int, int, int]
-"""(number of co-runners, subnet, batch size)."""
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """How cells are measured.
-
-    Attributes:
-        warmup_ms: untimed running before each window.
-        min_time_ms: timed running of a cell, over its first `windows` windows.
-        windows: how many windows every cell gets, at different times.
-        max_windows: how many one gets whose median is not known well enough.
-        stability: how well it must be: half the width of its 90 % interval, relative. Needs five windows.
-        order: `interleaved` comes back to a cell after all others had their turn, so that a machine that
-            drifts does so for all of them; `sequential` measures a cell to its end.
-        quantiles: percent, kept beside mean, std and min.
-        statistic: which one becomes `latency_ms`: mean or one of the quantiles, p90 for example.
-        colocate: numbers of co-runners to measure under as well, ascending.
-        colocated: index of the subnet that co-runners run.
-
-    Raises:
-        TableError: a setting that no table can be made with.
-    """
-
-    warmup_ms: float = 20.0
-    min_time_ms: float = 100.0
-    windows: int = 5
-    max_windows: int = 5
-    stability: float = 0.03
-    order: str = "interleaved"
-    quantiles: tuple[float, ...] = (50, 90, 95, 99)
-    statistic: str = "p50"
-    colocate: tuple[int, ...] = ()
-    colocated: int = 0
-
-    def __post_init__(self) -> None:
-        known = ["mean", *map(quantile_name, self.quantiles)]
-        if self.statistic not in known:
-            raise TableError(f"statistic: {self.statistic!r} is unknown; choose from {', '.join(known)}")
-        if not self.quantiles or not all(0 < q < 100 for q in self.quantiles):
-            raise TableError(f"quantiles: {list(self.quantiles)} must be between 0 and 100, at least one")
-        if self.order not in ORDERS:
-            raise TableError(f"order: {self.order!r} is unknown; choose from {', '.join(ORDERS)}")
-        if not 1 <= self.windows <= self.max_windows:
-            raise TableError(
-                f"windows: {self.windows} must be at least 1 and at most max_windows, {self.max_windows}"
-            )
-        for name in ("warmup_ms", "min_time_ms", "stability"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
-        if list(self.colocate) != sorted(set(self.colocate)) or any(n < 1 for n in self.colocate):
-            raise TableError(f"colocate: {list(self.colocate)} must be ascending numbers of co-runners, >= 1")
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as plain lists, strings and numbers."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-
-
-class Readings:
-    """What was measured so far: windows by cell, and the cells without memory. Kept in a journal, if any.
-
-    Args:
-        journal: where they are, and go.
-        record: the name of its records, so that one journal may hold several sweeps.
-    """
-
-    def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
-        self.windows: dict[Cell, list[Window]] = {}
-        self.out_of_memory: set[Cell] = set()
-        self._stable: dict[Cell, tuple[int, bool]] = {}
-        self._journal = journal
-        self._record = record
-        for line in journal.of(record) if journal else ():
-            level, subnet, batch_size = line["cell"]
-            window = {clock: np.array(line[clock]) for clock in CLOCKS if clock in line}
-            self._put((level, subnet, batch_size), window or None)
-
-    def add(self, cell: Cell, window: Window | None) -> None:
-        """Keep one window; None where the memory ran out."""
-        if self._journal is not None:
-            times = {clock: np.round(values, 6).tolist() for clock, values in (window or {}).items()}
-            self._journal.append(self._record, cell=list(cell), **times)
-            window = window and {clock: np.array(values) for clock, values in times.items()}
-        self._put(cell, window)
-
-    def impossible(self, cell: Cell) -> bool:
-        """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
-        level, subnet, batch_size = cell
-        return any((n, i) == (level, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
-
-    def wants(self, cell: Cell, settings: SweepSettings) -> bool:
-        """Tell whether a cell needs one more window: too few yet, or its median not known well enough."""
-        windows = self.windows.get(cell, [])
-        if self.impossible(cell) or len(windows) >= settings.max_windows:
-            return False
-        return len(windows) < settings.windows or not self.stable(cell, settings)
-
-    def stable(self, cell: Cell, settings: SweepSettings) -> bool:
-        """Tell whether the median of a cell is known well enough."""
-        windows = self.windows.get(cell, [])
-        if not windows:
-            return False
-        known = self._stable.get(cell)
-        if known is None or known[0] != len(windows):
-            known = self._stable[cell] = len(windows), stable(windows, settings.stability)
-        return known[1]
-
-    def _put(self, cell: Cell, window: Window | None) -> None:
-        if window is None:
-            self.out_of_memory.add(cell)
-        else:
-            self.windows.setdefault(cell, []).append(window)
+__all__ = ["environment", "profile_latency", "sweep", "table_of"]
 
 
 def sweep(

@@ -44,8 +44,8 @@ def table_in(tmp_path: Path) -> subnetact.LatencyTable:
 
 def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
-        "--subnets", 5, "--batch-sizes", 1, 4, "--accuracy", f"{FACTORY}:accuracy", "--fitted", 8,
-        "--evaluations", 1000, "--calibrate-on", f"{FACTORY}:batches", "--quantiles", 50, 75,
+        "--subnets", 5, "--batch-sizes", 1, 4, "--accuracy", f"{FACTORY}:accuracy",
+        "--search-latency", "macs", "--calibrate-on", f"{FACTORY}:batches", "--quantiles", 50, 75,
         "--csv", tmp_path / "t.csv", "--plot", tmp_path / "plots", "--save-bundle", tmp_path / "bundle",
     )  # fmt: skip
     assert run(tmp_path, *arguments) == 0
@@ -77,11 +77,12 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
-    assert run(tmp_path, "--subnets", 4, "--batch-sizes", 1, "--search-latency", "macs") == 0
+    assert run(tmp_path, "--subnets", 4, "--batch-sizes", 1, "--fitted", 8, "--evaluations", 1000) == 0
     table = table_in(tmp_path)
     assert np.isnan(table.accuracy).all()
     assert table.stamp["accuracy_source"].startswith("not known")
-    assert table.stamp["search_latency"] == "multiply-accumulates"
+    assert "each predicted from" in table.stamp["search_latency"]["batch 1"]
+    assert table.stamp["evaluated"] == 864
     assert table.stamp["calibrated_on"] == "nothing: 4 subnets have shared statistics"
 
 

@@ -18,9 +18,11 @@ from subnetact import sweep as sweeping
 from subnetact.colocation import CoRunners
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.journal import Journal
+from subnetact.readings import Readings
 from subnetact.runners import MODES, Runner, TimedCall, engine_for
 from subnetact.supernet import Supernet
-from subnetact.sweep import Readings, SweepSettings, sweep, table_of
+from subnetact.sweep import sweep, table_of
+from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import measure
 
 EXAMPLE = torch.zeros(1, 16, 16)
