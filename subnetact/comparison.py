@@ -59,6 +59,15 @@ class Comparison:
         """The median ratio."""
         return float(np.nanmedian(self.ratios))
 
+    @property
+    def unevenness(self) -> float:
+        """How far the cell furthest from the median ratio is from it, percent.
+
+        What remains where one machine was faster than the other in all cells alike.
+        """
+        relative = self.ratios / self.median
+        return float(100.0 * (np.nanmax(np.maximum(relative, 1.0 / relative)) - 1.0))
+
     def within(self, tolerance_percent: float) -> bool:
         """Tell whether both have the same cells, all of them within a tolerance."""
         return not self.outside(tolerance_percent) and not self.only_first and not self.only_second
@@ -81,7 +90,8 @@ class Comparison:
             f"{self.statistic} of {cells} cells ({len(self.subnets)} subnets, batch sizes "
             f"{', '.join(map(str, self.batch_sizes))}): median ratio {self.median:.4f}, worst {ratio:.4f} "
             f"at batch size {size} of {key}",
-            f"{len(outside)} of {cells} cells differ by more than {tolerance_percent:g} %",
+            f"{len(outside)} of {cells} cells differ by more than {tolerance_percent:g} %; around the median "
+            f"ratio they differ by at most {self.unevenness:.1f} %",
         ]
         lines += [f"  {ratio:8.4f}  batch {size:<4} {key}" for key, size, ratio in outside[:shown]]
         if self.only_first or self.only_second:

@@ -125,6 +125,8 @@ def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
     assert comparison.only_first == 0
     assert dict(comparison.differing) == {"threads": (1, 2)}
     assert comparison.median == 1.0
+    assert comparison.unevenness == pytest.approx(100 / 3)
+    assert first.compare(first.scaled(1.2)).unevenness == pytest.approx(0.0)
     report = comparison.report(5.0)
     assert "1 of 3 cells differ by more than 5 %" in report
     assert "threads: 1, 2" in report
