@@ -12,7 +12,7 @@ from subnetact._version import __version__
 
 if TYPE_CHECKING:
     from subnetact.accuracy_predictor import AccuracyPredictor
-    from subnetact.calibration import calibrate
+    from subnetact.calibration import CalibrationReport, calibrate
     from subnetact.costs import Cost, CostModel, cost
     from subnetact.engine import Engine
     from subnetact.evaluation import evaluate
@@ -66,6 +66,7 @@ _HOME = {
     "Policy": "serving.context",
     "Axis": "space",
     "Batcher": "serving.batcher",
+    "CalibrationReport": "calibration",
     "CheapestFeasible": "serving.policies",
     "Coarse": "serving.policies",
     "Engine": "engine",
@@ -105,6 +106,7 @@ __all__ = [
     "Answer",
     "Axis",
     "Batcher",
+    "CalibrationReport",
     "Candidate",
     "CheapestFeasible",
     "Coarse",

@@ -85,7 +85,8 @@ class Progress:
                 self._stored = json.loads(header["progress"])
                 self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             theirs = self._stored["identity"]
-            needed = {"seconds", "given", "finished", "digest", "norms", "alone", "stopped", "layers"}
+            needed = {"seconds", "given", "digest", "finished", "position"}
+            needed |= {"norms", "dtypes", "alone", "stopped", "layers"}
             if not isinstance(theirs, dict) or not needed <= set(self._stored):
                 raise KeyError(f"it lacks {sorted(needed - set(self._stored))}")
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -151,6 +152,7 @@ class Progress:
             "given": self._given,
             "digest": self._digest.hexdigest(),
             "finished": run.finished,
+            "position": run.position,
             "norms": norms,
             "dtypes": dtypes,
             "alone": run.alone_batches(),
@@ -186,7 +188,7 @@ class Progress:
                 )
                 stopped[SubnetSpec.from_json(spec)] = row, int(batches)
             run.layers_computed, run.layers_alone = map(int, self._stored["layers"])
-            run.restore(int(self._stored["finished"]), stopped)
+            run.restore(int(self._stored["finished"]), int(self._stored["position"]), stopped)
         except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(error) from error
 

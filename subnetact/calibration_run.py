@@ -18,7 +18,7 @@ from subnetact.supernet import Supernet
 
 __all__ = ["CalibrationRun"]
 
-TRIAL_IMAGES = 4
+TRIAL_IMAGES = 2
 AT_LEAST = 4
 """Batches before a subnet may be found to be within the tolerance."""
 
@@ -49,6 +49,7 @@ class CalibrationRun:
     Attributes:
         specs: in an order that does not depend on the given one.
         finished: batches that all subnets have taken.
+        position: subnets that share layers and have taken the next batch.
         stopped: the statistics of subnets within the tolerance, and the batches they took.
         one_at_a_time: why a subnet shares no layers.
         layers_computed, layers_alone: module calls with sharing and without.
@@ -67,7 +68,7 @@ class CalibrationRun:
         self._tolerance = tolerance
         self.specs = sorted(specs, key=lambda spec: spec.key)
         self.device = next(supernet.network.parameters()).device
-        self.finished = self.layers_computed = self.layers_alone = 0
+        self.finished = self.position = self.layers_computed = self.layers_alone = 0
         self.stopped: dict[SubnetSpec, tuple[NormRow, int]] = {}
         self.one_at_a_time: dict[SubnetSpec, str] = {}
         self._alone: dict[SubnetSpec, _Alone] = {}
@@ -141,9 +142,10 @@ class CalibrationRun:
     def batch(self, x: Tensor) -> Iterator[SubnetSpec]:
         """Take a batch, x of shape (N, ...), through all active subnets; yield each when it is done."""
         x = _laid_out(x)
-        for spec in self._shared.run(x, self.finished):
-            self._count(self._shared.layers, self._shared.alone(spec))
-            self._shared.layers = 0
+        counted = self.position
+        for i, spec in enumerate(self._shared.run(x, self.finished)):
+            self._count(self._shared.layers, self._shared.alone(spec) if i >= counted else 0)
+            self._shared.layers, self.position = 0, max(counted, i + 1)
             yield spec
         for spec, alone in self._alone.items():
             if spec not in self.stopped:
@@ -152,7 +154,7 @@ class CalibrationRun:
                     alone.batches += 1
                     self._count(alone.layers, alone.layers)
                 yield spec
-        self.finished += 1
+        self.finished, self.position = self.finished + 1, 0
         self._stop()
 
     def _count(self, computed: int, alone: int) -> None:
@@ -191,6 +193,17 @@ class CalibrationRun:
         """Return every BatchNorm that averages, in an order of which resuming can be sure."""
         return [*self._shared.norms.values(), *(n for alone in self._alone.values() for n in alone.norms)]
 
+    def steps(self, spec: SubnetSpec) -> dict[str, int]:
+        """Return the number of every shared BatchNorm of a subnet; subnets with equal numbers share it."""
+        return dict(self._steps.get(spec, {}))
+
+    def layers(self) -> tuple[int, int]:
+        """Return the module calls of a batch, with sharing and without."""
+        self._arrange()
+        alone = sum(subnet.layers for subnet in self._alone.values())
+        shared = sum(map(self._shared.alone, self._steps))
+        return self._shared.together() + alone, shared + alone
+
     def alone_batches(self, batches: Sequence[int] | None = None) -> list[int]:
         """Return, or set, how many batches each of the subnets that run one at a time has taken."""
         if batches is not None:
@@ -198,9 +211,9 @@ class CalibrationRun:
                 alone.batches = count
         return [alone.batches for alone in self._alone.values()]
 
-    def restore(self, finished: int, stopped: dict[SubnetSpec, tuple[NormRow, int]]) -> None:
-        """Go on after `finished` batches, with some subnets stopped; the norms are restored already."""
-        self.finished, self.stopped = finished, stopped
+    def restore(self, finished: int, position: int, stopped: dict[SubnetSpec, tuple[NormRow, int]]) -> None:
+        """Go on after so many batches and subnets, some of them stopped; the norms are restored already."""
+        self.finished, self.position, self.stopped = finished, position, stopped
         self._arrange()
 
     def batches(self) -> dict[SubnetSpec, int]:

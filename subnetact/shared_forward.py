@@ -72,7 +72,8 @@ class SharedForward:
         self._steps: list[_Step] = [_Step((), (), {}, lambda: None)]
         self._numbers: dict[Any, int] = {}
         self._alive: dict[int, Any] = {}
-        self._order: list[tuple[Any, frozenset[int]]] = []
+        self._needed: dict[Any, frozenset[int]] = {}
+        self._order: list[Any] = []
         self._uses: dict[int, list[int]] = {}
 
     # -- building --------------------------------------------------------------------------------
@@ -190,12 +191,11 @@ class SharedForward:
         Args:
             subnets: for each, the steps of its BatchNorms.
         """
-        needed = {key: self._ancestors(norms) for key, norms in subnets.items()}
-        ordered = sorted(needed, key=lambda key: sorted(needed[key]))
-        self._order = [(key, needed[key]) for key in ordered]
+        self._needed = {key: self._ancestors(norms) for key, norms in subnets.items()}
+        self._order = sorted(self._needed, key=lambda key: sorted(self._needed[key]))
         first: dict[int, int] = {}
-        for position, (_, steps) in enumerate(self._order):
-            for step in steps:
+        for position, key in enumerate(self._order):
+            for step in self._needed[key]:
                 first.setdefault(step, position)
         self._uses = {}
         for step, position in first.items():
@@ -216,12 +216,11 @@ class SharedForward:
 
     def alone(self, key: Any) -> int:
         """Return the module calls of a subnet that runs alone."""
-        (steps,) = (steps for other, steps in self._order if other == key)
-        return sum(self._steps[step].module is not None for step in steps)
+        return sum(self._steps[step].module is not None for step in self._needed[key])
 
     def together(self) -> int:
         """Return the module calls of all subnets, each once."""
-        steps = frozenset().union(*(steps for _, steps in self._order))
+        steps = frozenset[int]().union(*self._needed.values())
         return sum(self._steps[step].module is not None for step in steps)
 
     def run(self, x: Tensor, batch: int, check: bool = False) -> Iterator[Any]:
@@ -237,8 +236,8 @@ class SharedForward:
             NotShareable: such a layer was found.
         """
         values: dict[int, Any] = {0: x}
-        for position, (key, steps) in enumerate(self._order):
-            targets = [s for s in steps if s in self.norms and self.norms[s].batches <= batch]
+        for position, key in enumerate(self._order):
+            targets = [s for s in self._needed[key] if s in self.norms and self.norms[s].batches <= batch]
             self._compute(targets, position, values, batch, check)
             for value in [v for v in values if v and self._next_use(v, position) is None]:
                 del values[value]
@@ -302,15 +301,15 @@ class SharedForward:
         return uses[i] if i < len(uses) else None
 
     def _make_room(self, values: dict[int, Any], pending: Mapping[int, int], position: int) -> None:
+        """Drop outputs that only later subnets read, those needed last first."""
         later = {
-            value: use for value in values if value and (use := self._next_use(value, position)) is not None
+            value: use
+            for value in values
+            if value and not pending.get(value) and (use := self._next_use(value, position)) is not None
         }
         held = sum(_nbytes(values[value]) for value in later)
         while held > self.memory:
-            idle = [value for value in later if not pending.get(value)]
-            if not idle:
-                break
-            value = max(idle, key=later.__getitem__)
+            value = max(later, key=later.__getitem__)
             held -= _nbytes(values.pop(value))
             del later[value]
         self.peak = max(self.peak, held)

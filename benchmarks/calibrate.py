@@ -1,0 +1,301 @@
+"""Calibrating 20 subnets of OFA-ResNet50 beside upstream's set_running_statistics; what sharing saves.
+
+    python benchmarks/calibrate.py [--parts speed exact saved table] [--pixels 128] [--batch 16]
+        [--batches 1] [--rounds 3] [--threads 1] [--out benchmarks/results/calibrate.json]
+
+Upstream is the PyPI package `ofa` with the same random weights, images and subnets: for each subnet it
+sets it active and calls `set_running_statistics`, as its users do. Both run in one process, taking
+turns; a ratio is the median of the ratios within a round. `independent` are random subnets, which have
+little in common. `pareto` is a chain of neighbours, as an evolutionary search leaves them on its
+front: each has one slot or two of another one changed. `--report` writes what was measured into
+README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peers import upstream_network
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import subnetact
+from ofa_adapters import load
+from ofa_adapters.registry import family_of
+from subnetact.binding import bind
+from subnetact.calibration_run import CalibrationRun
+from subnetact.norm_table import NormRow, NormTable
+from subnetact.operators import SubnetNorm
+from subnetact.spec import SubnetSpec
+from subnetact.supernet import Supernet
+from subnetact.timing import machine
+
+FAMILY = "ofa_resnet50"
+BEGIN, END = "<!-- calibrate: begin -->", "<!-- calibrate: end -->"
+
+
+def independent(supernet: Supernet, count: int, seed: int = 0) -> list[SubnetSpec]:
+    rng, found = random.Random(seed), dict[SubnetSpec, None]()
+    while len(found) < count:
+        found[supernet.space.sample(rng)] = None
+    return list(found)
+
+
+def pareto(supernet: Supernet, count: int, seed: int = 0) -> list[SubnetSpec]:
+    """A few random subnets, and mutants: one or two slots of a subnet found before, changed."""
+    rng, space = random.Random(seed), supernet.space
+    found = dict.fromkeys(independent(supernet, max(2, count // 10), seed))
+    while len(found) < count:
+        values = {axis: list(slots) for axis, slots in rng.choice(list(found)).values}
+        for _ in range(rng.choice((1, 2))):
+            axis = rng.choice(space.axes)
+            slot = rng.randrange(len(axis.slots))
+            values[axis.name][slot] = rng.choice(axis.slots[slot].choices)
+        # A slot that was skipped and no longer is takes its first choice.
+        full = {
+            axis.name: [
+                s.choices[0] if v is None else v for s, v in zip(axis.slots, values[axis.name], strict=True)
+            ]
+            for axis in space.axes
+        }
+        found[space.spec(**full)] = None
+    return list(found)
+
+
+SETS: dict[str, Callable[[Supernet, int], list[SubnetSpec]]] = {"independent": independent, "pareto": pareto}
+
+
+def by_upstream(
+    upstream: Any, supernet: Supernet, specs: list[SubnetSpec], batches: list[Tensor]
+) -> tuple[float, list[dict[str, Tensor]]]:
+    """Return upstream's seconds, and the statistics it leaves in its own buffers."""
+    from ofa.imagenet_classification.elastic_nn.utils import set_running_statistics
+
+    rename, seconds, found = family_of(FAMILY).rename, 0.0, []
+    loader = [(batch, torch.zeros(len(batch))) for batch in batches]
+    for spec in specs:
+        start = time.perf_counter()
+        upstream.set_active_subnet(**supernet.space.format(spec))
+        set_running_statistics(upstream, loader)
+        seconds += time.perf_counter() - start
+        found.append({rename(n): t.clone() for n, t in upstream.state_dict().items() if "running_" in n})
+    return seconds, found
+
+
+def difference(
+    supernet: Supernet, specs: list[SubnetSpec], theirs: list[dict[str, Tensor]]
+) -> dict[str, float]:
+    """Return the largest |a - b| / (1 + |b|) of all means and of all variances."""
+    worst = {"mean": 0.0, "var": 0.0}
+    for spec, buffers in zip(specs, theirs, strict=True):
+        row = supernet.norms.get(spec)
+        assert row is not None  # just calibrated
+        for path, pair in row.pairs().items():
+            for name, own in zip(worst, pair, strict=True):
+                other = buffers[f"{path}.running_{name}"][: len(own)]
+                worst[name] = max(worst[name], float(((own - other).abs() / (1 + other.abs())).max()))
+    return worst
+
+
+def images(args: argparse.Namespace, batch: int, batches: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, 3, args.pixels, args.pixels, generator=generator) for _ in range(batches)]
+
+
+def speed(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:
+    batches = images(args, args.batch, args.batches)
+    result: dict[str, Any] = {"batch": args.batch, "batches": args.batches, "subnets": args.subnets}
+    for name, choose in SETS.items():
+        specs = choose(supernet, args.subnets)
+        ours: list[float] = []
+        theirs: list[float] = []
+        statistics: list[dict[str, Tensor]] = []
+        subnetact.calibrate(supernet, specs[:1], [batches[0][:2]], progress=False)
+        by_upstream(upstream, supernet, specs[:1], [batches[0][:2]])
+        report = subnetact.CalibrationReport()
+        for _ in tqdm(range(args.rounds), desc=name):
+            seconds, statistics = by_upstream(upstream, supernet, specs, batches)
+            theirs.append(seconds)
+            start = time.perf_counter()
+            report = subnetact.calibrate(supernet, specs, batches, progress=False)
+            ours.append(time.perf_counter() - start)
+        result[name] = {
+            "rounds": args.rounds,
+            "upstream_s": median(theirs),
+            "ours_s": median(ours),
+            "ratio": median(a / b for a, b in zip(ours, theirs, strict=True)),
+            "ratios": [a / b for a, b in zip(ours, theirs, strict=True)],
+            "layers_saved": report.saved,
+            "kept_MiB": report.kept_mb,
+            "largest_difference": difference(supernet, specs, statistics),
+        }
+    return result
+
+
+def exact(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:
+    """In float64, where rounding hides nothing; and how far upstream's float32 is from that."""
+    specs, batches = SETS["pareto"](supernet, 3), images(args, 4, 1)
+    doubles = [batch.double() for batch in batches]
+    upstream64, supernet64 = copy.deepcopy(upstream).double(), copy.deepcopy(supernet).double()
+    _, theirs32 = by_upstream(upstream, supernet, specs, batches)
+    _, theirs64 = by_upstream(upstream64, supernet64, specs, doubles)
+    subnetact.calibrate(supernet64, specs, doubles, progress=False)
+    subnetact.calibrate(supernet, specs, batches, progress=False)
+    return {
+        "ours_float64_to_upstream_float64": difference(supernet64, specs, theirs64),
+        "ours_float32_to_upstream_float64": difference(supernet, specs, theirs64),
+        "upstream_float32_to_upstream_float64": difference(supernet64, specs, theirs32),
+    }
+
+
+def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:  # noqa: ARG001
+    """The share of layers that need not be computed again, by counting."""
+    result: dict[str, Any] = {}
+    for name, choose in SETS.items():
+        for count in args.counts:
+            run = CalibrationRun(supernet, choose(supernet, count), None, None, float("inf"))
+            together, alone = run.layers()
+            result.setdefault(name, {})[count] = {
+                "layers_together": together,
+                "layers_alone": alone,
+                "saved": 1 - together / alone,
+            }
+    return result
+
+
+def table(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:  # noqa: ARG001
+    """Bytes of the norm table with equal statistics once, and as every row by itself."""
+    result: dict[str, Any] = {}
+    for name, choose in SETS.items():
+        for count in (100, 1000):
+            norms = NormTable(supernet.space.id)
+            norms.update(rows(supernet, choose(supernet, count)))
+            every = sum(row.nbytes for row in map(norms.get, norms) if row is not None)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "norms.safetensors"
+                norms.save(path)
+                result.setdefault(name, {})[count] = {
+                    "rows_MiB": every / 2**20,
+                    "table_MiB": norms.nbytes() / 2**20,
+                    "file_MiB": path.stat().st_size / 2**20,
+                }
+    return result
+
+
+def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRow]:
+    """Rows that are equal exactly where calibrated ones would be, with made-up numbers."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    run = CalibrationRun(supernet, specs, None, None, float("inf"))
+    found = {}
+    for spec in specs:
+        sizes, steps = supernet.space.resolve(spec), run.steps(spec)
+        used: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def take(
+            norm: SubnetNorm,
+            sizes: Any = sizes,
+            steps: dict[str, int] = steps,
+            used: dict[str, tuple[Tensor, Tensor]] = used,
+        ) -> nn.Module:
+            (channels,) = norm.sizes(sizes)
+            step = steps[norm.path]
+            if step not in made:
+                made[step] = torch.randn(channels), torch.rand(channels)
+            used[norm.path] = made[step]
+            return nn.Identity()
+
+        bind(supernet.network, sizes, take)
+        found[spec] = NormRow.of(used)
+    return found
+
+
+def report(result: dict[str, Any]) -> None:
+    """Put what was measured into benchmarks/README.md."""
+    on = result["machine"]
+    where = f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}"
+    lines = [f"{where}, {result['pixels']} px, float32."]
+    if "speed" in result:
+        found = result["speed"]
+        lines += [
+            "",
+            f"{found['subnets']} subnets on {found['batches']} x {found['batch']} images; medians of rounds "
+            "that take turns:",
+            "",
+            "| subnets | upstream s | ours s | ratio | layers saved | furthest mean, variance |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name in SETS:
+            cell = found[name]
+            far = cell["largest_difference"]
+            lines.append(
+                f"| {name} | {cell['upstream_s']:.1f} | {cell['ours_s']:.1f} | {cell['ratio']:.2f} | "
+                f"{cell['layers_saved']:.0%} | {far['mean']:.1e}, {far['var']:.1e} |"
+            )
+    if "exact" in result:
+        lines += ["", "| largest difference of statistics | means | variances |", "|---|---|---|"]
+        lines += [
+            f"| {name.replace('_', ' ')} | {far['mean']:.1e} | {far['var']:.1e} |"
+            for name, far in result["exact"].items()
+        ]
+    if "saved" in result:
+        counts = list(next(iter(result["saved"].values())))
+        lines += ["", f"| layers saved | {' | '.join(map(str, counts))} |", "|---|" + "---|" * len(counts)]
+        for name, cells in result["saved"].items():
+            shares = " | ".join(f"{c['saved']:.0%}" for c in cells.values())
+            lines.append(f"| {name} | {shares} |")
+    if "table" in result:
+        lines += ["", "| norm table, MiB | each row by itself | in memory | file |", "|---|---|---|---|"]
+        lines += [
+            f"| {count} {name} | {c['rows_MiB']:.1f} | {c['table_MiB']:.1f} | {c['file_MiB']:.1f} |"
+            for name, cells in result["table"].items()
+            for count, c in cells.items()
+        ]
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["speed", "exact", "saved", "table"])
+    parser.add_argument("--subnets", type=int, default=20)
+    parser.add_argument("--counts", type=int, nargs="+", default=[20, 100, 300])
+    parser.add_argument("--pixels", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibrate.json"))
+    parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report:
+        return report(result)
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    upstream = upstream_network(FAMILY)
+    supernet = load(FAMILY, upstream.state_dict())
+    result.update(machine=machine(torch.device("cpu")), pixels=args.pixels)
+    parts = {"speed": speed, "exact": exact, "saved": saved, "table": table}
+    for part in args.parts:
+        result[part] = parts[part](args, upstream, supernet)
+        print(part, json.dumps(result[part], indent=1), flush=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

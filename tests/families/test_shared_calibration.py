@@ -1,0 +1,224 @@
+"""Families calibrated many subnets at a time: equal to one at a time, to upstream, and to the count."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import subnetact
+from ofa_adapters import load
+from ofa_adapters.registry import family_of
+from subnetact.binding import bind
+from subnetact.operators import CollectingNorm, SubnetNorm, WeightSlice
+from subnetact.operators.layer_select import LayerSelect
+from subnetact.spec import SubnetSpec
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+FAMILIES = (
+    "ofa_resnet50",
+    "ofa_mbv3",
+    "ofa_proxyless",
+    "compofa_mbv3",
+    "attentivenas",
+    "slimmable_resnet50",
+    "us_mobilenet_v2",
+)
+
+
+def reference(
+    supernet: Supernet, spec: SubnetSpec, batches: list[torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """One subnet by itself, every BatchNorm on its batch's own statistics, averaged as its rule says."""
+    seen: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+    row = supernet.space.resolve(spec)
+
+    def watched(norm: SubnetNorm) -> nn.Module:
+        module = norm.bind(row)
+
+        def hook(module: Any, args: tuple[torch.Tensor]) -> None:
+            (x,) = args
+            biased = norm.rule == "weighted_biased"
+            n = x.numel() // x.shape[1]
+            var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+            stored = var if biased else var * n / (n - 1)
+            seen.setdefault(norm.path, []).append((len(x) if biased else 1, mean, stored))
+            module.register_buffer("running_mean", mean)
+            module.register_buffer("running_var", var)
+
+        module.register_forward_pre_hook(hook)
+        return module
+
+    network = bind(supernet.network, row, watched)
+    with torch.no_grad():
+        for batch in batches:
+            network(batch)
+    totals = {path: sum(n for n, _, _ in batchwise) for path, batchwise in seen.items()}
+    return {
+        path: tuple(sum(part[0] * part[i] for part in batchwise) / totals[path] for i in (1, 2))
+        for path, batchwise in seen.items()
+    }
+
+
+def neighbours(supernet: Supernet, count: int) -> list[SubnetSpec]:
+    """Random subnets, each followed by one that differs from it in a single slot."""
+    rng, found = random.Random(0), list[SubnetSpec]()
+    space = supernet.space
+    for _ in range(count):
+        spec = space.sample(rng)
+        values = {axis: list(slots) for axis, slots in spec.values}
+        axis = rng.choice(space.axes)
+        position = rng.randrange(len(axis.slots))
+        values[axis.name][position] = rng.choice(axis.slots[position].choices)
+        found += [spec, space.spec(**completed(supernet, values))]
+    return found
+
+
+def completed(supernet: Supernet, values: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Give slots that were skipped a value; a canonical specification drops what is still skipped."""
+    return {
+        axis.name: [
+            slot.choices[0] if value is None else value
+            for slot, value in zip(axis.slots, values[axis.name], strict=True)
+        ]
+        for axis in supernet.space.axes
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_at_a_time_equal_one_at_a_time(family: str, constructor_of: Any) -> None:
+    torch.manual_seed(0)
+    supernet = load(family, None, **constructor_of(family)).double()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(n, 3, 64, 64, generator=generator, dtype=torch.float64) for n in (3, 2)]
+    if family in ("slimmable_resnet50", "us_mobilenet_v2"):
+        specs = list(supernet.space.enumerate())
+    else:
+        specs = neighbours(supernet, 3)
+    report = subnetact.calibrate(supernet, specs, batches, False)
+    assert not report.one_at_a_time
+    for spec in specs:
+        found, expected = supernet.norms.get(spec).pairs(), reference(supernet, spec, batches)
+        assert set(found) == set(expected)
+        for path, pair in expected.items():
+            for a, b in zip(found[path], pair, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def resnet_layers(supernet: Supernet, spec: SubnetSpec) -> set[tuple[Any, ...]]:
+    """Every layer of an OFA-ResNet50 up to its last BatchNorm, with all that decides its output."""
+    names = supernet.space.dimensions
+    size = dict(zip(names, supernet.space.resolve(spec), strict=True))
+    layers: set[tuple[Any, ...]] = set()
+    stream: tuple[Any, ...] = ()
+    for i in range(3):
+        if i == 1 and not size["stem.keep"]:
+            continue
+        stream = (*stream, i, size["stem.mid" if i < 2 else "stem.out"])
+        layers |= {("stem.conv", stream), ("stem.bn", stream)}
+    layers.add(("pool", stream))
+    blocks = supernet.network.get_submodule("blocks")
+    assert isinstance(blocks, LayerSelect)
+    stage = 0
+    for i, block in enumerate(blocks._modules.values()):
+        first = block.downsample is not None
+        stage += first
+        if not size[f"block{i}.keep"]:
+            continue
+        mid, out = size[f"block{i}.mid"], size[f"stage{stage}"]
+        if first:
+            layers |= {(what, i, stream) for what in ("shortcut.pool",)}
+            layers |= {(what, i, stream, out) for what in ("shortcut.conv", "shortcut.bn")}
+        layers |= {(what, i, stream, mid) for what in ("conv1", "bn1", "conv2", "bn2")}
+        layers |= {(what, i, stream, mid, out) for what in ("conv3", "bn3")}
+        stream = (*stream, "block", i, mid, out)
+    return layers
+
+
+def test_every_distinct_layer_is_computed_once(constructor_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    supernet = load("ofa_resnet50", None, **constructor_of("ofa_resnet50"))
+    specs = list(dict.fromkeys(neighbours(supernet, 12)))
+    per_subnet = [resnet_layers(supernet, spec) for spec in specs]
+    distinct = set().union(*per_subnet)
+    collected, real = [], CollectingNorm.collect
+    monkeypatch.setattr(CollectingNorm, "collect", lambda n, x: collected.append(n) or real(n, x))
+    x = torch.randn(5, 3, 32, 32)
+    report = subnetact.calibrate(supernet, specs, [x, x], False)
+    assert report.layers_computed == 2 * len(distinct)
+    assert report.layers_alone == 2 * sum(map(len, per_subnet))
+    norms = sum("bn" in layer[0] for layer in distinct)
+    assert len(set(map(id, collected[-2 * norms :]))) == norms
+    assert report.saved > 0.15
+    subnets_norms = sum(sum("bn" in layer[0] for layer in layers) for layers in per_subnet)
+    assert supernet.norms.nbytes() < sum(supernet.norms.get(spec).nbytes for spec in specs)
+    assert sum(len(supernet.norms.get(spec)) for spec in specs) == subnets_norms
+
+
+@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3"])
+def test_statistics_equal_the_live_upstream_package(family: str) -> None:
+    pytest.importorskip("ofa", reason="parity with the upstream package needs it")
+    from ofa.imagenet_classification.elastic_nn import networks
+    from ofa.imagenet_classification.elastic_nn.utils import set_running_statistics
+
+    torch.manual_seed(0)
+    if family == "ofa_resnet50":
+        lists: dict[str, Any] = {"depth_list": [0, 1], "expand_ratio_list": [0.2, 0.35]}
+        lists["width_mult_list"] = [0.2, 0.35]
+        cls = networks.OFAResNets
+    else:
+        lists = {"ks_list": [3, 5, 7], "expand_ratio_list": [3, 6], "depth_list": [2, 3], "width_mult": 0.3}
+        cls = networks.OFAMobileNetV3
+    upstream = cls(n_classes=4, dropout_rate=0, **lists).eval()
+    arguments = {**lists, "n_classes": 4}
+    supernet = load(family, upstream.state_dict(), **arguments)
+    batches = [torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(n)) for n in (7, 12)]
+    specs = neighbours(supernet, 2)
+    rename = family_of(family).rename
+    for dtype, rtol, atol in ((torch.float32, 1e-5, 1e-5), (torch.float64, 1e-9, 1e-9)):
+        upstream, supernet = upstream.to(dtype), supernet.to(dtype)
+        data = [batch.to(dtype) for batch in batches]
+        subnetact.calibrate(supernet, specs, data, False)
+        for spec in specs:
+            upstream.set_active_subnet(**supernet.space.format(spec))
+            theirs = copy.deepcopy(upstream)
+            set_running_statistics(theirs, [(batch, torch.zeros(len(batch))) for batch in data])
+            buffers = {rename(name): t for name, t in theirs.state_dict().items()}
+            for path, (mean, var) in supernet.norms.get(spec).pairs().items():
+                for name, own in (("running_mean", mean), ("running_var", var)):
+                    expected = buffers[f"{path}.{name}"][: len(own)]
+                    torch.testing.assert_close(own, expected, rtol=rtol, atol=atol)
+
+
+def test_an_ordinary_network_with_operators_in_it() -> None:
+    torchvision = pytest.importorskip("torchvision", reason="the network is torchvision's")
+    torch.manual_seed(0)
+    network = torchvision.models.resnet18(num_classes=5).eval()
+    blocks = [f"layer{i}.{j}" for i in range(1, 5) for j in range(2)]
+    widths = {f"layer{i}.{j}": 64 * 2 ** (i - 1) for i in range(1, 5) for j in range(2)}
+    space = subnetact.SubnetSpace(
+        "resnet18",
+        [subnetact.Axis.uniform("hidden", blocks, [0.25, 0.5])],
+        lambda v: {b: int(widths[b] * r) for b, r in zip(blocks, v["hidden"], strict=True)},
+    )
+    elastic = {}
+    for block in blocks:
+        elastic[f"{block}.conv1"] = WeightSlice.on(out=block)
+        elastic[f"{block}.bn1"] = SubnetNorm.on(channels=block)
+        elastic[f"{block}.conv2"] = WeightSlice.on(in_=block)
+    supernet = subnetact.insert_(network, space, elastic).double()
+    batches = [torch.randn(n, 3, 32, 32, dtype=torch.float64) for n in (4, 6)]
+    specs = [space.sample(seed) for seed in range(4)]
+    report = subnetact.calibrate(supernet, specs, batches, False)
+    assert not report.one_at_a_time
+    assert report.saved > 0.15
+    for spec in specs:
+        expected = reference(supernet, spec, batches)
+        for path, pair in supernet.norms.get(spec).pairs().items():
+            for a, b in zip(pair, expected[path], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
