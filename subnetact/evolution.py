@@ -10,6 +10,7 @@ import numpy as np
 from subnetact.pareto import Costs, crowding, ranks
 from subnetact.search_state import SearchState
 from subnetact.spec import SubnetSpec
+from subnetact.surrogate import Surrogate, promising
 from subnetact.variation import Variation
 
 __all__ = ["METHODS", "evolve", "exhaust", "sample", "survivors"]
@@ -18,6 +19,10 @@ TRIES = 100
 """Children that are no new subnets, in a row, after which a generation ends early."""
 SMALL = 1_000_000
 """Subnets up to which a search that finds no new ones by chance looks through all."""
+SCREENED = 20
+"""Children for each one that is tried."""
+LEARNT_FROM = 300
+"""Evaluated subnets behind the guess at the others: the population, and the newest."""
 CROSSED = 0.9
 """Share of children with two parents."""
 
@@ -38,12 +43,29 @@ def evolve(state: SearchState, count: int) -> list[SubnetSpec]:
 
     The first one is a set of guesses. Parents win tournaments by rank, then by how lonely they are on
     the front; a child takes each choice from one of two parents, as in once-for-all's evolutionary
-    search (Cai et al., ICLR'20), and some of its slots move. No subnet is tried twice.
+    search (Cai et al., ICLR'20), and some of its slots move. Of many children those are tried that a
+    surrogate expects most of (as in NSGANetV2, Lu et al., ECCV'20); none is tried twice.
     """
     variation = Variation(state.space, state.rng)
     if not state.found:
         return _new(state, variation.guesses(max(3, count // 3)), count)
-    return _new(state, _children(state, variation), count)
+    children = _new(state, _children(state, variation), SCREENED * count)
+    if len(children) <= count:
+        return children
+    newest = range(len(state.found) - 1, -1, -1)
+    telling = list(dict.fromkeys([*state.population, *newest]))[:LEARNT_FROM]
+    specs, costs = list(state.found), state.costs()
+    known, new = (variation.features(rows) for rows in ([specs[i] for i in telling], children))
+    groups = [axis for axis, rows in enumerate(variation.axes) for _ in rows]
+    accuracy = Surrogate(known, costs[telling, 0], groups)
+    guesses = [accuracy.predict(new)]
+    for latency in costs[telling, 1:].T:
+        if (latency > 0).all():
+            guesses.append(np.exp(Surrogate(known, np.log(latency), groups).predict(new)))
+        else:
+            guesses.append(Surrogate(known, latency, groups).predict(new))
+    picked = promising(np.stack(guesses, 1), accuracy.doubt, costs, count)
+    return [children[i] for i in picked]
 
 
 def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:

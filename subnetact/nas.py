@@ -92,10 +92,11 @@ def search(
     """Find subnets that no other beats: of high accuracy and low latency.
 
     `evolution` is NSGA-II (Deb et al., 2002) with the mutations of once-for-all's search (Cai et al.,
-    ICLR'20), on accuracy and every latency at once; all subnets it evaluates count for the result, and
-    none is evaluated twice. Of those that nothing beats, `size` are chosen evenly over the latencies
-    at the first batch size. Accuracy and latency are any functions: predictors, cost models, true
-    evaluation, measurement. Where they give the same values again, so does the search.
+    ICLR'20), on accuracy and every latency at once; a surrogate chooses among many children. All
+    subnets it evaluates count for the result, and none is evaluated twice. Of those that nothing
+    beats, `size` are chosen evenly over the latencies at the first batch size. Accuracy and latency
+    are any functions: predictors, cost models, true evaluation, measurement. Where they give the same
+    values again, so does the search.
 
     Args:
         supernet: whose space to search.
@@ -105,7 +106,8 @@ def search(
             one for each batch size.
         size: how many subnets to choose; fewer where the front has fewer.
         evaluations: how many subnets to evaluate, at least 2; `exhaustive` evaluates all.
-        population: subnets of one generation; default: a tenth of the evaluations, 16 to 100.
+        population: subnets that the next ones descend from, half as many in a generation; default: a
+            tenth of the evaluations, 16 to 100.
         seed: of everything random.
         method: `evolution`, `exhaustive` or `random`; default: exhaustive where the space is no larger
             than `evaluations`, else evolution.
@@ -198,14 +200,16 @@ def _run(
     progress: bool,
 ) -> None:
     settings = state.settings
-    propose, population = METHODS[settings["method"]], settings["population"]
+    method, population = settings["method"], settings["population"]
+    propose = METHODS[method]
     total = state.space.size()
-    if settings["method"] != "exhaustive":
+    if method != "exhaustive":
         total = min(total, settings["evaluations"])
     with tqdm(total=total, initial=len(state.found), desc="searching", disable=not progress) as bar:
         while len(state.found) < total:
             before = len(state.found)
-            for spec in propose(state, min(population, total - before)):
+            count = population if method != "evolution" or not before else max(population // 2, 1)
+            for spec in propose(state, min(count, total - before)):
                 state.found[spec] = _values(spec, gain(spec), *(latency(spec) for latency in latencies))
                 bar.update()
             if len(state.found) == before:

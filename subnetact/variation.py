@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -15,6 +16,9 @@ __all__ = ["Variation"]
 Genes: TypeAlias = list[int]
 """For each slot of each axis, the position of its choice, from the smallest network to the largest."""
 
+Features: TypeAlias = npt.NDArray[np.float64]
+
+SKIPPED = -0.5
 LOCAL = 0.5
 """Share of mutated genes that move to a neighbouring choice; the others move anywhere."""
 SHIFT = 0.15
@@ -52,6 +56,19 @@ class Variation:
             int(self.rng.integers(len(slot.choices))) if value is None else slot.choices.index(value)
             for slot, value in zip(self.slots, values, strict=True)
         ]
+
+    def features(self, specs: Sequence[SubnetSpec]) -> Features:
+        """Return where each slot is between its choices, 0 to 1, and below 0 where it is skipped."""
+        rows = [[value for axis in self.space.axes for value in spec[axis.name]] for spec in specs]
+        return np.array(
+            [
+                [
+                    SKIPPED if value is None else slot.choices.index(value) / max(count - 1, 1)
+                    for slot, count, value in zip(self.slots, self.counts, row, strict=True)
+                ]
+                for row in rows
+            ]
+        )
 
     def guesses(self, levels: int) -> Iterator[SubnetSpec]:
         """Yield subnets to begin with, without end.
