@@ -42,10 +42,12 @@ def accuracy_of(
     if factory:
         return find(factory)(subject.supernet), factory
     if predictor:
+        space = subject.supernet.space
+        own_size = any(axis.name == "resolution" for axis in space.axes)
         encode = partial(
             import_module("ofa_adapters").encode,
-            subject.supernet.space,
-            image_size=int(subject.example.shape[-1]),
+            space,
+            image_size=None if own_size else int(subject.example.shape[-1]),
             encoding=encoding,
         )
         return AccuracyPredictor.from_checkpoint(predictor, encode), f"predicted by {Path(predictor).name}"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subnetact._table_checks import warn_of_fractions
 from subnetact.calibration import calibrate
 from subnetact.candidates import Chosen, Request, choose
 from subnetact.engine import Engine
@@ -196,7 +197,7 @@ def profile(job: Job, subject: Subject) -> Profile:
         SubnetActError: whatever cannot work; before anything is measured, where that can be known.
     """
     check(job)
-    LatencyTable.from_arrays(["-"], [math.nan], job.batch_sizes, [[1.0] * len(job.batch_sizes)])
+    _check_table(job, ["-"], [math.nan])
     journal = begin(job, subject)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
@@ -208,16 +209,23 @@ def profile(job: Job, subject: Subject) -> Profile:
             measure=partial(_measure, job, subject, journal),
             progress=job.progress,
         )
+        accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
+        _check_table(job, [spec.key for spec in chosen.specs], accuracy)
+        warn_of_fractions(accuracy)
         calibrated = _calibrate(job, subject, chosen)
         runner = _runner(job, subject, chosen.specs, chosen.accuracy)
         readings = sweep(runner, job.batch_sizes, job.settings, Readings(journal), job.progress)
-    accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
     facts = {**chosen.facts, "calibrated_on": calibrated}
     table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
     found = Profile(table, table.monotone(), _unstable(table))
     _write(job, found, runner.engine)
     (job.work / "done").touch()
     return found
+
+
+def _check_table(job: Job, keys: Sequence[str], accuracy: Sequence[float]) -> None:
+    """Refuse before the measuring what no table could be made of after it."""
+    LatencyTable.from_arrays(keys, accuracy, job.batch_sizes, [[1.0] * len(job.batch_sizes)] * len(keys))
 
 
 def _runner(

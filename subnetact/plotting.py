@@ -34,7 +34,8 @@ def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str 
     from matplotlib.colors import LogNorm
 
     drawn = axes.imshow(cells, aspect="auto", origin="lower", cmap="viridis", norm=LogNorm())
-    figure.colorbar(drawn, label="latency (ms)")
+    bar = figure.colorbar(drawn, label="latency (ms)", format="{x:g}")
+    bar.ax.yaxis.set_minor_formatter("{x:g}")
     axes.set_xticks(range(len(table.batch_sizes)), labels=list(map(str, table.batch_sizes)))
     shown = range(0, rows, max(1, rows // LABELLED))
     labels = [f"{table.accuracy[order[i]]:.2f}" if known else str(order[i]) for i in shown]

@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--stability",
         type=float,
-        default=3.0,
+        default=5.0,
         metavar="PERCENT",
         help="how well the median of a stable cell is known: half its 90 %% confidence interval",
     )

@@ -208,7 +208,7 @@ def profile_latency(
     rounds: int = 5,
     progress: bool = True,
     max_rounds: int | None = None,
-    stability: float = 0.03,
+    stability: float = 0.05,
     resume: str | PathLike[str] | None = None,
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.

@@ -39,7 +39,7 @@ class SweepSettings:
     min_time_ms: float = 100.0
     windows: int = 5
     max_windows: int = 5
-    stability: float = 0.03
+    stability: float = 0.05
     order: str = "interleaved"
     quantiles: tuple[float, ...] = (50, 90, 95, 99)
     statistic: str = "p50"

@@ -44,7 +44,7 @@ def stable(windows: Sequence[Window], stability: float) -> bool:
 
     Args:
         windows: of one cell, at least one.
-        stability: relative to the median, to either side; 0.03 for 3 %.
+        stability: relative to the median, to either side; 0.05 for 5 %.
     """
     medians = [float(np.median(window["host_ms"])) for window in windows]
     low, high = median_interval(medians)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ofa_adapters
 import subnetact
+from ofa_adapters import load
 from subnetact import profile as command
 from subnetact import sweep
 from subnetact.supernet import Supernet
@@ -86,6 +89,34 @@ def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
     assert table.stamp["calibrated_on"] == "nothing: 4 subnets have shared statistics"
 
 
+def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = load("ofa_resnet50", width_mult_list=[0.1, 0.2], n_classes=3)
+    encode = partial(ofa_adapters.encode, family.space, image_size=128)
+    predictor = subnetact.AccuracyPredictor(encode, len(encode(family.space.smallest())))
+    with torch.no_grad():
+        predictor.network.base_acc.fill_(0.7)
+    torch.save(predictor.state_dict(), tmp_path / "predictor.pth")
+    torch.save(family.state_dict(), tmp_path / "family.pth")
+    constructor = json.dumps({"width_mult_list": [0.1, 0.2], "n_classes": 3})
+    arguments = (
+        "--family", "ofa_resnet50", "--checkpoint", tmp_path / "family.pth", "--constructor", constructor,
+        "--subnets", 3, "--search-latency", "macs", "--evaluations", 20, "--batch-sizes", 1,
+        "--accuracy-predictor", tmp_path / "predictor.pth",
+    )  # fmt: skip
+    assert run(tmp_path, *arguments, "--input-shape", 3, 96, 96) == 2
+    assert "choose from 128, 144" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--input-shape", 3, 128, 128) == 0
+    table = table_in(tmp_path)
+    space = family.space
+    specs = {spec.key: spec for spec in (space.smallest(), space.largest())}
+    assert table.stamp["accuracy_source"] == "predicted by predictor.pth"
+    assert table.stamp["supernet"] == family.fingerprint()
+    for key, percent in zip(table.subnets, table.accuracy, strict=True):
+        if key in specs:
+            assert percent == pytest.approx(predictor(specs[key]))
+    assert not set(specs).isdisjoint(table.subnets)
+
+
 def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet) -> None:
     space = digits.space
     chosen = [space.smallest(), space.largest()]
@@ -151,6 +182,7 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--subnets", "none.json"], "is no file"),
         (["--subnets", "random:2", "--accuracy", "70"], "1 values for 2 subnets"),
         (["--subnets", "3", "--accuracy", "70", "71", "72"], "function of a subnet"),
+        (["--subnets", "random:2", "--accuracy", "70", "171"], "not a percentage"),
         (["--subnets", "random:2", "--batch-sizes", "4", "1"], "does not ascend"),
         (["--subnets", "random:2", "--input-shape", "3", "16", "16"], "expected input"),
         (["--subnets", "random:2", "--mode", "graphs"], "for cuda"),
