@@ -298,11 +298,14 @@ def _write(job: Job, found: Profile, engine: Engine) -> None:
             plot_front(found.table, job.plots / "front.png")
     if job.bundle is not None:
         engine.tables = {"measured": found.table, "scheduler": found.scheduler}
-        partial = job.bundle.with_name(f".{job.bundle.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        engine.save(partial)
-        shutil.rmtree(job.bundle, ignore_errors=True)
-        partial.rename(job.bundle)
+        fresh, old = (job.bundle.with_name(f".{job.bundle.name}.{age}") for age in ("new", "old"))
+        for folder in (fresh, old):
+            shutil.rmtree(folder, ignore_errors=True)
+        engine.save(fresh)
+        if job.bundle.exists():
+            job.bundle.rename(old)
+        fresh.rename(job.bundle)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_csv(table: LatencyTable, path: Path) -> None:

@@ -52,8 +52,10 @@ def sweep(
             level = 0
             for cell in wave:
                 bar.total = bar.n + _remaining(cells, settings, readings)
-                if others is not None:
-                    others.run(cell[0]) if cell[0] != level else others.check()
+                if others is not None and cell[0] == level:
+                    others.check()
+                elif others is not None:
+                    others.run(cell[0])
                     level = cell[0]
                 _visit(runner, cell, settings, readings)
                 bar.update()
