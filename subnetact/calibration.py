@@ -130,10 +130,11 @@ def calibrate(
         return CalibrationReport(dict.fromkeys(wanted, 0))
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
-        run = CalibrationRun(supernet, wanted, rule, tolerance, memory_mb * 2**20)
         saved = None if resume is None else Progress(resume, identity(supernet, wanted, rule, tolerance))
+        run = CalibrationRun(supernet, wanted, rule, tolerance, memory_mb * 2**20)
         _pass(run, batches, saved, start, progress)
-        rows = {spec: run.rows()[spec] for spec in wanted}
+        found = run.rows()
+    rows = {spec: found[spec] for spec in wanted}
     _check_finite(rows)
     if saved is not None:
         saved.save(run, time.perf_counter() - start)
@@ -195,12 +196,13 @@ def _pass(
 
 def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
     for spec, row in rows.items():
+        if row.flat.isfinite().all():
+            continue
         wrong = [name for name, pair in row.pairs().items() if not all(t.isfinite().all() for t in pair)]
-        if wrong:
-            raise SpecError(
-                f"calibration of {spec} gave statistics that are not finite, first at {wrong[0]}; check the "
-                "batches and the weights for NaN"
-            )
+        raise SpecError(
+            f"calibration of {spec} gave statistics that are not finite, first at {wrong[0]}; check the "
+            "batches and the weights for NaN"
+        )
 
 
 def _images(batch: Any) -> Tensor:
