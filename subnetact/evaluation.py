@@ -63,14 +63,15 @@ def evaluate(
         if fresh:
             calibrate(supernet, fresh, calibration, progress=progress)
     device = next(supernet.network.parameters()).device
+    views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0
     with torch.inference_mode():
         for batch in tqdm(loader, desc=f"evaluating {len(wanted)} subnets", disable=not progress):
             x, labels = _pair(batch)
             x, labels = x.to(device), labels.to(device)
             seen += len(labels)
-            for i, spec in enumerate(wanted):
-                right[i] += int((supernet.subnet(spec)(x).argmax(1) == labels).sum())
+            for i, view in enumerate(views):
+                right[i] += int((view(x).argmax(1) == labels).sum())
     if not seen:
         raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
     percent = [100 * count / seen for count in right]

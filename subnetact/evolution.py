@@ -19,7 +19,7 @@ TRIES = 100
 """Children that are no new subnets, in a row, after which a generation ends early."""
 SMALL = 1_000_000
 """Subnets up to which a search that finds no new ones by chance looks through all."""
-SCREENED = 20
+SCREENED = 30
 """Children for each one that is tried."""
 LEARNT_FROM = 300
 """Evaluated subnets behind the guess at the others: the population, and the newest."""

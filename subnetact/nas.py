@@ -106,8 +106,8 @@ def search(
             one for each batch size.
         size: how many subnets to choose; fewer where the front has fewer.
         evaluations: how many subnets to evaluate, at least 2; `exhaustive` evaluates all.
-        population: subnets that the next ones descend from, half as many in a generation; default: a
-            tenth of the evaluations, 16 to 100.
+        population: subnets that the next ones descend from, a quarter as many in a generation; default:
+            a tenth of the evaluations, 16 to 100.
         seed: of everything random.
         method: `evolution`, `exhaustive` or `random`; default: exhaustive where the space is no larger
             than `evaluations`, else evolution.
@@ -208,7 +208,7 @@ def _run(
     with tqdm(total=total, initial=len(state.found), desc="searching", disable=not progress) as bar:
         while len(state.found) < total:
             before = len(state.found)
-            count = population if method != "evolution" or not before else max(population // 2, 1)
+            count = population if method != "evolution" else max(population // (4 if before else 2), 2)
             for spec in propose(state, min(count, total - before)):
                 state.found[spec] = _values(spec, gain(spec), *(latency(spec) for latency in latencies))
                 bar.update()

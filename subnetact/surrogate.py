@@ -22,6 +22,8 @@ TUNED_ON = 150
 """Subnets behind the settings; all given ones are behind the predictions."""
 CURVED = 0.3
 """Share of the prior that is not linear in the features."""
+BOLD = 0.5
+"""Share of the doubt that counts as a chance; all of it tries too much where little is known."""
 
 
 class Surrogate:
@@ -105,7 +107,7 @@ def promising(guesses: Costs, doubt: float, known: Costs, count: int) -> list[in
     worst = known.max(0)
     fronts = [known[front_of(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]
     extents = [float(np.ptp(known[:, j])) or 1.0 for j in range(1, known.shape[1])]
-    scale = max(doubt, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0)) * math.sqrt(3) / math.pi
+    scale = max(BOLD * doubt, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0)) * math.sqrt(3) / math.pi
     chosen: list[int] = []
     for _ in range(min(count, len(guesses))):
         gain = np.zeros(len(guesses))
