@@ -47,7 +47,7 @@ class Request:
     accuracy_encoding: str | None = None
     search_latency: str = "measured"
     fitted: int = 32
-    evaluations: int = 4000
+    evaluations: int = 1500
     seed: int = 0
 
     def __post_init__(self) -> None:

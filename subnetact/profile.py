@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the search goes by: a predictor fitted to subnets measured here, or multiply-accumulates",
     )
     group.add_argument("--fitted", type=int, default=32, metavar="N", help="subnets it is fitted to")
-    group.add_argument("--evaluations", type=int, default=4000, metavar="N", help="subnets the search tries")
+    group.add_argument("--evaluations", type=int, default=1500, metavar="N", help="subnets the search tries")
     group.add_argument(
         "--seed", type=int, default=0, help="of random subnets, weights, images, and the search"
     )
