@@ -29,5 +29,6 @@ def run(family: str, pixels: int, arguments: list[str]) -> int:
     if device.type == "cpu":
         parts.insert(1, f"{threads}thread")
     name = "_".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts)
-    own = ["--family", family, "--input-shape", "3", str(pixels), str(pixels), "--out", f"{TABLES / name}.json"]
-    return main([*own, "--threads", threads, *arguments, *given])
+    shape = ["--input-shape", "3", str(pixels), str(pixels)]
+    own = ["--family", family, *shape, "--out", f"{TABLES / name}.json", "--threads", threads]
+    return main([*own, *arguments, *given])
