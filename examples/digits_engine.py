@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from subnetact import profile_latency
 from subnetact.calibration import calibrate
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine import Engine
 from subnetact.latency import LatencyTable
-from subnetact.profile import profile_latency
 
 __all__ = ["BATCH_SIZES", "digits_engine", "profiled", "unseen_digits"]
 

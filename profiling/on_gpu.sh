@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs everything in the repository that needs a GPU, in under ten minutes, and leaves the results in DIR.
+# Runs everything in the repository that needs a GPU, in about ten minutes, and leaves the results in DIR.
 #   profiling/on_gpu.sh --out DIR
 # Needs Python with torch (CUDA), numpy, safetensors, tqdm, and for the tests pytest and hypothesis.
 # Every step runs even if an earlier one failed; the exit status is 0 only if all passed.
@@ -21,8 +21,13 @@ step() { # step NAME SECONDS COMMAND...
 step tests 180 "$python" -m pytest -m gpu --junitxml "$out/tests.xml"
 step engine 240 "$python" benchmarks/engine.py --device cuda --families ofa_resnet50 --parts forward --batch-sizes 1 \
   --seconds 3 --compile --out "$out/engine.json"
-step profile_ofa_resnet50 90 "$python" -m subnetact.profile --device cuda --family ofa_resnet50 --subnets 8 \
-  --batch-sizes 1 2 4 8 16 32 --min-time-ms 300 --out "$out/ofa_resnet50.json"
-step profile_digits 60 "$python" -m subnetact.profile --device cuda --subnets 8 --min-time-ms 100 \
-  --out "$out/digits.json"
+# Tables for profiling/tables/: 100 Pareto subnets, eager and as CUDA graphs. Each can be cut short and goes on.
+for family in ofa_resnet50 ofa_mbv3; do
+  for mode in eager graphs; do
+    step "profile_${family}_$mode" 150 "$python" "profiling/sweep_$family.py" --device cuda --mode $mode \
+      --subnets 100 --input-shape 3 224 224 --batch-sizes 1 2 4 8 16 32 64 --warmup-ms 5 --min-time-s 0.06 \
+      --max-windows 6 --resume --out "$out/${family}_$mode.json" --plot "$out/${family}_$mode"
+  done
+done
+step profile_digits 60 "$python" -m subnetact.profile --device cuda --min-time-s 0.1 --resume --out "$out/digits.json"
 exit $failed

@@ -11,15 +11,18 @@ from subnetact import errors
 from subnetact._version import __version__
 
 if TYPE_CHECKING:
+    from subnetact.accuracy_predictor import AccuracyPredictor
     from subnetact.calibration import CalibrationReport, calibrate
+    from subnetact.costs import Cost, CostModel, cost
     from subnetact.engine import Engine
+    from subnetact.evaluation import evaluate
     from subnetact.insert import insert_
     from subnetact.latency import LatencyTable
-    from subnetact.nas import search
+    from subnetact.latency_predictor import LatencyPredictor
+    from subnetact.nas import Candidate, SearchResult, search
     from subnetact.norm_table import NormTable
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
-    from subnetact.pareto import pareto_front
-    from subnetact.profile import profile_latency
+    from subnetact.pareto import hypervolume, pareto_front
     from subnetact.serving.batcher import Answer, Batcher
     from subnetact.serving.context import Context, Policy
     from subnetact.serving.datasets import load_trace, superserve_a40
@@ -44,8 +47,18 @@ if TYPE_CHECKING:
     from subnetact.space import Axis, Slot, SubnetSpace, UsedWhen
     from subnetact.spec import SubnetSpec
     from subnetact.supernet import Supernet
+    from subnetact.sweep import profile_latency
 
 _HOME = {
+    "AccuracyPredictor": "accuracy_predictor",
+    "Candidate": "nas",
+    "Cost": "costs",
+    "CostModel": "costs",
+    "LatencyPredictor": "latency_predictor",
+    "SearchResult": "nas",
+    "cost": "costs",
+    "evaluate": "evaluation",
+    "hypervolume": "pareto",
     "UsedWhen": "space",
     "Slot": "space",
     "Answer": "serving.batcher",
@@ -82,24 +95,29 @@ _HOME = {
     "make_policy": "serving.policies",
     "pareto_front": "pareto",
     "plan": "serving.planner",
-    "profile_latency": "profile",
+    "profile_latency": "sweep",
     "search": "nas",
     "simulate": "serving.simulator",
     "superserve_a40": "serving.datasets",
 }
 
 __all__ = [
+    "AccuracyPredictor",
     "Answer",
     "Axis",
     "Batcher",
     "CalibrationReport",
+    "Candidate",
     "CheapestFeasible",
     "Coarse",
     "Context",
+    "Cost",
+    "CostModel",
     "Engine",
     "Fixed",
     "Flex",
     "HullFit",
+    "LatencyPredictor",
     "LatencyTable",
     "LayerSelect",
     "MaxAcc",
@@ -107,6 +125,7 @@ __all__ = [
     "ModelSwitching",
     "NormTable",
     "Policy",
+    "SearchResult",
     "SlackFit",
     "Slot",
     "SubnetNorm",
@@ -119,9 +138,12 @@ __all__ = [
     "WeightSlice",
     "__version__",
     "calibrate",
+    "cost",
     "errors",
+    "evaluate",
     "exact_optimum",
     "fluid_bound",
+    "hypervolume",
     "insert_",
     "load_trace",
     "make_policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,17 @@ def number(value: object, name: str) -> float:
 def percentage(value: object, i: int) -> float:
     unknown = isinstance(value, float | np.floating) and math.isnan(value)
     return math.nan if unknown else number(value, f"accuracy[{i}]")
+
+
+def warn_of_fractions(accuracy: Sequence[Any]) -> None:
+    known = [value for value in accuracy if isinstance(value, float) and value == value]
+    if known and 0.0 < max(known) <= 1.0:
+        warnings.warn(
+            f"accuracy is in percent, 0 to 100, but the highest of {len(known)} is {max(known)}; "
+            f"a fraction? {max(known)} of 1 is {100 * max(known):g} percent",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:

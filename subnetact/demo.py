@@ -28,13 +28,13 @@ from subnetact.errors import RequestError, UncalibratedSubnetWarning
 from subnetact.latency import LatencyTable
 from subnetact.nas import Candidate
 from subnetact.pareto import pareto_front
-from subnetact.profile import profile_latency
 from subnetact.serving.batcher import Batcher, Decided
 from subnetact.serving.context import Policy
 from subnetact.serving.policies import Fixed, SlackFit
 from subnetact.serving.traces import bursty
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
+from subnetact.sweep import profile_latency
 from subnetact.timing import machine
 
 __all__ = ["main"]

@@ -56,6 +56,7 @@ class Engine:
             thread's activations, and what the C allocator and MKL keep per thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
+        specialise: whether subnets may get programs of their own within the budget; False = slices only.
         hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
             weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
@@ -84,6 +85,7 @@ class Engine:
         memory_budget_mb: float = 0.0,
         accuracy: Sequence[float | None] | None = None,
         allow_uncalibrated: bool = False,
+        specialise: bool = True,
         hot_dtype: torch.dtype | None = None,
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
@@ -113,7 +115,9 @@ class Engine:
         self._slices = None if compile else slices
         self._compiler = None if compile is None else Compiler(compile)
         self._heater = (
-            Heater(self._cache, supernet, hot_dtype) if self._cache.budget and not compile else None
+            Heater(self._cache, supernet, hot_dtype)
+            if specialise and self._cache.budget and not compile
+            else None
         )
         if graph_backend is None and self.device.type == "cuda":
             graph_backend = cuda_graphs(self.device)

@@ -9,11 +9,13 @@ SubnetActError
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
+├── MissingExtra (ImportError)        a package that this feature needs is not installed
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── ExportError (RuntimeError)         a network, or this machine, that a format cannot be made from
 ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
+├── SearchError (ValueError)          a search cannot run, or not resume, with these arguments
 ├── TableError (ValueError)           a latency table is malformed
-├── ResumeMismatch (ValueError)      unfinished work of other weights, subnets, data or settings
+├── ResumeMismatch (ValueError)       unfinished work of other weights, subnets, data, settings or machines
 ├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
 ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
 ├── TraceError (ValueError)           arrivals that cannot be simulated
@@ -40,6 +42,7 @@ __all__ = [
     "IllegalChoice",
     "InsertError",
     "InvalidRequest",
+    "MissingExtra",
     "NotCalibrated",
     "PolicyError",
     "ProfileMismatch",
@@ -47,6 +50,7 @@ __all__ = [
     "RecompileRefused",
     "RequestError",
     "ResumeMismatch",
+    "SearchError",
     "SpecError",
     "SubnetActError",
     "TableError",
@@ -93,6 +97,10 @@ class DeviceError(SubnetActError, RuntimeError):
     """A device that this machine, or this build of torch, does not have."""
 
 
+class MissingExtra(SubnetActError, ImportError):
+    """A package that this feature needs is not installed."""
+
+
 class NotCalibrated(SubnetActError, RuntimeError):
     """A subnet with BatchNorm has no statistics of its own."""
 
@@ -105,12 +113,16 @@ class RecompileRefused(SubnetActError, RuntimeError):
     """A compiled engine got an input of a shape that it was not prepared for."""
 
 
+class SearchError(SubnetActError, ValueError):
+    """A search cannot run with these arguments, or a state is of another search."""
+
+
 class TableError(SubnetActError, ValueError):
     """A latency table is malformed."""
 
 
 class ResumeMismatch(SubnetActError, ValueError):
-    """A file of unfinished work belongs to other weights, subnets, data or settings."""
+    """A file of unfinished work belongs to other weights, subnets, data, settings or machines."""
 
 
 class ProfileMismatch(SubnetActError, ValueError):

@@ -6,13 +6,11 @@ that have no torch.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -26,16 +24,17 @@ from subnetact._table_checks import (
     json_copy,
     number,
     percentage,
-    with_nans,
-    with_nulls,
+    warn_of_fractions,
 )
+from subnetact._table_file import arguments, document, read, write
+from subnetact.comparison import Comparison, compare
 from subnetact.errors import FileFormatError, TableError
-from subnetact.files import replacing
+from subnetact.interpolation import between_levels, between_sizes
+from subnetact.merging import merge
+from subnetact.superserve import read_superserve
 
 __all__ = ["LatencyTable"]
 
-SCHEMA = 1
-KIND = "subnetact.latency_table"
 Floats = npt.NDArray[np.float64]
 
 
@@ -49,7 +48,8 @@ class LatencyTable:
         accuracy: profiled accuracy of each subnet, percent; NaN where it is not known.
         batch_sizes: profiled batch sizes, ascending.
         latency_ms: read-only float64 array, shape (subnets, batch sizes).
-        statistics: further read-only arrays of that shape, such as "std", "p50" or "p99", ms.
+        statistics: further read-only arrays of that shape: "std", "p50" or "p99", ms; of a profile also
+            "stable" (1 or 0), "windows" and "runs" (counts).
         interference: pressure of co-runners at each measured level, ascending; empty where not measured.
         contended_ms: latencies under each level, shape (levels, subnets, batch sizes).
         stamp: JSON facts about the machine and the measurement.
@@ -182,7 +182,11 @@ class LatencyTable:
         return self.accuracy
 
     def with_accuracy(self, accuracy: Sequence[float]) -> LatencyTable:
-        """The same latencies with other accuracies, percent, one a subnet."""
+        """The same latencies with other accuracies, percent, one a subnet.
+
+        Warns where they look like fractions.
+        """
+        warn_of_fractions(accuracy)
         return LatencyTable.from_arrays(
             self.subnets,
             accuracy,
@@ -252,20 +256,47 @@ class LatencyTable:
         Raises:
             TableError: the table has no interference dimension, or `pressure` is not finite.
         """
-        if not self.interference:
-            raise TableError("interference: this table was measured alone; profile it under co-runners first")
-        if not math.isfinite(pressure):
-            raise TableError(f"pressure: {pressure} must be finite")
-        levels = self.interference
-        pressure = min(max(pressure, levels[0]), levels[-1])
-        upper = bisect_left(levels, pressure)
-        cells = self.contended_ms[upper]
-        if levels[upper] != pressure:
-            share = (pressure - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
-            cells = (1 - share) * self.contended_ms[upper - 1] + share * cells
+        cells = between_levels(self, pressure)
         return LatencyTable.from_arrays(
             self.subnets, self.accuracy, self.batch_sizes, cells, self.statistics, self.stamp
         )
+
+    def latency_at(self, subnet: int | str, batch_size: float) -> float:
+        """Latency, ms, of one subnet at any batch size the table spans, linear between measured ones.
+
+        NaN where one of the two measured sizes around it cannot run.
+
+        Args:
+            subnet: its index or key.
+            batch_size: from the smallest measured one to the largest; nothing is extrapolated.
+
+        Raises:
+            TableError: the table has no such subnet, or the batch size is outside of it.
+        """
+        return between_sizes(self, subnet, batch_size)
+
+    def merged(self, other: LatencyTable) -> LatencyTable:
+        """One table with the subnets and batch sizes of both; cells that neither has are NaN.
+
+        A cell that both have is taken from `other`. The stamp keeps what both say alike, and both stamps.
+
+        Raises:
+            TableError: the two were measured on different machines, weights or settings, or at different
+                levels of interference; or they know different accuracies of a subnet.
+        """
+        return LatencyTable.from_arrays(**merge(self, other))
+
+    def compare(self, other: LatencyTable, statistic: str | None = None) -> Comparison:
+        """Ratios of `other`'s latencies to this table's, over the cells that both have.
+
+        Args:
+            other: another profile of some of the same subnets.
+            statistic: a name in `statistics`, `p50` for example; None = `latency_ms`.
+
+        Raises:
+            TableError: they have no cell in common, or lack the statistic.
+        """
+        return compare(self, other, statistic)
 
     def _with(self, latency_ms: Floats, contended_ms: Floats | None = None) -> LatencyTable:
         if contended_ms is None and self.interference:
@@ -284,13 +315,13 @@ class LatencyTable:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LatencyTable):
             return NotImplemented
-        return self._document() == other._document()
+        return document(self) == document(other)
 
     def __hash__(self) -> int:
         return hash((self.subnets, self.accuracy, self.batch_sizes, self.latency_ms.tobytes()))
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return _from_document, (self._document(),)
+        return _rebuilt, (document(self),)
 
     def __repr__(self) -> str:
         known = [percent for percent in self.accuracy if not math.isnan(percent)]
@@ -300,27 +331,9 @@ class LatencyTable:
             f"batch sizes {list(self.batch_sizes)}, fastest {self.fastest_ms:.3g} ms)"
         )
 
-    def _document(self) -> dict[str, Any]:
-        document: dict[str, Any] = {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "subnets": list(self.subnets),
-            "accuracy": [None if math.isnan(percent) else percent for percent in self.accuracy],
-            "batch_sizes": list(self.batch_sizes),
-            "latency_ms": with_nulls(self.latency_ms),
-            "statistics": {name: with_nulls(values) for name, values in self.statistics.items()},
-            "stamp": dict(self.stamp),
-        }
-        if self.interference:
-            document["interference"] = list(self.interference)
-            document["contended_ms"] = [with_nulls(level) for level in self.contended_ms]
-        return document
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON; an interrupted write leaves any earlier file intact."""
-        text = json.dumps(self._document(), indent=1, allow_nan=False)
-        with replacing(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
@@ -330,34 +343,30 @@ class LatencyTable:
             FileFormatError: truncated, foreign, or of a newer schema.
             TableError: a well-formed file whose numbers make no table.
         """
+        given = read(path)
         try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise FileFormatError(
-                f"{path}: not readable as a latency table ({error}); save it again"
-            ) from error
-        if not isinstance(document, dict) or document.get("kind") != KIND:
-            raise FileFormatError(f"{path}: not a latency table; expected a JSON object of kind {KIND!r}")
-        schema = document.get("schema")
-        if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
-            raise FileFormatError(
-                f"{path}: schema {schema!r} is not known here (this version reads 1 to {SCHEMA}); "
-                "update subnetact to read it"
-            )
-        try:
-            return _from_document(document)
+            return cls.from_arrays(**given)
         except (KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
 
+    @classmethod
+    def from_superserve(cls, path: str | os.PathLike[str], stage: str = "forward") -> LatencyTable:
+        """Read a profile in the layout that SuperServe's authors publish (JSON, nanoseconds).
 
-def _from_document(document: Mapping[str, Any]) -> LatencyTable:
-    return LatencyTable.from_arrays(
-        document["subnets"],
-        with_nans(document["accuracy"]),
-        document["batch_sizes"],
-        with_nans(document["latency_ms"]),
-        {name: with_nans(values) for name, values in document["statistics"].items()},
-        document["stamp"],
-        document.get("interference", ()),
-        with_nans(document["contended_ms"]) if "contended_ms" in document else None,
-    )
+        Subnets keep the order of the file; `stamp["subnet_dimension"]` has each one's depths, expand ratios
+        and width indices for `space.parse`. Latencies are the means.
+
+        Args:
+            path: the file.
+            stage: `forward`, the model's own latency; `deserialize`, `h2d_copy`, `postprocess` or
+                `d2h_copy`; `total`, their sum.
+
+        Raises:
+            FileFormatError: the file has another layout.
+            TableError: the stage is unknown, or the numbers make no table.
+        """
+        return cls.from_arrays(**read_superserve(path, stage))
+
+
+def _rebuilt(written: Mapping[str, Any]) -> LatencyTable:
+    return LatencyTable.from_arrays(**arguments(written))

@@ -1,213 +1,317 @@
-"""Latency tables measured on the user's device; `python -m subnetact.profile` from the shell."""
+"""`python -m subnetact.profile`: which subnets to serve on this device, and what each of them costs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import signal
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
-from functools import partial
-from importlib import import_module
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
-from subnetact._version import __version__
-from subnetact.engine import Engine
-from subnetact.errors import SubnetActError, TableError, UncalibratedSubnetWarning
+from subnetact.candidates import Request
+from subnetact.errors import SubnetActError
 from subnetact.latency import LatencyTable
-from subnetact.staging import Stager, shapes
-from subnetact.supernet import Supernet
-from subnetact.timing import machine, measure
+from subnetact.pipeline import Job, Profile, plan, profile
+from subnetact.runners import MODES
+from subnetact.subject import Subject, load_subject
+from subnetact.sweep_settings import ORDERS, SweepSettings
+from subnetact.timing import find_device
 
-__all__ = ["main", "profile_latency"]
+__all__ = ["main"]
 
-STATISTICS: dict[str, Callable[[Any], Any]] = {
-    "mean": np.mean,
-    "std": np.std,
-    "min": np.min,
-    **{f"p{q}": partial(np.percentile, q=q) for q in (50, 90, 95, 99)},
-}
+DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
+EXIT_CODES = f"""exit status:
+  {DONE}    done; with --compare: every cell is within the tolerance
+  {USAGE}    arguments that cannot work, or progress of another environment
+  {UNSTABLE}    with --strict: a cell is unstable; with --compare: a cell is outside the tolerance
+  {INTERRUPTED}  interrupted (SIGINT, SIGTERM); --resume goes on
 
-
-Runs: TypeAlias = dict[str, np.ndarray]
-
-
-def profile_latency(
-    engine: Engine,
-    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
-    accuracy: Sequence[float] | None = None,
-    statistic: str = "p50",
-    warmup_ms: float = 20.0,
-    min_time_ms: float = 100.0,
-    rounds: int = 3,
-    progress: bool = True,
-) -> LatencyTable:
-    """Measure every registered subnet at every batch size on the engine's device.
-
-    Rounds over all cells are interleaved, so that a machine that speeds up or slows down does so for
-    every cell. Times are synchronised host times of `engine(x, subnet)` with x already on the device; on
-    cuda the statistics of the time between CUDA events stand beside them as `device_p50` and so on.
-
-    Args:
-        engine: the subnets.
-        batch_sizes: ascending.
-        accuracy: percent, one a subnet; unknown where left out.
-        statistic: which one becomes `latency_ms`: mean, p50, p90, p95 or p99. All are kept.
-        warmup_ms: untimed running before each cell of each round.
-        min_time_ms: timed running of each cell, over all rounds.
-        rounds: how often to come back to each cell.
-        progress: whether to show a progress bar.
-
-    Raises:
-        TableError: an argument that no table can be made of.
-    """
-    if statistic not in STATISTICS or statistic in ("std", "min"):
-        raise TableError(f"statistic: {statistic!r} is unknown; choose from mean, p50, p90, p95, p99")
-    if rounds < 1 or not 0 <= warmup_ms < math.inf or not 0 <= min_time_ms < math.inf:
-        raise TableError(
-            f"rounds must be >= 1 and times finite and >= 0, got {rounds}, {warmup_ms} and {min_time_ms}"
-        )
-    known = [math.nan] * len(engine) if accuracy is None else list(accuracy)
-    LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
-    cells = [(i, b) for i in range(len(engine)) for b in batch_sizes]
-    runs: dict[tuple[int, int], list[Runs]] = {cell: [] for cell in cells}
-    stager = Stager(engine.device)
-    inputs = {b: stager.stack([engine.example], b) for b in batch_sizes}
-    for _, (i, b) in tqdm(
-        [(r, cell) for r in range(rounds) for cell in cells if cell[0] in engine.ids],
-        desc="profiling",
-        disable=not progress,
-    ):
-        try:
-            taken = measure(
-                partial(engine, inputs[b], subnet=i),
-                engine.device,
-                warmup_ms=warmup_ms,
-                min_time_ms=min_time_ms / rounds,
-                min_runs=3,
-            )
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            continue
-        runs[i, b].append(taken)
-    shape = len(engine), len(batch_sizes)
-    clocks = {"host_ms": "", "device_ms": "device_"} if engine.device.type == "cuda" else {"host_ms": ""}
-    statistics = {
-        prefix + name: np.array([_of(function, runs[cell], clock) for cell in cells]).reshape(shape)
-        for clock, prefix in clocks.items()
-        for name, function in STATISTICS.items()
-    }
-    stamp = {
-        **machine(engine.device),
-        "supernet": engine.fingerprint,
-        "space": engine.supernet.space.id,
-        "dtype": str(next(engine.supernet.parameters()).dtype).removeprefix("torch."),
-        "input_shape": shapes(engine.example),
-        "statistic": statistic,
-        "warmup_ms": warmup_ms,
-        "min_time_ms": min_time_ms,
-        "rounds": rounds,
-        "runs_per_cell": [
-            [sum(len(taken["host_ms"]) for taken in runs[i, b]) for b in batch_sizes]
-            for i in range(len(engine))
-        ],
-        "subnetact": __version__,
-        "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-    return LatencyTable.from_arrays(
-        engine.keys, known, batch_sizes, statistics[statistic], statistics=statistics, stamp=stamp
-    )
-
-
-def _of(function: Callable[[Any], Any], runs: list[Runs], clock: str) -> float:
-    return float(function(np.concatenate([taken[clock] for taken in runs]))) if runs else float("nan")
+examples:
+  python -m subnetact.profile --family ofa_resnet50 --checkpoint ofa.pth --subnets 100 --save-bundle bundle
+  python -m subnetact.profile --bundle bundle --subnets all --device cuda --mode graphs --out h200.json
+  python -m subnetact.profile --compare monday.json tuesday.json --tolerance 5"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0 when the table is written, 2 for arguments that cannot work."""
+    """Run the command line and return its exit status; see `EXIT_CODES`."""
+    args = _parser().parse_args(arguments)
+    try:
+        with _interruptible():
+            if args.compare:
+                return _compare(args)
+            return _profile(args)
+    except KeyboardInterrupt:
+        where = "" if args.compare or args.dry_run else f"; what was measured is kept in {_work(args)}"
+        print(f"subnetact.profile: interrupted{where}, and --resume goes on", file=sys.stderr)
+        return INTERRUPTED
+    except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
+        print(f"subnetact.profile: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _profile(args: argparse.Namespace) -> int:
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"threads: {args.threads} must be at least 1")
+        torch.set_num_threads(args.threads)
+    job = _job(args)
+    find_device(job.device)
+    subject = _subject(args)
+    if args.dry_run:
+        print(plan(job, subject))
+        return DONE
+    found = profile(job, subject)
+    _print(job, found)
+    return UNSTABLE if args.strict and found.unstable else DONE
+
+
+def _compare(args: argparse.Namespace) -> int:
+    first, second = map(LatencyTable.load, args.compare)
+    shared = set(first.statistics) & set(second.statistics)
+    comparison = first.compare(second, args.statistic if args.statistic in shared else None)
+    print(comparison.report(args.tolerance))
+    return DONE if comparison.within(args.tolerance) else UNSTABLE
+
+
+def _print(job: Job, found: Profile) -> None:
+    table, shown = found.table, 24
+    print(f"{job.out}: {table}")
+    print(f"{job.scheduler_out}: the same for schedulers, never falling as the batch grows")
+    print("  accuracy" + "".join(f"{f'batch {b}':>11}" for b in table.batch_sizes) + "  ms  subnet")
+    step = max(1, math.ceil(len(table.subnets) / shown))
+    for i in range(0, len(table.subnets), step):
+        percent = table.accuracy[i]
+        cells = "".join("     (none)" if ms != ms else f"{ms:11.2f}" for ms in table.latency_ms[i])
+        print(
+            ("         -" if percent != percent else f"{percent:8.2f} %") + f"{cells}      {table.subnets[i]}"
+        )
+    if step > 1:
+        print(f"  (every {step}. of {len(table.subnets)} subnets)")
+    if job.bundle is not None:
+        print(f"{job.bundle}: the bundle; subnetact.Engine.load({str(job.bundle)!r})")
+    cells_out = int(sum(ms != ms for ms in table.latency_ms.ravel()))
+    if cells_out:
+        print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
+    if found.unstable:
+        print(
+            f"{found.unstable} of {table.latency_ms.size} cells are unstable: their median is not known to "
+            f"{100 * job.settings.stability:g} %. Quieten the machine, or raise --max-windows"
+        )
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the work as SIGINT does."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    return load_subject(
+        model=args.model,
+        family=args.family,
+        checkpoint=args.checkpoint,
+        constructor=args.constructor,
+        bundle=args.bundle,
+        input_shape=args.input_shape,
+        input_dtype=args.input_dtype,
+        dtype=args.dtype,
+        seed=args.seed,
+    )
+
+
+def _job(args: argparse.Namespace) -> Job:
+    return Job(
+        request=Request(
+            subnets=args.subnets or ("all" if args.bundle else "8"),
+            accuracy=tuple(args.accuracy),
+            accuracy_predictor=args.accuracy_predictor,
+            accuracy_encoding=args.accuracy_encoding,
+            search_latency=args.search_latency,
+            fitted=args.fitted,
+            evaluations=args.evaluations,
+            seed=args.seed,
+        ),
+        settings=SweepSettings(
+            warmup_ms=args.warmup_ms,
+            min_time_ms=1e3 * args.min_time_s,
+            windows=args.windows,
+            max_windows=max(args.windows, args.max_windows),
+            stability=args.stability / 100,
+            order=args.order,
+            quantiles=tuple(args.quantiles),
+            statistic=args.statistic,
+            colocate=tuple(args.colocate),
+            colocated=args.colocated,
+        ),
+        batch_sizes=tuple(args.batch_sizes),
+        device=args.device,
+        mode=args.mode,
+        include_actuation=args.include_actuation,
+        include_h2d=args.include_h2d,
+        channels_last=args.channels_last,
+        budget_mb=args.budget_mb,
+        calibrate_on=args.calibrate_on,
+        random_images=args.random_images,
+        calibration_batch=args.calibration_batch,
+        out=args.out,
+        csv=args.csv,
+        bundle=args.save_bundle,
+        plots=args.plot,
+        resume=args.resume,
+        progress=not args.quiet,
+    )
+
+
+def _work(args: argparse.Namespace) -> Path:
+    return Job(out=args.out).work
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m subnetact.profile",
-        description="Measure a latency table, subnet x batch size, and write it as JSON.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="From a checkpoint to a latency table, subnet x batch size, and a bundle to serve from.",
+        epilog=EXIT_CODES,
+        formatter_class=_Formatter,
     )
-    parser.add_argument("--family", help="a family of ofa_adapters; the embedded digits supernet if left out")
-    parser.add_argument("--checkpoint", help="its weights; random ones, as fast, if left out")
-    parser.add_argument("--constructor", type=json.loads, default={}, help="its constructor arguments, JSON")
-    parser.add_argument("--subnets", type=int, default=8, help="how many: smallest, largest, random ones")
-    parser.add_argument("--accuracy", type=float, nargs="+", help="percent of each subnet, if known")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--input-shape", type=int, nargs="+", help="of one input, 3 224 224 for example")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads of one forward pass")
-    parser.add_argument("--statistic", default="p50", help="mean, p50, p90, p95 or p99")
-    parser.add_argument("--warmup-ms", type=float, default=20.0)
-    parser.add_argument("--min-time-ms", type=float, default=200.0, help="per cell")
-    parser.add_argument("--seed", type=int, default=0, help="of the random subnets")
-    parser.add_argument("--out", type=Path, default=Path("latency.json"), help="file to write")
-    args = parser.parse_args(arguments)
-    try:
-        _check(args)
-        table = _profile(args)
-    except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError) as error:
-        print(f"subnetact.profile: {error}", file=sys.stderr)
-        return 2
-    table.save(args.out)
-    print(f"{args.out}: {table}")
-    for key, row in zip(table.subnets, table.latency_ms, strict=True):
-        print("  " + "  ".join(f"{ms:8.2f}" for ms in row) + f"  ms  {key}")
-    return 0
+    group = parser.add_argument_group("what to profile (the embedded digits supernet if nothing is given)")
+    group.add_argument("--family", help="a family of ofa_adapters, ofa_resnet50 for example")
+    group.add_argument("--checkpoint", metavar="FILE", help="its weights; random ones, as fast, if left out")
+    group.add_argument("--model", metavar="PKG.MOD:FACTORY", help="a function that returns a Supernet")
+    group.add_argument("--bundle", metavar="DIR", help="what Engine.save wrote; all its subnets by default")
+    group.add_argument(
+        "--constructor", type=json.loads, default={}, metavar="JSON", help="arguments of family or factory"
+    )
+    group = parser.add_argument_group("which subnets")
+    group.add_argument(
+        "--subnets",
+        metavar="N|FILE|all|random:N",
+        help="a number: the Pareto set of that size that a search finds; a JSON list of subnets; all; or "
+        "random ones with the smallest and the largest (default: 8, of a bundle all)",
+    )
+    group.add_argument(
+        "--accuracy",
+        nargs="+",
+        default=[],
+        metavar="PERCENT",
+        help="of each listed subnet; or one PKG.MOD:FACTORY, called with the supernet, that returns a "
+        "function spec -> percent. Not known if left out: the search then takes more arithmetic for better",
+    )
+    group.add_argument("--accuracy-predictor", metavar="FILE", help="checkpoint of OFA's accuracy predictor")
+    group.add_argument(
+        "--accuracy-encoding", metavar="NAME", help="what it reads: tutorial (default: the family's own)"
+    )
+    group.add_argument(
+        "--search-latency",
+        choices=("measured", "macs"),
+        default="measured",
+        help="what the search goes by: a predictor fitted to subnets measured here, or multiply-accumulates",
+    )
+    group.add_argument("--fitted", type=int, default=32, metavar="N", help="subnets it is fitted to")
+    group.add_argument("--evaluations", type=int, default=1500, metavar="N", help="subnets the search tries")
+    group.add_argument(
+        "--seed", type=int, default=0, help="of random subnets, weights, images, and the search"
+    )
+    group = parser.add_argument_group("BatchNorm statistics of the subnets (shared ones if nothing is given)")
+    group.add_argument(
+        "--calibrate-on",
+        metavar="DATA",
+        help=".npy of images (N, C, H, W), or PKG.MOD:FUNCTION giving batches",
+    )
+    group.add_argument(
+        "--random-images", type=int, default=0, metavar="N", help="calibrate on noise: right for latency only"
+    )
+    group.add_argument("--calibration-batch", type=int, default=100, metavar="N", help="images a batch")
+    group = parser.add_argument_group("what is run")
+    group.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="ascending"
+    )
+    group.add_argument(
+        "--input-shape",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="of one input (default: 3 224 224; digits 1 16 16)",
+    )
+    group.add_argument("--input-dtype", metavar="DTYPE", help="where it is not --dtype: int64 for token ids")
+    group.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, float16")
+    group.add_argument("--mode", choices=MODES, default="zero-copy", help=_modes())
+    group.add_argument("--budget-mb", type=float, default=2048.0, help="for cached, hot and graphs, MiB")
+    group.add_argument("--channels-last", action="store_true", help="in mode eager; other modes always are")
+    group.add_argument("--include-actuation", action="store_true", help="time choosing the subnet too")
+    group.add_argument("--include-h2d", action="store_true", help="time the input's copy to the device too")
+    group = parser.add_argument_group("on what")
+    group.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1"
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads of one pass (default: torch's)")
+    group.add_argument(
+        "--colocate", type=int, nargs="+", default=[], metavar="N",
+        help="measure also beside so many processes that run a subnet without pause",
+    )  # fmt: skip
+    group.add_argument("--colocated", type=int, default=0, metavar="ID", help="the subnet they run")
+    group = parser.add_argument_group("how it is measured")
+    group.add_argument("--warmup-ms", type=float, default=20.0, help="untimed, before each window")
+    group.add_argument("--min-time-s", type=float, default=0.5, help="timed, per cell, over its windows")
+    group.add_argument("--windows", type=int, default=5, metavar="N", help="visits to each cell")
+    group.add_argument("--max-windows", type=int, default=10, metavar="N", help="to a cell that is unstable")
+    group.add_argument(
+        "--stability",
+        type=float,
+        default=5.0,
+        metavar="PERCENT",
+        help="how well the median of a stable cell is known: half its 90 %% confidence interval",
+    )
+    group.add_argument("--order", choices=ORDERS, default="interleaved", help="of the visits")
+    group.add_argument(
+        "--quantiles", type=float, nargs="+", default=[50, 90, 95, 99], metavar="Q", help="kept"
+    )
+    group.add_argument(
+        "--statistic",
+        default="p50",
+        help="that becomes the table's latency: mean, p50, p90 ...; all are kept. With --compare: what is "
+        "compared",
+    )
+    group.add_argument("--strict", action="store_true", help=f"exit {UNSTABLE} if a cell is unstable")
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--out", type=Path, default=Path("latency.json"), metavar="FILE", help="the table")
+    group.add_argument("--save-bundle", type=Path, metavar="DIR", help="weights, statistics, subnets, tables")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="the table cell by cell")
+    group.add_argument("--plot", type=Path, metavar="DIR", help="heat map, and front where accuracy is known")
+    group.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
+    group.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    group.add_argument("--quiet", action="store_true", help="no progress bars")
+    group = parser.add_argument_group("two tables beside each other")
+    group.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="print ratios, second to first")
+    group.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help="between them")
+    return parser
 
 
-def _check(args: argparse.Namespace) -> None:
-    if not args.out.parent.is_dir() or args.out.is_dir():
-        raise ValueError(f"--out: {args.out} is not a file in a folder that exists")
-    if args.checkpoint and not args.family:
-        raise ValueError("--checkpoint: say with --family what it is a checkpoint of")
-    if args.subnets < 1 or (args.threads is not None and args.threads < 1):
-        raise ValueError("--subnets and --threads must be at least 1")
-    if args.input_shape and min(args.input_shape) < 1:
-        raise ValueError(f"--input-shape: {args.input_shape} must be positive")
-    if args.threads:
-        torch.set_num_threads(args.threads)
+def _modes() -> str:
+    return "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
 
 
-def _profile(args: argparse.Namespace) -> LatencyTable:
-    supernet: Supernet
-    if args.family is None:
-        supernet = import_module("subnetact.digits").load_digits_supernet()
-        shape = args.input_shape or [1, 16, 16]
-    else:
-        supernet = import_module("ofa_adapters").load(args.family, args.checkpoint, **args.constructor)
-        shape = args.input_shape or [3, 224, 224]
-    space = supernet.space
-    rng = np.random.default_rng(args.seed)
-    specs = dict.fromkeys([space.smallest(), space.largest()])
-    while len(specs) < min(args.subnets, space.size()):
-        specs[space.sample(rng)] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        engine = Engine(
-            supernet,
-            list(specs)[: args.subnets],
-            example=torch.zeros(shape),
-            device=args.device,
-            allow_uncalibrated=True,
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults where there is something to say, and the examples as they are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        empty = (
+            action.default is False or action.default in (None, [], {}) or "default" in (action.help or "")
         )
-        return profile_latency(
-            engine,
-            args.batch_sizes,
-            args.accuracy,
-            statistic=args.statistic,
-            warmup_ms=args.warmup_ms,
-            min_time_ms=args.min_time_ms,
-        )
+        return action.help if empty else super()._get_help_string(action)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 
-__all__ = ["Stager", "call_with", "check_input", "detached", "shapes", "unstack"]
+__all__ = ["Stager", "batch_like", "call_with", "check_input", "detached", "mapped", "shapes", "unstack"]
 
 
 def check_input(
@@ -67,7 +67,7 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
 
 def detached(example: Any) -> Any:
     """Return a copy of an example's structure on the CPU, without gradients."""
-    return _map(lambda t: t.detach().to("cpu"), example)
+    return mapped(lambda t: t.detach().to("cpu"), example)
 
 
 def shapes(example: Any) -> Any:
@@ -77,6 +77,18 @@ def shapes(example: Any) -> Any:
     if isinstance(example, dict):
         return {name: shapes(part) for name, part in example.items()}
     return list(example.shape)
+
+
+def batch_like(example: Any, size: int) -> Any:
+    """Return `size` rows like an example: floating point numbers are random, the same every time."""
+
+    def rows(part: Tensor) -> Tensor:
+        shape = size, *part.shape
+        if not part.is_floating_point():
+            return torch.zeros(shape, dtype=part.dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
+
+    return mapped(rows, example)
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
@@ -162,11 +174,12 @@ def _parts(x: Any) -> Any:
     return x.keys() if isinstance(x, dict) else None
 
 
-def _map(function: Callable[[Tensor], Any], x: Any) -> Any:
+def mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
+    """Apply a function to a tensor, or to each part of a tuple or dictionary of tensors."""
     if isinstance(x, tuple):
-        return tuple(_map(function, part) for part in x)
+        return tuple(mapped(function, part) for part in x)
     if isinstance(x, dict):
-        return {name: _map(function, part) for name, part in x.items()}
+        return {name: mapped(function, part) for name, part in x.items()}
     return function(x)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from subnetact.errors import DeviceError
 
-__all__ = ["find_device", "machine", "measure", "synchronize"]
+__all__ = ["find_device", "machine", "measure", "ran_out_of_memory", "synchronize"]
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -69,12 +69,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error is that of a device, or a host, without the memory asked for."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def measure(
     call: Callable[[], Any],
     device: torch.device,
     warmup_ms: float = 50.0,
     min_time_ms: float = 200.0,
     min_runs: int = 10,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """Time a call again and again.
 
@@ -84,6 +92,7 @@ def measure(
         warmup_ms: how long to run it untimed, at least once.
         min_time_ms: how long to go on timing.
         min_runs: the fewest timed runs.
+        before: what to do, untimed, before each timed run.
 
     Returns:
         `host_ms`, of shape (runs,): synchronised wall-clock time as a caller sees it; on cuda also
@@ -100,6 +109,9 @@ def measure(
     on_device: list[float] = []
     begun = time.perf_counter()
     while len(host) < min_runs or (time.perf_counter() - begun) * 1e3 < min_time_ms:
+        if before is not None:
+            before()
+            synchronize(device)
         if cuda:
             first, last = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from numbers import Real
 from types import TracebackType
 from typing import Any
 
+from subnetact._table_file import document
 from subnetact.errors import BatcherClosed, InvalidRequest, PolicyError, ProfileMismatch
 from subnetact.latency import LatencyTable
 from subnetact.serving.checks import check_count, check_policy
@@ -126,7 +127,7 @@ class Batcher:
         self._log: DecisionLog | None = None
         if decision_log is not None:
             facts = {"workers": len(engines), "hopeless": hopeless, "slo_ms": usual_slo}
-            header = {**facts, "policy": type(policy).__name__, "table": table._document()}
+            header = {**facts, "policy": type(policy).__name__, "table": document(table)}
             self._log = self._core.ledger.log = DecisionLog(decision_log, header, clock_ms())
         self._admit = self._core.admit
         self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)

@@ -136,15 +136,17 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m subnetact.simulate", description="Compare scheduling policies on a trace of arrivals."
+        prog="python -m subnetact.simulate",
+        description="Compare scheduling policies on a trace of arrivals.",
+        formatter_class=_Formatter,
     )
-    parser.add_argument("--table", type=Path, help="latency table (JSON); default: SuperServe's A40 table")
-    parser.add_argument("--trace", default="maf", choices=TRACES, help="default: maf")
+    parser.add_argument("--table", type=Path, help="latency table (JSON); SuperServe's A40 table if left out")
+    parser.add_argument("--trace", default="maf", choices=TRACES, help="whose arrivals")
     parser.add_argument(
         "--policy",
         nargs="+",
         default=["all"],
-        help="one or more names, such as: hullfit slackfit:4 fixed:0 (default: all)",
+        help="one or more names, such as hullfit slackfit:4 fixed:0, or all",
     )
     parser.add_argument(
         "--replay",
@@ -160,12 +162,20 @@ def _parser() -> argparse.ArgumentParser:
         "--noise", type=float, default=0.0, help="relative standard deviation of real latencies"
     )
     parser.add_argument("--overhead-ms", type=float, default=0.0, help="added to every real latency")
-    parser.add_argument("--scale", type=float, default=2.0, help="multiplies the trace's rates (default 2.0)")
+    parser.add_argument("--scale", type=float, default=2.0, help="multiplies the trace's rates")
     parser.add_argument("--duration-s", type=float, help="keep only the first seconds of the trace")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and noise")
     parser.add_argument(
         "--plot", type=Path, metavar="DIR", help="write figures there; with --replay: one file"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
     return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        absent = action.default is None or action.default is False
+        return action.help if absent else super()._get_help_string(action)

@@ -11,7 +11,7 @@ from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
 from subnetact.serving.checks import check_accuracy
 from subnetact.serving.context import ArrivalMeter, Context, Policy
-from subnetact.serving.frontier import cheapest
+from subnetact.serving.frontier import cheapest, largest_batch
 from subnetact.serving.priority import unaffordable
 from subnetact.serving.queue import NO_FLOOR, EDFQueue
 
@@ -81,6 +81,7 @@ class Dispatcher(Generic[Item]):
         self.policy = policy
         self._latency: list[list[float]] = table.latency_ms.tolist()
         self._fastest = table.fastest_ms
+        self._largest = [largest_batch(table, subnet) for subnet in range(len(table.subnets))]
         self._cheapest = cheapest(table)
         row = self._latency[self._cheapest]
         self._full = next(
@@ -149,7 +150,9 @@ class Dispatcher(Generic[Item]):
         queued = len(self.late)
         if not queued:
             return None
-        return self._form(self.late, self._cheapest, self._sizes[-1], queued, self.late.deadline() - now_ms)
+        return self._form(
+            self.late, self._cheapest, self._largest[self._cheapest], queued, self.late.deadline() - now_ms
+        )
 
     def _form(self, queue: EDFQueue[Item], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
         if self.limits:
@@ -158,13 +161,15 @@ class Dispatcher(Generic[Item]):
             deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
             if not items:
                 _, subnet = self._cost_of(queue.floor())
-                if self.limits:
-                    size = min(size, self.limits.get(subnet, size))
+                size = min(size, self._largest[subnet], self.limits.get(subnet, size))
                 deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
         else:
             deadlines, items = queue.take(size if size < queued else queued)
         column = self._pad[len(items)]
-        expected = self._latency[subnet][column]
+        row = self._latency[subnet]
+        while row[column] != row[column] and column + 1 < len(row):
+            column += 1  # a size that was not measured is padded to one that was
+        expected = row[column]
         if expected != expected:
             self.taken = items
             raise PolicyError(

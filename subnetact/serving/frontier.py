@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from subnetact.latency import LatencyTable
 
-__all__ = ["Option", "cheapest", "pareto_of_batch", "time_per_request", "upper_hull"]
+__all__ = ["Option", "cheapest", "largest_batch", "pareto_of_batch", "time_per_request", "upper_hull"]
 
 
 class Option(NamedTuple):
@@ -61,6 +61,12 @@ def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
         for i, (tau, _) in enumerate(time_per_request(table))
         if table.accuracy[i] >= floor
     )[2]
+
+
+def largest_batch(table: LatencyTable, subnet: int) -> int:
+    """The largest batch size that a subnet can run; the largest of all where it can run none."""
+    cells = zip(table.latency_ms[subnet].tolist(), table.batch_sizes, strict=True)
+    return max((size for ms, size in cells if not math.isnan(ms)), default=table.batch_sizes[-1])
 
 
 def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subnetact._table_file import arguments
 from subnetact.errors import FileFormatError, SubnetActError
-from subnetact.latency import LatencyTable, _from_document
+from subnetact.latency import LatencyTable
 from subnetact.serving.decision_log import KIND, SCHEMA
 from subnetact.serving.metrics import Decision, SimulationResult
 
@@ -82,7 +83,7 @@ def _parsed(line: str, path: str | os.PathLike[str], number: int) -> Any:
 
 
 def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | os.PathLike[str]) -> LiveRun:
-    table = _from_document(header["table"])
+    table = LatencyTable.from_arrays(**arguments(header["table"]))
     result = SimulationResult(served_by=[0] * len(table.subnets), decisions=[])
     total, count = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
     arrivals: list[float] = []

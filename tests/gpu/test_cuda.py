@@ -10,7 +10,11 @@ import torch
 
 import subnetact
 from ofa_adapters import load
+from subnetact.readings import Readings
+from subnetact.runners import Runner, engine_for
 from subnetact.supernet import Supernet
+from subnetact.sweep import sweep, table_of
+from subnetact.sweep_settings import SweepSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +69,40 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
     outputs = engine.run(0, list(torch.zeros(3, 3, 64, 64)), 4)
     assert len(outputs) == 3
     assert outputs[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("mode", ["eager", "zero-copy", "hot", "graphs"])
+@pytest.mark.parametrize("include_h2d", [False, True])
+def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
+    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    engine = engine_for(
+        supernet, specs, mode, example=torch.zeros(3, 64, 64), device="cuda", memory_budget_mb=512
+    )
+    runner, settings = Runner(engine, mode, include_h2d=include_h2d), SweepSettings(min_time_ms=10)
+    table = table_of(runner, [1, 4], settings, sweep(runner, [1, 4], settings, Readings(), False), [1.5, 2.5])
+    assert (table.latency_ms > 0).all()
+    assert (table.statistics["device_p50"] > 0).all()
+    assert (table.stamp["mode"], table.stamp["include_h2d"]) == (mode, include_h2d)
+    assert (engine.stats().graphs > 0) == (mode in ("hot", "graphs"))
+
+
+def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
+    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    example = torch.zeros(3, 512, 512)
+    engine = subnetact.Engine(
+        supernet, [supernet.space.smallest()], example=example, device="cuda", allow_uncalibrated=True
+    )
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(2**30 / total)
+    try:  # the input alone of 400 images is 1.2 GiB
+        table = subnetact.profile_latency(engine, [1, 400], warmup_ms=0, min_time_ms=1, progress=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert table.latency_ms[0, 0] > 0
+    assert table.latency_ms[0, 1] != table.latency_ms[0, 1]
+    assert table.stamp["out_of_memory"] == [[0, 0, 400]]
 
 
 @pytest.mark.parametrize("budget", [0, 512])

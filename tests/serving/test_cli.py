@@ -39,6 +39,15 @@ def test_bad_arguments_end_with_one_line(arguments, capsys):
     assert capsys.readouterr().out.startswith("error: ")
 
 
+def test_help_shows_every_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for default in ("maf", "['all']", "36.0", "8", "serve", "0.0", "2.0", "0"):
+        assert f"(default: {default})" in printed
+    assert "(default: None)" not in printed
+
+
 def test_the_module_runs_and_does_not_hide_the_function():
     command = [sys.executable, "-m", "subnetact.simulate", "--duration-s", "0.2", "--policy", "all"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

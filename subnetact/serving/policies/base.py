@@ -7,7 +7,7 @@ from bisect import bisect_right
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
 from subnetact.serving.context import Context
-from subnetact.serving.frontier import Option, cheapest, pareto_of_batch
+from subnetact.serving.frontier import Option, cheapest, largest_batch, pareto_of_batch
 
 __all__ = ["Floored", "Fronts"]
 
@@ -22,6 +22,7 @@ class Fronts:
         self.sizes = table.batch_sizes
         self.pad = table.pad_index
         self.cheapest = cheapest(table, floor)
+        self.last_resort = self.cheapest, largest_batch(table, self.cheapest)
 
     def column_for(self, queued: int) -> int:
         """Column of the profiled batch size that `queued` requests round up to."""

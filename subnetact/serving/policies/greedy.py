@@ -33,7 +33,7 @@ class MaxBatch:
         size = largest_within(limits, sizes, context.slack_ms)
         column = min(fronts.pad[size], fronts.column_for(context.queued))
         option = fronts.most_accurate(column, context.slack_ms)
-        return (option.subnet, option.batch_size) if option else (small, fronts.sizes[-1])
+        return (option.subnet, option.batch_size) if option else fronts.last_resort
 
     def retabled(self, table: LatencyTable) -> MaxBatch:
         """The same policy for other latencies of the same subnets and batch sizes."""
@@ -56,7 +56,7 @@ class MaxAcc:
         fronts = self._fronts(context)
         option = fronts.most_accurate(0, context.slack_ms)
         if option is None:
-            return fronts.cheapest, fronts.sizes[-1]
+            return fronts.last_resort
         subnet = option.subnet
         limits, sizes = self._limits.get(subnet) or self._limits.setdefault(
             subnet, batch_limits(self.table, subnet)

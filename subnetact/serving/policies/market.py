@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
 from subnetact.serving.frontier import Option, pareto_of_batch, time_per_request, upper_hull
 
@@ -41,6 +42,8 @@ class Market:
                 if table.accuracy[i] >= floor
             ]
         )
+        if not hull:
+            raise PolicyError(f"floor: no subnet that can run reaches {floor} %")
         self.taus = [tau for tau, _, _ in hull]
         self.values = [accuracy for _, accuracy, _ in hull]
         self.batch_ms = [per_request[i][0] * per_request[i][1] for _, _, i in hull]

@@ -107,7 +107,7 @@ class _Plan:
 
     def __init__(self, table: LatencyTable, slo_ms: float, buckets: int, floor: float) -> None:
         self.fronts = Fronts(table, floor)
-        self.fallback = (self.fronts.cheapest, table.batch_sizes[-1])
+        self.fallback = self.fronts.last_resort
         options = [option for front in self.fronts.options for option in front if option.latency_ms <= slo_ms]
         low = min((option.latency_ms for option in options), default=slo_ms)
         high = max((option.latency_ms for option in options), default=slo_ms)

@@ -1,0 +1,352 @@
+"""Search: NSGA-II beside random search, and beside the whole front where the space is small.
+
+  truth     true accuracy of all 864 subnets of the digits supernet, each calibrated; kept in
+            results/search_digits_accuracy.json, and continued from there
+  digits    fronts found with a tenth of those evaluations, against the exhaustive front
+  families  evolution against random search on large spaces, with stand-ins for accuracy and latency
+  costs     how many subnets a second the cost model counts
+  latency   the latency predictor, fitted to subnets measured on this machine
+
+`--report` draws the plots and writes the section of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import subnetact
+from ofa_adapters import load
+from subnetact.costs import CostModel
+from subnetact.digits import SIDE, distort, load_digits_supernet, read_digits
+from subnetact.files import replacing
+from subnetact.pareto import pareto_front
+from subnetact.spec import SubnetSpec
+from subnetact.timing import machine
+
+TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
+BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
+SEEDS = range(10)
+COPIES = 4
+"""Distortions of each held-out digit."""
+
+
+def truth(args: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate every subnet of the digits supernet, those in the file excepted."""
+    supernet = load_digits_supernet()
+    specs = list(supernet.space.enumerate())
+    generator = torch.Generator().manual_seed(0)
+    training, held_out = read_digits()
+    pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
+    loader = [(distort(held_out.images, generator), held_out.labels) for _ in range(COPIES)]
+    data: dict[str, Any] = {
+        "space": supernet.space.id,
+        "supernet": supernet.fingerprint(),
+        "what": f"top-1 accuracy in percent on {COPIES * len(held_out.labels)} distorted held-out digits, "
+        "each subnet calibrated on 600 distorted training digits; in the order of space.enumerate()",
+        "machine": machine(torch.device("cpu")),
+        "accuracy": [],
+    }
+    if args.truth.exists():
+        before = json.loads(args.truth.read_text())
+        if before["supernet"] != data["supernet"]:
+            raise SystemExit(f"{args.truth} is of other weights; move it away")
+        data = before
+    done = len(data["accuracy"])
+    for start in tqdm(range(done, len(specs), 8), desc="blocks of 8 subnets"):
+        data["accuracy"] += subnetact.evaluate(supernet, specs[start : start + 8], loader, calibration=pool)
+        with replacing(args.truth) as temporary:
+            temporary.write_text(json.dumps(data) + "\n")
+    return {"subnets": len(specs), "lowest": min(data["accuracy"]), "highest": max(data["accuracy"])}
+
+
+def true_digits(path: Path) -> tuple[Any, dict[SubnetSpec, float], dict[SubnetSpec, float], dict[str, Any]]:
+    """Return the digits supernet, every subnet's true accuracy and MACs in millions, and the file."""
+    data = json.loads(path.read_text())
+    supernet = load_digits_supernet()
+    specs = list(supernet.space.enumerate())
+    if len(data["accuracy"]) != len(specs) or data["supernet"] != supernet.fingerprint():
+        raise SystemExit(f"{path} is incomplete or of other weights; run --parts truth first")
+    model = CostModel(supernet, (1, SIDE, SIDE))
+    macs = {spec: model(spec).macs / 1e6 for spec in specs}
+    return supernet, dict(zip(specs, data["accuracy"], strict=True)), macs, data
+
+
+def share(found: Sequence[subnetact.Candidate], reference: tuple[float, float], whole: float) -> float:
+    points = [(c.accuracy, c.latency_ms) for c in found]
+    return subnetact.hypervolume(points, reference) / whole
+
+
+def digits(args: argparse.Namespace) -> dict[str, Any]:
+    """Search a tenth of the digits space; accuracies are true ones, the latency is the MACs."""
+    supernet, accuracy, macs, data = true_digits(args.truth)
+    points = [(accuracy[spec], macs[spec]) for spec in accuracy]
+    reference = min(a for a, _ in points), max(m for _, m in points)
+    whole = subnetact.hypervolume(points, reference)
+    front = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
+    result: dict[str, Any] = {
+        "what": data["what"],
+        "subnets": len(accuracy),
+        "evaluations": len(accuracy) // 10,
+        "front": [[macs[spec], accuracy[spec]] for spec in front],
+        "all": [[round(m, 4), round(a, 3)] for a, m in points],
+        "reference": reference,
+    }
+    for method in ("evolution", "random"):
+        runs = [
+            subnetact.search(
+                supernet,
+                accuracy.__getitem__,
+                macs.__getitem__,
+                evaluations=result["evaluations"],
+                method=method,
+                seed=seed,
+                progress=False,
+            )
+            for seed in SEEDS
+        ]
+        shares = [share(run.evaluated, reference, whole) for run in runs]
+        worst = runs[int(np.argmin(shares))]
+        result[method] = {
+            "share_of_hypervolume": shares,
+            "worst_front": [[c.latency_ms, c.accuracy] for c in worst],
+        }
+        print(f"digits, {method}: {min(shares):.4f} at the worst of {len(shares)} seeds")
+    return result
+
+
+def stand_in(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
+    """Return a made-up accuracy: a saturating function of depth, widths and kernels, block by block.
+
+    It is no prediction. It rewards balance: every slot adds less the larger it already is, so neither
+    all-small nor all-large subnets with equal operations are the best.
+    """
+    tops = [slot.choices[-1] for axis in space.axes for slot in axis.slots]
+    weights = np.random.default_rng(0).uniform(0.5, 1.5, len(tops))
+
+    def accuracy(spec: SubnetSpec) -> float:
+        values = [value for axis in space.axes for value in spec[axis.name]]
+        shares = [0.0 if v is None else float(v) / float(top) for v, top in zip(values, tops, strict=True)]
+        return float(80 - 40 * np.exp(-3 * float(weights @ np.sqrt(shares)) / weights.sum()))
+
+    return accuracy
+
+
+def families(args: argparse.Namespace) -> dict[str, Any]:
+    """Evolution against random search on large spaces, with the same number of evaluations."""
+    result: dict[str, Any] = {
+        "what": "accuracy: a made-up saturating function of the choices; latency: a made-up 2 ms + 1 ms "
+        "for every 100 million multiply-accumulates + 1 ms for every 50 MB of activations, at 224 px",
+        "evaluations": args.evaluations,
+    }
+    for family in ("ofa_resnet50", "ofa_mbv3"):
+        supernet = load(family)
+        model = CostModel(supernet, (3, 224, 224))
+        accuracy = stand_in(supernet.space)
+
+        def milliseconds(spec: SubnetSpec, model: CostModel = model) -> float:
+            cost = model(spec)
+            return 2 + cost.macs / 1e8 + cost.activation_bytes / 5e7
+
+        runs = {
+            method: [
+                subnetact.search(
+                    supernet,
+                    accuracy,
+                    milliseconds,
+                    evaluations=args.evaluations,
+                    method=method,
+                    seed=seed,
+                    progress=False,
+                )
+                for seed in list(SEEDS)[:5]
+            ]
+            for method in ("evolution", "random")
+        }
+        every = [c for found in runs.values() for run in found for c in run.evaluated]
+        reference = min(c.accuracy for c in every), max(c.latency_ms for c in every)
+        whole = subnetact.hypervolume(
+            [(c.accuracy, c.latency_ms) for c in pareto_front(every, cost=_ms, gain=_percent)], reference
+        )
+        result[family] = {
+            method: {
+                "share_of_hypervolume": [
+                    share(pareto_front(run.evaluated, cost=_ms, gain=_percent), reference, whole)
+                    for run in found
+                ],
+                "subnets_in_front": [
+                    len(pareto_front(run.evaluated, cost=_ms, gain=_percent)) for run in found
+                ],
+                "front": [[c.latency_ms, c.accuracy] for c in found[0]],
+            }
+            for method, found in runs.items()
+        }
+        for method, found in result[family].items():
+            shares = found["share_of_hypervolume"]
+            print(f"{family}, {method}: {min(shares):.4f} .. {max(shares):.4f}")
+    return result
+
+
+def _ms(candidate: subnetact.Candidate) -> float:
+    return candidate.latency_ms
+
+
+def _percent(candidate: subnetact.Candidate) -> float:
+    return candidate.accuracy
+
+
+def costs(_: argparse.Namespace) -> dict[str, Any]:
+    """How fast costs are known, for subnets not seen before."""
+    result: dict[str, Any] = {}
+    for family in ("ofa_resnet50", "ofa_mbv3"):
+        supernet = load(family)
+        started = time.perf_counter()
+        model = CostModel(supernet, (3, 224, 224))
+        set_up = time.perf_counter() - started
+        rng = np.random.default_rng(0)
+        specs = [supernet.space.sample(rng) for _ in range(2000)]
+        started = time.perf_counter()
+        for spec in specs:
+            model(spec)
+        result[family] = {
+            "set_up_s": set_up,
+            "subnets_per_s": len(specs) / (time.perf_counter() - started),
+        }
+    return result
+
+
+def latency(_: argparse.Namespace) -> dict[str, Any]:
+    """Fit the latency predictor to subnets measured here."""
+    supernet, shape = load_digits_supernet(), (1, SIDE, SIDE)
+    rng = np.random.default_rng(0)
+    specs = list(dict.fromkeys(supernet.space.sample(rng) for _ in range(48)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(shape), allow_uncalibrated=True)
+        table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, rounds=5)
+    model = CostModel(supernet, shape)
+    result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}
+    for column, batch_size in enumerate(table.batch_sizes):
+        predictor = subnetact.LatencyPredictor.fit(
+            supernet, specs, table.latency_ms[:, column], batch_size, costs=model
+        )
+        result[f"digits, batch {batch_size}"] = vars(predictor.error)
+        print(f"batch {batch_size}: {predictor.error}")
+    return result
+
+
+def report(result: dict[str, Any], out: Path) -> None:
+    """Draw what was found, and put it into benchmarks/README.md."""
+    plot(result, out)
+    found = result["digits"]
+    shares = {method: found[method]["share_of_hypervolume"] for method in ("evolution", "random")}
+    seeds = len(shares["evolution"])
+    lines = [
+        f"**Digits**, {found['subnets']} subnets, true accuracies ({found['what'].split(';')[0]}), MACs as "
+        f"latency; {found['evaluations']} evaluations, {seeds} seeds. Hypervolume as a share of the whole "
+        "space's:",
+        "",
+        "| | worst seed | mean | best |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {method} | {min(s):.4f} | {np.mean(s):.4f} | {max(s):.4f} |" for method, s in shares.items()
+    ]
+    large = result["families"]
+    lines += [
+        "",
+        f"**Large spaces**, {large['evaluations']} evaluations, 5 seeds, stand-ins ({large['what']}). "
+        "Hypervolume as a share of all runs' together:",
+        "",
+        "| | worst seed | mean | subnets in the front |",
+        "|---|---|---|---|",
+    ]
+    for family in ("ofa_resnet50", "ofa_mbv3"):
+        for method in ("evolution", "random"):
+            s, sizes = (large[family][method][key] for key in ("share_of_hypervolume", "subnets_in_front"))
+            lines.append(
+                f"| {family}, {method} | {min(s):.4f} | {np.mean(s):.4f} | {min(sizes)} to {max(sizes)} |"
+            )
+    if "latency" in result:
+        lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
+        lines += ["| | off on average | at worst | rank correlation |", "|---|---|---|---|"]
+        lines += [
+            f"| {name} | {e['mean_percent']:.1f} % | {e['worst_percent']:.1f} % | "
+            f"{e['rank_correlation']:.3f} |"
+            for name, e in result["latency"].items()
+            if isinstance(e, dict) and "mean_percent" in e
+        ]
+    if "costs" in result:
+        lines += ["", "**Costs** of subnets not seen before, one thread:", ""]
+        lines += ["| | set-up, s | subnets a second |", "|---|---|---|"]
+        lines += [
+            f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} |"
+            for family, c in result["costs"].items()
+        ]
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def plot(result: dict[str, Any], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), constrained_layout=True)
+    found = result["digits"]
+    axes[0].scatter(*zip(*found["all"], strict=True), s=3, color="tab:gray", label="all subnets")
+    axes[0].step(*zip(*found["front"], strict=True), where="post", color="black", label="exhaustive front")
+    for method, colour in (("evolution", "tab:blue"), ("random", "tab:orange")):
+        axes[0].step(
+            *zip(*found[method]["worst_front"], strict=True),
+            where="post",
+            color=colour,
+            label=f"{method}, its worst seed",
+        )
+    axes[0].set(xlabel="million MACs", ylabel="true accuracy (%)", xscale="log")
+    axes[0].set_title(f"digits: {found['evaluations']} of {found['subnets']} subnets evaluated")
+    for axis, family in zip(axes[1:], ("ofa_resnet50", "ofa_mbv3"), strict=True):
+        for method, colour in (("evolution", "tab:blue"), ("random", "tab:orange")):
+            points = result["families"][family][method]["front"]
+            axis.plot(*zip(*points, strict=True), ".-", color=colour, label=method)
+        axis.set(xlabel="stand-in latency (ms)", ylabel="stand-in accuracy")
+        axis.set_title(f"{family}: {result['families']['evaluations']} evaluations")
+    for axis in axes:
+        axis.legend()
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parts = {"truth": truth, "digits": digits, "families": families, "costs": costs, "latency": latency}
+    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
+    parser.add_argument("--truth", type=Path, default=TRUTH, help="where true accuracies are kept")
+    parser.add_argument("--evaluations", type=int, default=1000, help="of the part `families`")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/search.json"))
+    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report:
+        return report(result, args.out)
+    for part in args.parts:
+        result[part] = parts[part](args)
+        args.out.write_text(json.dumps(result) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

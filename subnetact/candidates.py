@@ -1,0 +1,219 @@
+"""Which subnets to profile: all, those of a file, random ones, or a Pareto set that a search finds."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from subnetact.errors import SpecError
+from subnetact.journal import Journal
+from subnetact.pareto_set import Measure, accuracy_of, find_pareto_set, fitted_latencies, searched_sizes
+from subnetact.spec import SubnetSpec
+from subnetact.subject import Subject, read_specs
+
+__all__ = ["Chosen", "Request", "choose"]
+
+MOST = 10_000
+"""Subnets that `all` stands for at the most."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        subnets: `all`, a number (a Pareto set of that size), `random:N`, or a JSON file of subnets.
+        accuracy: numbers, percent, one a subnet; or one `pkg.mod:factory`, which called with the supernet
+            returns a callable, spec -> percent; empty where it is not known.
+        accuracy_predictor: a checkpoint of an accuracy predictor; None = none.
+        accuracy_encoding: what that was trained on: `tutorial`; None = the family's own encoding.
+        search_latency: what the search goes by: `measured` (a predictor fitted to subnets measured here) or
+            `macs`.
+        fitted: how many subnets that predictor is fitted to.
+        evaluations: how many subnets the search looks at.
+        seed: of everything that is drawn.
+    """
+
+    subnets: str = "8"
+    accuracy: tuple[str, ...] = ()
+    accuracy_predictor: str | None = None
+    accuracy_encoding: str | None = None
+    search_latency: str = "measured"
+    fitted: int = 32
+    evaluations: int = 1500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        number = self.subnets.removeprefix("random:")
+        listed = self.subnets != "all" and not number.lstrip("-").isdigit()
+        if listed and (number != self.subnets or not Path(self.subnets).is_file()):
+            raise SpecError(f"subnets: {self.subnets!r} is no file; give a number, all, random:8, or a file")
+        if number.lstrip("-").isdigit() and int(number) < 1:
+            raise SpecError(f"subnets: {self.subnets} must be at least 1")
+        if self.fitted < 8 or self.evaluations < 2:
+            raise SpecError(
+                f"a search fits to at least 8 subnets and tries at least 2, got {self.fitted} and "
+                f"{self.evaluations}"
+            )
+
+    @property
+    def count(self) -> int | None:
+        """How many subnets were asked for; None for all and for a file."""
+        number = self.subnets.removeprefix("random:")
+        return int(number) if number.isdigit() else None
+
+    def searches(self, size: int) -> bool:
+        """Tell whether a space of that size is searched for a Pareto set."""
+        return self.subnets.isdigit() and int(self.subnets) < size
+
+    def size(self, size: int) -> int:
+        """How many subnets of a space of that size it asks for.
+
+        Raises:
+            SpecError: it asks for all of too many.
+        """
+        if self.subnets == "all" and size > MOST:
+            raise SpecError(f"subnets: all {size:.3g} are too many; give a number")
+        if self.count is None and self.subnets != "all":
+            return len(json.loads(Path(self.subnets).read_text(encoding="utf-8")))
+        return min(size, self.count or size)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The subnets to profile.
+
+    Attributes:
+        specs: in ascending latency, as far as that was known.
+        accuracy: percent or None, one a subnet.
+        facts: how they were chosen, for the stamp.
+    """
+
+    specs: list[SubnetSpec]
+    accuracy: list[float | None]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def choose(
+    subject: Subject,
+    request: Request,
+    *,
+    journal: Journal,
+    batch_sizes: Sequence[int],
+    measure: Measure,
+    progress: bool = True,
+) -> Chosen:
+    """Return the subnets of a request, the same ones every time the journal is resumed.
+
+    Args:
+        subject: what they are of.
+        request: which ones.
+        journal: where the choice is kept, and beside it the state of a search.
+        batch_sizes: what they will be measured at.
+        measure: measures the subnets that latencies are fitted to.
+        progress: whether to show progress bars.
+
+    Raises:
+        SpecError: the request makes no sense for this supernet.
+    """
+    space = subject.supernet.space
+    for line in journal.of("chosen"):
+        specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
+        return Chosen(specs, line["accuracy"], line["facts"])
+    if subject.specs and request.subnets == "all":
+        chosen = Chosen(list(subject.specs), list(subject.accuracy), {"subnets_chosen": "the bundle's"})
+    elif request.searches(space.size()):
+        chosen = _pareto_set(subject, request, journal, batch_sizes, measure, progress)
+    else:
+        specs = _listed(subject, request)
+        chosen = Chosen(
+            specs, _accuracies(subject, request, specs, progress), {"subnets_chosen": request.subnets}
+        )
+    journal.append(
+        "chosen",
+        specs=[spec.to_json() for spec in chosen.specs],
+        accuracy=chosen.accuracy,
+        facts=chosen.facts,
+    )
+    return chosen
+
+
+def _listed(subject: Subject, request: Request) -> list[SubnetSpec]:
+    space = subject.supernet.space
+    if request.subnets.startswith("random:"):
+        return _random(subject, request.size(space.size()), request.seed)
+    if request.subnets == "all" or request.count is not None:
+        request.size(space.size())
+        return list(space.enumerate())
+    return list(dict.fromkeys(read_specs(Path(request.subnets), subject.supernet)))
+
+
+def _random(subject: Subject, count: int, seed: int) -> list[SubnetSpec]:
+    space, rng = subject.supernet.space, random.Random(seed)
+    found = dict.fromkeys([space.smallest(), space.largest()])
+    while len(found) < min(count, space.size()):
+        found[space.sample(rng)] = None
+    return list(found)[:count]
+
+
+def _accuracies(
+    subject: Subject, request: Request, specs: Sequence[SubnetSpec], progress: bool
+) -> list[float | None]:
+    function, _ = accuracy_of(
+        subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
+    )
+    if function is not None:
+        bar = tqdm(specs, desc="accuracy", disable=not progress)
+        return [None if math.isnan(percent := float(function(spec))) else percent for spec in bar]
+    if not request.accuracy:
+        return [None] * len(specs)
+    try:
+        known = [float(number) for number in request.accuracy]
+    except ValueError as error:
+        raise SpecError(f"accuracy: {error}; give numbers in percent, or one pkg.mod:factory") from error
+    if len(known) != len(specs):
+        raise SpecError(f"accuracy: {len(known)} values for {len(specs)} subnets; give one a subnet")
+    return list(known)
+
+
+def _pareto_set(
+    subject: Subject,
+    request: Request,
+    journal: Journal,
+    batch_sizes: Sequence[int],
+    measure: Measure,
+    progress: bool,
+) -> Chosen:
+    accuracy, source = accuracy_of(
+        subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
+    )
+    if accuracy is None and request.accuracy:
+        raise SpecError("accuracy: a search needs a function of a subnet; give one pkg.mod:factory")
+    latencies = []
+    if request.search_latency == "measured":
+        some = _random(subject, request.fitted, request.seed)
+        latencies = fitted_latencies(subject, some, searched_sizes(batch_sizes), measure)
+    found, facts = find_pareto_set(
+        subject,
+        accuracy,
+        latencies,
+        request.size(subject.supernet.space.size()),
+        request.evaluations,
+        request.seed,
+        journal.path.with_name("search.json"),
+        progress,
+    )
+    if accuracy is None:
+        source = "not known: the search took more multiply-accumulates for better"
+    return Chosen(
+        [one.spec for one in found],
+        [None if math.isnan(one.accuracy) else one.accuracy for one in found],
+        {"subnets_chosen": f"Pareto set of {request.subnets}", "accuracy_source": source, **facts},
+    )

@@ -1,0 +1,111 @@
+"""A Pareto set for this device: latencies fitted to subnets measured here, and a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from subnetact.accuracy_predictor import AccuracyPredictor
+from subnetact.costs import CostModel
+from subnetact.errors import SpecError
+from subnetact.latency_predictor import LatencyPredictor
+from subnetact.nas import SearchResult, search
+from subnetact.spec import SubnetSpec
+from subnetact.subject import Subject, find
+
+__all__ = ["Measure", "accuracy_of", "find_pareto_set", "fitted_latencies", "searched_sizes"]
+
+Measure: TypeAlias = Callable[[Sequence[SubnetSpec], Sequence[int]], Sequence[Sequence[float]]]
+"""(subnets, batch sizes) -> measured latencies, ms, a row for each subnet."""
+
+
+def accuracy_of(
+    subject: Subject, given: Sequence[str], predictor: str | None, encoding: str | None
+) -> tuple[Callable[[SubnetSpec], float] | None, str]:
+    """Return the accuracy of any subnet, percent, and where it is from; None where it is not known.
+
+    Args:
+        subject: whose subnets.
+        given: one `pkg.mod:factory`, called with the supernet; anything else is no function of a subnet.
+        predictor: a checkpoint of once-for-all's accuracy predictor; None = none.
+        encoding: what it was trained on; None = the family's own.
+
+    Raises:
+        SpecError: both are given.
+    """
+    factory = given[0] if len(given) == 1 and ":" in given[0] else None
+    if factory and predictor:
+        raise SpecError("accuracy: give a callable or a predictor, not both")
+    if factory:
+        return find(factory)(subject.supernet), factory
+    if predictor:
+        space = subject.supernet.space
+        own_size = any(axis.name == "resolution" for axis in space.axes)
+        encode = partial(
+            import_module("ofa_adapters").encode,
+            space,
+            image_size=None if own_size else int(subject.example.shape[-1]),
+            encoding=encoding,
+        )
+        return AccuracyPredictor.from_checkpoint(predictor, encode), f"predicted by {Path(predictor).name}"
+    return None, "not known"
+
+
+def searched_sizes(batch_sizes: Sequence[int]) -> list[int]:
+    """The batch sizes a search goes by: the smallest and the largest."""
+    return sorted({batch_sizes[0], batch_sizes[-1]})
+
+
+def fitted_latencies(
+    subject: Subject, specs: Sequence[SubnetSpec], sizes: Sequence[int], measure: Measure
+) -> list[LatencyPredictor]:
+    """Measure subnets and fit one latency predictor for each batch size."""
+    costs = CostModel(subject.supernet, subject.example.shape, subject.example.dtype)
+    measured = list(zip(*measure(specs, sizes), strict=True))
+    return [
+        LatencyPredictor.fit(subject.supernet, specs, measured[j], size, costs=costs)
+        for j, size in enumerate(sizes)
+    ]
+
+
+def find_pareto_set(
+    subject: Subject,
+    accuracy: Callable[[SubnetSpec], float] | None,
+    latencies: Sequence[LatencyPredictor],
+    size: int,
+    evaluations: int,
+    seed: int,
+    resume: Path,
+    progress: bool,
+) -> tuple[SearchResult, dict[str, Any]]:
+    """Search for subnets that no other beats, spread evenly in latency; return them, and how they were found.
+
+    Without latencies, multiply-accumulates stand in for them; without accuracy, for that.
+    """
+    functions: list[Callable[[SubnetSpec], float]] = [*latencies]
+    if not functions:
+        costs = CostModel(subject.supernet, subject.example.shape, subject.example.dtype)
+        functions = [lambda spec: float(costs(spec).macs)]
+    result = search(
+        subject.supernet,
+        accuracy,
+        functions,
+        size=size,
+        evaluations=evaluations,
+        seed=seed,
+        batch_sizes=[one.batch_size for one in latencies] or [1],
+        input_shape=subject.example.shape,
+        resume=resume,
+        progress=progress,
+    )
+    facts: dict[str, Any] = {
+        "search": result.method,
+        "evaluated": len(result.evaluated),
+        "search_latency": "multiply-accumulates",
+    }
+    if latencies:
+        facts["search_latency"] = {f"batch {one.batch_size}": str(one.error) for one in latencies}
+    return result, facts

@@ -1,0 +1,322 @@
+"""From a checkpoint to a profiled bundle, in steps that can be killed and gone on with."""
+
+from __future__ import annotations
+
+import csv
+import math
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subnetact._table_checks import warn_of_fractions
+from subnetact.calibration import calibrate
+from subnetact.candidates import Chosen, Request, choose
+from subnetact.engine import Engine
+from subnetact.errors import TableError, UncalibratedSubnetWarning
+from subnetact.files import replacing
+from subnetact.journal import Journal
+from subnetact.latency import LatencyTable
+from subnetact.plotting import plot_front, plot_heat_map
+from subnetact.readings import Readings
+from subnetact.runners import Runner, engine_for, running
+from subnetact.spec import SubnetSpec
+from subnetact.subject import Subject, batches_of
+from subnetact.sweep import environment, sweep, table_of
+from subnetact.sweep_settings import SweepSettings
+from subnetact.timing import find_device
+from subnetact.windows import statistics_of
+
+__all__ = ["Job", "Profile", "plan", "profile"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to profile, how, and where to leave it.
+
+    Attributes:
+        request: which subnets.
+        settings: how they are measured.
+        batch_sizes: ascending.
+        device: where.
+        mode: one of `runners.MODES`.
+        include_actuation: see `Runner`.
+        include_h2d: see `Runner`.
+        channels_last: see `Runner`.
+        budget_mb: MiB an engine may take in the modes that have a budget.
+        calibrate_on: a `.npy` file or `pkg.mod:function`; None = no data.
+        random_images: how many noise images to calibrate on instead, for latency only; 0 = none.
+        calibration_batch: images a batch.
+        out: the table, JSON; beside it the scheduler's, and a folder with the progress.
+        csv: the same cell by cell; None = none.
+        bundle: directory for the bundle; None = none.
+        plots: directory for figures; None = none.
+        resume: go on where an earlier run stopped.
+        progress: whether to show progress bars.
+    """
+
+    request: Request = field(default_factory=Request)
+    settings: SweepSettings = field(default_factory=SweepSettings)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    device: str = "cpu"
+    mode: str = "zero-copy"
+    include_actuation: bool = False
+    include_h2d: bool = False
+    channels_last: bool = False
+    budget_mb: float = 2048.0
+    calibrate_on: str | None = None
+    random_images: int = 0
+    calibration_batch: int = 100
+    out: Path = Path("latency.json")
+    csv: Path | None = None
+    bundle: Path | None = None
+    plots: Path | None = None
+    resume: bool = False
+    progress: bool = True
+
+    @property
+    def scheduler_out(self) -> Path:
+        """Where the monotone table goes."""
+        return self.out.with_suffix(".scheduler.json")
+
+    @property
+    def work(self) -> Path:
+        """Where progress is kept."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """How subnets are run, as the stamp says it."""
+        return running(self.mode, self.include_actuation, self.include_h2d, self.channels_last)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What came out.
+
+    Attributes:
+        table: as measured.
+        scheduler: the same with latencies that never fall as the batch grows.
+        unstable: how many cells have a median that is not known well enough.
+    """
+
+    table: LatencyTable
+    scheduler: LatencyTable
+    unstable: int
+
+
+def check(job: Job) -> None:
+    """Refuse files that could not be written, before anything is measured.
+
+    Raises:
+        TableError: naming the option.
+    """
+    for name, path in (("out", job.out), ("csv", job.csv)):
+        if path is not None and (not path.parent.is_dir() or path.is_dir()):
+            raise TableError(f"{name}: {path} is not a file in a folder that exists")
+    bundle = job.bundle
+    if bundle is not None and (
+        not bundle.parent.is_dir()
+        or (bundle.exists() and not bundle.is_dir())
+        or (bundle.is_dir() and any(bundle.iterdir()) and not (bundle / "bundle.json").exists())
+    ):
+        raise TableError(f"save-bundle: {bundle} is neither new nor a bundle, in a folder that exists")
+    if job.plots is not None and (not job.plots.parent.is_dir() or job.plots.is_file()):
+        raise TableError(f"plot: {job.plots} is not a folder, in a folder that exists")
+    if job.random_images < 0 or job.calibration_batch < 1:
+        raise TableError("random-images must be >= 0 and calibration-batch >= 1")
+    if job.calibrate_on and job.random_images:
+        raise TableError("calibrate on data or on random images, not on both")
+
+
+def plan(job: Job, subject: Subject) -> str:
+    """Say what `profile` would do, in a few lines; nothing is measured or written.
+
+    Raises:
+        SubnetActError: what is known not to work before anything is measured.
+    """
+    check(job)
+    settings, request = job.settings, job.request
+    space = subject.supernet.space
+    count = len(subject.specs) if request.subnets == "all" and subject.specs else request.size(space.size())
+    cells = count * len(job.batch_sizes) * (1 + len(settings.colocate))
+    least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
+    sizes = ", ".join(map(str, job.batch_sizes))
+    searched = f", chosen by {request.search_latency} latency" if request.searches(space.size()) else ""
+    return "\n".join(
+        [
+            f"supernet: {space}, weights {subject.supernet.fingerprint()}",
+            f"subnets: {count} (--subnets {request.subnets}{searched})",
+            f"inputs: batch sizes {sizes} of {list(subject.example.shape)}, {subject.example.dtype}",
+            f"on: {find_device(job.device)}, {torch.get_num_threads()} threads, mode {job.mode}",
+            f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each, {settings.order}; "
+            f"at least {least_s:.0f} s",
+            f"files: {job.out}, {job.scheduler_out}, progress in {job.work}"
+            + "".join(f", {path}" for path in (job.csv, job.plots, job.bundle) if path is not None),
+        ]
+    )
+
+
+def begin(job: Job, subject: Subject) -> Journal:
+    """Open the journal of a job; a finished one is begun afresh unless it is to be resumed.
+
+    Raises:
+        ResumeMismatch: an unfinished one is there and not to be resumed, or is of another environment.
+    """
+    path = job.work / "journal.jsonl"
+    device = find_device(job.device)
+    facts = environment(subject.supernet, device, subject.example, job.running, job.settings)
+    request = {
+        "batch_sizes": list(job.batch_sizes),
+        "request": vars(job.request),
+        "budget_mb": job.budget_mb,
+        "calibrate_on": job.calibrate_on,
+        "random_images": job.random_images,
+        "calibration_batch": job.calibration_batch,
+    }
+    if not job.resume and (job.work / "done").exists():
+        shutil.rmtree(job.work)
+    job.work.mkdir(exist_ok=True)
+    return Journal(path, {**facts, **request}, job.resume)
+
+
+def profile(job: Job, subject: Subject) -> Profile:
+    """Choose subnets, calibrate them, measure them, and write what was asked for.
+
+    Every step leaves its result in the journal or beside it, so a job that was killed goes on where it
+    stopped and ends with what it would have ended with; only what was not measured yet is measured then.
+
+    Raises:
+        ResumeMismatch: progress of another environment, or of a job that is not to be resumed.
+        SubnetActError: whatever cannot work; before anything is measured, where that can be known.
+    """
+    check(job)
+    _check_table(job, ["-"], [math.nan])
+    journal = begin(job, subject)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncalibratedSubnetWarning)
+        chosen = choose(
+            subject,
+            job.request,
+            journal=journal,
+            batch_sizes=job.batch_sizes,
+            measure=partial(_measure, job, subject, journal),
+            progress=job.progress,
+        )
+        accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
+        _check_table(job, [spec.key for spec in chosen.specs], accuracy)
+        warn_of_fractions(accuracy)
+        calibrated = _calibrate(job, subject, chosen)
+        runner = _runner(job, subject, chosen.specs, chosen.accuracy)
+        readings = sweep(runner, job.batch_sizes, job.settings, Readings(journal), job.progress)
+    facts = {**chosen.facts, "calibrated_on": calibrated}
+    table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
+    found = Profile(table, table.monotone(), _unstable(table))
+    _write(job, found, runner.engine)
+    (job.work / "done").touch()
+    return found
+
+
+def _check_table(job: Job, keys: Sequence[str], accuracy: Sequence[float]) -> None:
+    """Refuse before the measuring what no table could be made of after it."""
+    LatencyTable.from_arrays(keys, accuracy, job.batch_sizes, [[1.0] * len(job.batch_sizes)] * len(keys))
+
+
+def _runner(
+    job: Job, subject: Subject, specs: Sequence[SubnetSpec], accuracy: Sequence[float | None] | None = None
+) -> Runner:
+    engine = engine_for(
+        subject.supernet,
+        specs,
+        job.mode,
+        example=subject.example,
+        device=find_device(job.device),
+        memory_budget_mb=job.budget_mb,
+        accuracy=accuracy,
+    )
+    return Runner(engine, job.mode, job.include_actuation, job.include_h2d, job.channels_last)
+
+
+def _measure(
+    job: Job, subject: Subject, journal: Journal, specs: Sequence[SubnetSpec], sizes: Sequence[int]
+) -> list[list[float]]:
+    """Measure the subnets that a search's latencies are fitted to."""
+    few = min(3, job.settings.windows)
+    settings = replace(job.settings, colocate=(), windows=few, max_windows=few)
+    readings = Readings(journal, "fit")
+    sweep(_runner(job, subject, specs), sizes, settings, readings, job.progress, "measuring a few subnets")
+
+    def latency(i: int, size: int) -> float:
+        if readings.impossible((0, i, size)):
+            raise TableError(f"batch size {size}: {specs[i]} runs out of memory; profile smaller batches")
+        return statistics_of(readings.windows[0, i, size], settings.stability, [50])["p50"]
+
+    return [[latency(i, size) for size in sizes] for i in range(len(specs))]
+
+
+def _unstable(table: LatencyTable) -> int:
+    return int((table.statistics["stable"] == 0.0).sum())
+
+
+def _calibrate(job: Job, subject: Subject, chosen: Chosen) -> str:
+    """Fill the supernet's norm table, once; return what with."""
+    supernet = subject.supernet
+    if not supernet.norm_operators():
+        return "nothing to calibrate"
+    if not job.calibrate_on and not job.random_images:
+        bare = [spec for spec in chosen.specs if not supernet.calibrated(spec)]
+        return f"nothing: {len(bare)} subnets have shared statistics" if bare else "their own statistics"
+    source = job.calibrate_on or f"{job.random_images} random images: latency only, no accuracy"
+    batches = (
+        batches_of(job.calibrate_on, job.calibration_batch) if job.calibrate_on else _noise(job, subject)
+    )
+    calibrate(supernet, chosen.specs, batches, job.progress, resume=job.work / "calibration")
+    return source
+
+
+def _noise(job: Job, subject: Subject) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(job.request.seed)
+    images = torch.randn(job.random_images, *subject.example.shape, generator=generator)
+    return list(torch.split(images.to(subject.example.dtype), job.calibration_batch))
+
+
+def _write(job: Job, found: Profile, engine: Engine) -> None:
+    found.table.save(job.out)
+    found.scheduler.save(job.scheduler_out)
+    if job.csv is not None:
+        _write_csv(found.table, job.csv)
+    if job.plots is not None:
+        job.plots.mkdir(exist_ok=True)
+        plot_heat_map(found.table, job.plots / "latency.png")
+        if not any(map(math.isnan, found.table.accuracy)):
+            plot_front(found.table, job.plots / "front.png")
+    if job.bundle is not None:
+        engine.tables = {"measured": found.table, "scheduler": found.scheduler}
+        fresh, old = (job.bundle.with_name(f".{job.bundle.name}.{age}") for age in ("new", "old"))
+        for folder in (fresh, old):
+            shutil.rmtree(folder, ignore_errors=True)
+        engine.save(fresh)
+        if job.bundle.exists():
+            job.bundle.rename(old)
+        fresh.rename(job.bundle)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_csv(table: LatencyTable, path: Path) -> None:
+    names = list(table.statistics)
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        levels = [f"latency_ms_with_{n:g}_co_runners" for n in table.interference]
+        writer.writerow(["id", "subnet", "accuracy", "batch_size", "latency_ms", *names, *levels])
+        for i, key in enumerate(table.subnets):
+            for j, size in enumerate(table.batch_sizes):
+                planes = (table.latency_ms, *(table.statistics[name] for name in names), *table.contended_ms)
+                cells = ["" if math.isnan(plane[i, j]) else float(plane[i, j]) for plane in planes]
+                percent = table.accuracy[i]
+                writer.writerow([i, key, "" if math.isnan(percent) else percent, size, *cells])

@@ -1,0 +1,157 @@
+"""What a profile is of: a family's checkpoint, an own network, a bundle, or the embedded digits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subnetact.engine import Engine
+from subnetact.errors import SpecError
+from subnetact.spec import SubnetSpec
+from subnetact.supernet import Supernet
+
+__all__ = ["Subject", "batches_of", "find", "load_subject", "read_specs"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A supernet, one input, and, of a bundle, the subnets it registers.
+
+    Attributes:
+        supernet: on the CPU.
+        example: one input without a batch dimension.
+        specs: the subnets to profile; empty where they are to be chosen.
+        accuracy: theirs, percent or None.
+    """
+
+    supernet: Supernet
+    example: Tensor
+    specs: tuple[SubnetSpec, ...] = ()
+    accuracy: tuple[float | None, ...] = ()
+
+
+def load_subject(
+    model: str | None = None,
+    family: str | None = None,
+    checkpoint: str | None = None,
+    constructor: Mapping[str, Any] | None = None,
+    bundle: str | None = None,
+    input_shape: Sequence[int] | None = None,
+    input_dtype: str | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Subject:
+    """Load one of a model, a family or a bundle; the embedded digits supernet where none is given.
+
+    Args:
+        model: `pkg.mod:factory`; called with `constructor`, it returns a `Supernet`.
+        family: a name of `ofa_adapters.families()`.
+        checkpoint: the family's weights; None = random ones, the same for the same seed.
+        constructor: arguments of the factory or of the family.
+        bundle: a directory that `Engine.save` wrote.
+        input_shape: of one input; None = the bundle's, 1 16 16 of the digits, otherwise 3 224 224.
+        input_dtype: of the input where it is not `dtype`, int64 for token ids.
+        dtype: what weights are cast to.
+        seed: of random weights.
+
+    Raises:
+        SpecError: the model is no supernet, or more than one subject is given.
+    """
+    given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
+    if len(given) > 1:
+        raise SpecError(f"{' and '.join(given)} were given; give one of them")
+    if checkpoint and not family:
+        raise SpecError("checkpoint: say with --family what it is a checkpoint of")
+    torch.manual_seed(seed)
+    specs: tuple[SubnetSpec, ...] = ()
+    accuracy: tuple[float | None, ...] = ()
+    shape = [1, 16, 16] if not given else [3, 224, 224]
+    if bundle:
+        engine = Engine.load(bundle, device="cpu", allow_uncalibrated=True)
+        supernet = engine.supernet
+        specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
+        shape = list(engine.example.shape)
+    elif model:
+        supernet = find(model)(**(constructor or {}))
+        if not isinstance(supernet, Supernet):
+            raise SpecError(
+                f"model {model!r} gave a {type(supernet).__name__}; it must return a Supernet, as "
+                "subnetact.insert_(network, ...) does"
+            )
+    elif family:
+        supernet = import_module("ofa_adapters").load(family, checkpoint, **(constructor or {}))
+    else:
+        supernet = import_module("subnetact.digits").load_digits_supernet()
+    supernet.eval().to(_dtype(dtype))
+    example = torch.zeros(list(input_shape or shape), dtype=_dtype(input_dtype or dtype))
+    return Subject(supernet, example, specs, accuracy)
+
+
+def find(name: str) -> Any:
+    """Import `pkg.mod:attribute`.
+
+    Raises:
+        SpecError: there is none.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(f"{name!r} cannot be imported ({error}); write pkg.mod:name") from error
+
+
+def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
+    """Read a JSON list of subnets, each in the family's own notation or as `SubnetSpec.to_json` writes it.
+
+    Raises:
+        SpecError: the file is no such list, or a subnet is outside the space.
+    """
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not a readable file of subnets ({error})") from error
+    if not isinstance(listed, list) or not listed:
+        raise SpecError(f"{path}: expected a JSON list of subnets, at least one")
+    space = supernet.space
+    return [
+        space.check(SubnetSpec.from_json(one))
+        if isinstance(one, dict) and set(one) == {"space", "values"}
+        else space.parse(one)
+        for one in listed
+    ]
+
+
+def batches_of(source: str, batch_size: int) -> Iterator[Any]:
+    """Yield calibration batches from a `.npy` file of images (N, C, H, W), or from `pkg.mod:function()`.
+
+    Raises:
+        SpecError: the source is neither.
+    """
+    if not source.endswith(".npy"):
+        yield from find(source)()
+        return
+    try:
+        images = np.load(source, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{source}: not readable as an array of images ({error})") from error
+    if images.ndim < 2 or images.dtype.kind not in "fiu":
+        raise SpecError(
+            f"{source}: expected numbers of shape (N, C, H, W), got {images.dtype} {images.shape}"
+        )
+    for start in range(0, len(images), batch_size):
+        yield torch.from_numpy(np.array(images[start : start + batch_size]))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise SpecError(f"dtype: {name!r} is none of torch's; float32, bfloat16 or float16 for weights")
+    return found

@@ -1,0 +1,178 @@
+"""Costs from sizes alone, against what hooks count and what upstream counts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subnetact
+from ofa_adapters import families, load
+from subnetact.cost_parts import FEATURES
+from subnetact.errors import ForeignSpec, SpecError
+from subnetact.supernet import Supernet
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+PRODUCTS = FEATURES.index("product.macs")
+
+
+def hooked(network: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
+    """(parameters, MACs of convolutions and linear layers, bytes that modules with parameters write)."""
+    macs = written = 0
+
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        nonlocal macs, written
+        outputs = output if isinstance(output, tuple) else (output,)
+        written += sum(t.numel() * t.element_size() for t in outputs)
+        if isinstance(module, nn.Conv2d):
+            macs += output.numel() * module.weight[0].numel()
+        elif isinstance(module, nn.Linear):
+            macs += output.numel() * module.in_features
+
+    for module in network.modules():
+        if list(module.parameters(recurse=False)):
+            module.register_forward_hook(hook)
+    with torch.no_grad():
+        network(*inputs)
+    return sum(p.numel() for p in network.parameters()), macs, written
+
+
+@pytest.mark.parametrize("family", families())
+def test_costs_are_what_hooks_count(
+    family: str, small: Callable[[str], Supernet], inputs_of: Callable[..., tuple[Tensor, ...]]
+) -> None:
+    supernet, (x,) = small(family), inputs_of(family)
+    model = subnetact.CostModel(supernet, x.shape[1:])
+    space, rng = supernet.space, random.Random(7)
+    for spec in [space.smallest(), space.largest(), *(space.sample(rng) for _ in range(10))]:
+        parameters, macs, written = hooked(supernet.extract(spec), x)
+        cost = model(spec, batch_size=len(x))
+        products = len(x) * int(model.vector(spec)[PRODUCTS])
+        assert (cost.parameters, cost.macs - products, cost.activation_bytes) == (parameters, macs, written)
+        assert cost.weight_bytes == 4 * parameters
+        assert (products > 0) == (family in ("autoformer", "dynabert"))
+
+
+@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "ofa_proxyless"])
+def test_costs_are_upstreams_counts_at_published_sizes(family: str) -> None:
+    counts = json.loads((GOLDEN / family / "full_size_counts.json").read_text())
+    supernet = load(family, None, **counts["constructor"])
+    models: dict[int, subnetact.CostModel] = {}
+    for case in counts["cases"]:
+        side = case["image_size"]
+        if side not in models:
+            models[side] = subnetact.CostModel(supernet, (3, side, side))
+        cost = models[side](supernet.space.parse(case["config"]))
+        assert (cost.parameters, cost.macs) == (case["params"], case["conv_linear_macs"])
+
+
+def test_parameters_are_autoformers_own_count_and_products_follow_from_the_heads() -> None:
+    counts = json.loads((GOLDEN / "autoformer" / "full_size_counts.json").read_text())
+    cases = [case for case in counts["cases"] if case["model"] == "AutoFormer-T"]
+    supernet = load("autoformer", None, **cases[0]["constructor"])
+    model = subnetact.CostModel(supernet, (3, 224, 224))
+    assert cases
+    for case in cases:
+        spec = supernet.space.parse(case["config"])
+        assert model(spec).parameters == case["sampled_params_numel"]
+        # Per layer: scores, weighted sum, and both again with the relative positions; 197 tokens.
+        heads = case["config"]["num_heads"][: case["config"]["layer_num"]]
+        assert model.vector(spec)[PRODUCTS] == sum(4 * 197 * 197 * 64 * h for h in heads)
+
+
+def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be(
+    small: Callable[[str], Supernet],
+) -> None:
+    supernet = small("dynabert")
+    tokens = 11
+    model = subnetact.CostModel(supernet, (tokens,))
+    spec = supernet.space.parse({"width_mult": 0.5, "depth_mult": 0.5})
+    dims = dict(zip(supernet.space.dimensions, supernet.space.resolve(spec), strict=True))
+    layers = sum(kept for name, kept in dims.items() if name.endswith(".keep"))
+    assert model.vector(spec)[PRODUCTS] == layers * 2 * tokens * tokens * dims["attention"]
+    assert any("softmax" in name for name in model(spec).not_counted)
+    assert "gelu" in model(spec).not_counted
+
+
+def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(
+    digits: Supernet, small: Callable[[str], Supernet]
+) -> None:
+    spec = digits.space.sample(3)
+    one, four = (subnetact.cost(digits, spec, (1, 16, 16), batch_size=n) for n in (1, 4))
+    assert (four.macs, four.activation_bytes) == (4 * one.macs, 4 * one.activation_bytes)
+    assert (four.parameters, four.weight_bytes) == (one.parameters, one.weight_bytes)
+    model = subnetact.CostModel(digits, (1, 16, 16))
+    with pytest.raises(SpecError, match="batch_size"):
+        model(spec, 0)
+    with pytest.raises(ForeignSpec):
+        model(small("ofa_mbv3").space.smallest())
+    with pytest.raises(SpecError, match="does not run without data"):
+        subnetact.CostModel(digits, (3, 16, 16))
+
+
+def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
+    before = digits.fingerprint()
+    x = torch.randn(2, 1, 16, 16)
+    spec = digits.space.sample(1)
+    with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
+        y = digits(x, subnet=spec)
+    subnetact.cost(digits, spec, (1, 16, 16))
+    assert digits.fingerprint() == before
+    assert torch.equal(digits(x, subnet=spec), y)
+    assert all(not m._forward_hooks for m in digits.network.modules())
+
+
+class Resized(nn.Module):
+    """Two convolutions, the second on a map whose size is a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 1)
+        self.scale = Scale()
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, 3, 32, 32) to (N, 8, side, side)."""
+        y: Tensor = self.second(self.scale(self.first(x)))
+        return y @ y.transpose(-1, -2)
+
+
+class Scale(nn.Module):
+    """Crops to a side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = 32
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, H, W) to (N, C, side, side)."""
+        return x[..., : self.side, : self.side]
+
+
+def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
+    from subnetact.operators import Setting, WeightSlice
+
+    sides, widths = (8, 16, 24, 32), (2, 4, 8)
+    axes = [subnetact.Axis.uniform("side", ["all"], sides), subnetact.Axis.uniform("width", ["all"], widths)]
+    space = subnetact.SubnetSpace(
+        "own", axes, lambda v: {"side": int(v["side"][0]), "width": int(v["width"][0])}
+    )
+    described = {
+        "first": WeightSlice.on(out="width"),
+        "scale": Setting.on(side="side"),
+        "second": WeightSlice.on(in_="width"),
+    }
+    supernet = subnetact.insert_(Resized().eval(), space, described)
+    model = subnetact.CostModel(supernet, (3, 32, 32))
+    for spec in space.enumerate():
+        (side,), (width,) = spec["side"], spec["width"]
+        assert isinstance(side, int)
+        assert isinstance(width, int)
+        convolutions = 32 * 32 * 3 * width + side * side * 9 * width * 8
+        assert model(spec).macs == convolutions + 8 * side**3

@@ -1,0 +1,314 @@
+"""`python -m subnetact.profile`: from a checkpoint to a bundle, interrupted at any moment."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ofa_adapters
+import subnetact
+from ofa_adapters import load
+from subnetact import profile as command
+from subnetact import sweep
+from subnetact.supernet import Supernet
+
+QUICK = ["--device", "cpu", "--threads", "1", "--min-time-s", "0.003", "--warmup-ms", "0", "--windows", "3",
+         "--max-windows", "3"]  # fmt: skip
+FACTORY = "profile_factory"
+COMMAND = [sys.executable, "-m", "subnetact.profile"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def run(tmp_path: Path, *arguments: Any) -> int:
+    return command.main([*QUICK, "--quiet", "--out", str(tmp_path / "t.json"), *map(str, arguments)])
+
+
+def table_in(tmp_path: Path) -> subnetact.LatencyTable:
+    return subnetact.LatencyTable.load(tmp_path / "t.json")
+
+
+def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "--subnets", 5, "--batch-sizes", 1, 4, "--accuracy", f"{FACTORY}:accuracy",
+        "--search-latency", "macs", "--calibrate-on", f"{FACTORY}:batches", "--quantiles", 50, 75,
+        "--csv", tmp_path / "t.csv", "--plot", tmp_path / "plots", "--save-bundle", tmp_path / "bundle",
+    )  # fmt: skip
+    assert run(tmp_path, *arguments) == 0
+    printed = capsys.readouterr().out
+    table = table_in(tmp_path)
+    assert len(table.subnets) == 5
+    assert printed.count("depth=") == 5
+    assert list(table.accuracy) == sorted(table.accuracy)
+    assert table.stamp["accuracy_source"] == f"{FACTORY}:accuracy"
+    assert table.stamp["calibrated_on"] == f"{FACTORY}:batches"
+    assert {"mean", "std", "min", "p50", "p75", "stable", "runs"} <= set(table.statistics)
+    assert "p99" not in table.statistics
+    np.testing.assert_array_equal(table.latency_ms, table.statistics["p50"])
+    scheduler = subnetact.LatencyTable.load(tmp_path / "t.scheduler.json")
+    assert scheduler == table.monotone()
+    engine = subnetact.Engine.load(tmp_path / "bundle")
+    assert engine.keys == table.subnets
+    assert engine.accuracy == table.accuracy
+    assert engine.tables == {"measured": table, "scheduler": scheduler}
+    assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
+    with (tmp_path / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 10
+    assert float(rows[3]["latency_ms"]) == table.latency_ms[1, 1]
+    assert rows[3]["subnet"] == table.subnets[1]
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "front.png"}
+    policy = subnetact.SlackFit(engine.tables["scheduler"], slo_ms=1000)
+    assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
+
+
+def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path, "--subnets", 4, "--batch-sizes", 1, "--fitted", 8, "--evaluations", 1000) == 0
+    table = table_in(tmp_path)
+    assert np.isnan(table.accuracy).all()
+    assert table.stamp["accuracy_source"].startswith("not known")
+    assert "each predicted from" in table.stamp["search_latency"]["batch 1"]
+    assert table.stamp["evaluated"] == 864
+    assert table.stamp["calibrated_on"] == "nothing: 4 subnets have shared statistics"
+
+
+def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = load("ofa_resnet50", width_mult_list=[0.1, 0.2], n_classes=3)
+    encode = partial(ofa_adapters.encode, family.space, image_size=128)
+    predictor = subnetact.AccuracyPredictor(encode, len(encode(family.space.smallest())))
+    with torch.no_grad():
+        predictor.network.base_acc.fill_(0.7)
+    torch.save(predictor.state_dict(), tmp_path / "predictor.pth")
+    torch.save(family.state_dict(), tmp_path / "family.pth")
+    constructor = json.dumps({"width_mult_list": [0.1, 0.2], "n_classes": 3})
+    arguments = (
+        "--family", "ofa_resnet50", "--checkpoint", tmp_path / "family.pth", "--constructor", constructor,
+        "--subnets", 3, "--search-latency", "macs", "--evaluations", 20, "--batch-sizes", 1,
+        "--accuracy-predictor", tmp_path / "predictor.pth",
+    )  # fmt: skip
+    assert run(tmp_path, *arguments, "--input-shape", 3, 96, 96) == 2
+    assert "choose from 128, 144" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--input-shape", 3, 128, 128) == 0
+    table = table_in(tmp_path)
+    space = family.space
+    specs = {spec.key: spec for spec in (space.smallest(), space.largest())}
+    assert table.stamp["accuracy_source"] == "predicted by predictor.pth"
+    assert table.stamp["supernet"] == family.fingerprint()
+    for key, percent in zip(table.subnets, table.accuracy, strict=True):
+        if key in specs:
+            assert percent == pytest.approx(predictor(specs[key]))
+    assert not set(specs).isdisjoint(table.subnets)
+
+
+def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet) -> None:
+    space = digits.space
+    chosen = [space.smallest(), space.largest()]
+    listed = tmp_path / "subnets.json"
+    listed.write_text(json.dumps([space.format(chosen[0]), chosen[1].to_json()]))
+    arguments = ("--model", f"{FACTORY}:supernet", "--input-shape", 1, 16, 16, "--batch-sizes", 2)
+    assert run(tmp_path, *arguments, "--subnets", listed, "--accuracy", 50, 60.5,
+               "--random-images", 5, "--save-bundle", tmp_path / "b") == 0  # fmt: skip
+    table = table_in(tmp_path)
+    assert table.subnets == tuple(spec.key for spec in chosen)
+    assert table.accuracy == (50.0, 60.5)
+    assert "latency only" in table.stamp["calibrated_on"]
+    assert run(tmp_path, "--bundle", tmp_path / "b", "--batch-sizes", 1, "--mode", "eager") == 0
+    again = table_in(tmp_path)
+    assert again.subnets == table.subnets
+    assert again.accuracy == table.accuracy
+    assert again.batch_sizes == (1,)
+    assert again.stamp["mode"] == "eager"
+    assert again.stamp["supernet"] == table.stamp["supernet"]
+    assert again.stamp["calibrated_on"] == "their own statistics"
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--subnets", 100, "--batch-sizes", 1, 2, "--colocate", 2, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert "subnets: 100 (--subnets 100, chosen by measured latency)" in printed
+    assert "cells: 400, 3 to 3 windows each" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_unstable_cells_fail_a_strict_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--subnets", "random:2", "--batch-sizes", 1, "--stability", 3)  # three windows tell nothing
+    assert run(tmp_path, *arguments) == 0
+    assert "2 of 2 cells are unstable" in capsys.readouterr().out
+    assert run(tmp_path, *arguments, "--strict") == 3
+    assert table_in(tmp_path).statistics["stable"].tolist() == [[0.0], [0.0]]
+    five = ("--windows", 5, "--max-windows", 5)
+    assert run(tmp_path, *arguments[:-1], 1e6, "--strict", *five) == 0
+
+
+def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = subnetact.LatencyTable.from_arrays(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, 4.0]])
+    table.save(tmp_path / "a.json")
+    table.scaled(1.04).save(tmp_path / "b.json")
+    compared = ["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert command.main(compared) == 0
+    assert "0 of 4 cells differ by more than 5 %" in capsys.readouterr().out
+    assert command.main([*compared, "--tolerance", "3"]) == 3
+    assert "4 of 4 cells differ by more than 3 %" in capsys.readouterr().out
+    assert command.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--family", "resnet"], "choose from"),
+        (["--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--checkpoint", "x.pth"], "say with --family"),
+        (["--family", "ofa_resnet50", "--checkpoint", "/none.pth"], "no such file"),
+        (["--family", "ofa_resnet50", "--bundle", "b"], "give one of them"),
+        (["--subnets", "-1"], "at least 1"),
+        (["--subnets", "random:0"], "at least 1"),
+        (["--subnets", "none.json"], "is no file"),
+        (["--subnets", "random:2", "--accuracy", "70"], "1 values for 2 subnets"),
+        (["--subnets", "3", "--accuracy", "70", "71", "72"], "function of a subnet"),
+        (["--subnets", "random:2", "--accuracy", "70", "171"], "not a percentage"),
+        (["--subnets", "random:2", "--batch-sizes", "4", "1"], "does not ascend"),
+        (["--subnets", "random:2", "--input-shape", "3", "16", "16"], "expected input"),
+        (["--subnets", "random:2", "--mode", "graphs"], "for cuda"),
+        (["--statistic", "p42"], "p42"),
+        (["--threads", "0"], "at least 1"),
+        (["--dtype", "float31"], "float31"),
+        (["--model", "nowhere:f"], "cannot be imported"),
+        (["--model", f"{FACTORY}:no_supernet"], "must return a Supernet"),
+        (["--save-bundle", "."], "neither new nor a bundle"),
+        (["--calibrate-on", "x.npy", "--random-images", "3"], "not on both"),
+        (["--subnets", "random:2", "--calibrate-on", "x.npy"], "not readable as an array"),
+        (["--out", "/none/t.json"], "folder that exists"),
+    ],
+)
+def test_wrong_arguments_are_explained(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "thesis.txt").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    assert command.main([*QUICK, "--quiet", "--batch-sizes", "1", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "here" / "latency.json").exists()
+
+
+def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    arguments = ("--subnets", "random:3", "--batch-sizes", 1)
+    visits = 0
+    whole = sweep._visit
+
+    def interrupted(*given: Any) -> None:
+        nonlocal visits
+        visits += 1
+        if visits > 4:
+            raise KeyboardInterrupt
+        whole(*given)
+
+    monkeypatch.setattr(sweep, "_visit", interrupted)
+    assert run(tmp_path, *arguments) == 130
+    assert "--resume goes on" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+    monkeypatch.setattr(sweep, "_visit", whole)
+    assert run(tmp_path, *arguments) == 2
+    assert "5 records of an earlier run; resume it" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--resume", "--min-time-s", 0.004) == 2
+    assert "min_time_ms 3.0 and 4.0" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--resume", "--seed", 1) == 2
+    assert "request.seed 0 and 1" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert table_in(tmp_path).statistics["windows"].tolist() == [[3.0]] * 3
+    assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    arguments = [
+        "--subnets", "6", "--search-latency", "macs", "--evaluations", "200", "--batch-sizes", "1", "2",
+        "--random-images", "4", "--out", str(folder / "t.json"), "--save-bundle", str(folder / "bundle"),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [*COMMAND, *QUICK, *arguments, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bundle(tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole")
+    assert whole.communicate(timeout=120)[0] is None
+    assert whole.returncode == 0
+    folder, journal = tmp_path / "killed", tmp_path / "killed" / "t.json.work" / "journal.jsonl"
+    rng, kills = random.Random(), 0
+    for _ in range(2):
+        process = start(folder, "--resume")
+        lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
+        more = rng.randint(1, 14)
+        while process.poll() is None and (
+            not journal.exists() or journal.read_bytes().count(b"\n") < lines + more
+        ):
+            time.sleep(0.001)
+        kept = journal.read_bytes()
+        process.kill()
+        process.communicate(timeout=60)
+        kills += process.returncode == -signal.SIGKILL
+        assert journal.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert kills
+    last = start(folder, "--resume")
+    errors = last.communicate(timeout=120)[1]
+    assert last.returncode == 0, errors
+    assert b"profiling" in errors
+    tables = [subnetact.LatencyTable.load(one / "t.json") for one in (tmp_path / "whole", folder)]
+    assert tables[0].subnets == tables[1].subnets
+    assert tables[0].batch_sizes == tables[1].batch_sizes
+    assert tables[0].statistics["windows"].tolist() == tables[1].statistics["windows"].tolist()
+    for key in set(tables[0].stamp) - {"measured"}:
+        assert tables[0].stamp[key] == tables[1].stamp[key]
+    for name in ("weights.safetensors", "norms.safetensors"):
+        tensors = [load_file(one / "bundle" / name) for one in (tmp_path / "whole", folder)]
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    engines = [subnetact.Engine.load(one / "bundle") for one in (tmp_path / "whole", folder)]
+    assert engines[0].specs == engines[1].specs
+    assert engines[1].tables["measured"] == tables[1]
+
+
+def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path) -> None:
+    folder, journal = tmp_path, tmp_path / "t.json.work" / "journal.jsonl"
+    process = start(folder, "--min-time-s", "3")
+    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    process.terminate()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    assert not (folder / "t.json").exists()
+    records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+    assert [record["record"] for record in records[:2]] == ["chosen", "window"]
+
+
+def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        command.main(["--help"])
+    assert exited.value.code == 0
+    printed = capsys.readouterr().out
+    for words in ("how it is measured:", "(default: 20.0)", "exit status:", "--compare monday.json"):
+        assert words in printed
+    assert "(default: None)" not in printed
+    assert "(default: [])" not in printed
