@@ -294,7 +294,7 @@ def test_searches_that_cannot_be_are_refused(made_up: tuple[Supernet, Any, Any])
         ({"population": 1}, "population"),
         ({"size": 0}, "size"),
         ({"latency": []}, "latency"),
-        ({"latency": [latency, latency]}, "batch sizes"),
+        ({"latency": [latency, latency]}, "batch_sizes"),
         ({"accuracy": lambda _: float("nan")}, "finite"),
         ({"remeasure": lambda _: [1.0, 2.0]}, "remeasure"),
     ):
