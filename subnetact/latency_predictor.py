@@ -165,7 +165,7 @@ def _rank_correlation(one: Array, two: Array) -> float:
     first, second = _ranks(one), _ranks(two)
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return math.nan
-    return float(np.corrcoef(np.stack([first, second]))[0, 1])
+    return float(np.asarray(np.corrcoef(np.stack([first, second])))[0, 1])
 
 
 def _ranks(values: Array) -> Array:

@@ -75,8 +75,8 @@ class Surrogate:
         return noise
 
     def _inverse(self, features: Array, noise: float) -> Array:
-        inverse: Array = np.linalg.inv(self._kernel(features, features) + noise * np.eye(len(features)))
-        return inverse
+        kernel = self._kernel(features, features) + noise * np.eye(len(features))
+        return np.asarray(np.linalg.inv(kernel), dtype=np.float64)
 
     def _kernel(self, one: Array, two: Array) -> Array:
         a, b = ((f - self._centre) / np.sqrt(self._spread) for f in (one, two))
