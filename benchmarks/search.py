@@ -246,14 +246,40 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
 
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw what was found, and put it into benchmarks/README.md."""
-    plot(result, out)
+    lines = []
+    if "digits" in result and "families" in result:
+        plot(result, out)
+        lines += fronts(result)
+    if "latency" in result:
+        lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
+        lines += ["| | off on average | at worst | rank correlation |", "|---|---|---|---|"]
+        lines += [
+            f"| {name} | {e['mean_percent']:.1f} % | {e['worst_percent']:.1f} % | "
+            f"{e['rank_correlation']:.3f} |"
+            for name, e in result["latency"].items()
+            if isinstance(e, dict) and "mean_percent" in e
+        ]
+    if "costs" in result:
+        lines += ["", "**Costs** of subnets not seen before, one thread:", ""]
+        lines += ["| | set-up, s | subnets a second |", "|---|---|---|"]
+        lines += [
+            f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} |"
+            for family, c in result["costs"].items()
+        ]
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def fronts(result: dict[str, Any]) -> list[str]:
+    """Return what the searches found, as lines of Markdown."""
     found = result["digits"]
     shares = {method: found[method]["share_of_hypervolume"] for method in ("evolution", "random")}
-    seeds = len(shares["evolution"])
     lines = [
         f"**Digits**, {found['subnets']} subnets, true accuracies ({found['what'].split(';')[0]}), MACs as "
-        f"latency; {found['evaluations']} evaluations, {seeds} seeds. Hypervolume as a share of the whole "
-        "space's:",
+        f"latency; {found['evaluations']} evaluations, {len(shares['evolution'])} seeds. Hypervolume as a "
+        "share of the whole space's:",
         "",
         "| | worst seed | mean | best |",
         "|---|---|---|---|",
@@ -276,26 +302,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             lines.append(
                 f"| {family}, {method} | {min(s):.4f} | {np.mean(s):.4f} | {min(sizes)} to {max(sizes)} |"
             )
-    if "latency" in result:
-        lines += ["", "**Latency predictor**, each subnet predicted from others (5 folds):", ""]
-        lines += ["| | off on average | at worst | rank correlation |", "|---|---|---|---|"]
-        lines += [
-            f"| {name} | {e['mean_percent']:.1f} % | {e['worst_percent']:.1f} % | "
-            f"{e['rank_correlation']:.3f} |"
-            for name, e in result["latency"].items()
-            if isinstance(e, dict) and "mean_percent" in e
-        ]
-    if "costs" in result:
-        lines += ["", "**Costs** of subnets not seen before, one thread:", ""]
-        lines += ["| | set-up, s | subnets a second |", "|---|---|---|"]
-        lines += [
-            f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} |"
-            for family, c in result["costs"].items()
-        ]
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    return [*lines, "", "![Fronts of evolution and random search](results/search.png)"]
 
 
 def plot(result: dict[str, Any], out: Path) -> None:

@@ -30,7 +30,8 @@ class Cost:
     Attributes:
         parameters: of the extracted network.
         macs: multiply-accumulates of convolutions, linear layers and matrix products, for the batch.
-        activation_bytes: what modules with parameters write, for the batch.
+        activation_bytes: what modules with parameters write, for the batch; embeddings of positions too
+            are counted once for each input.
         weight_bytes: of the parameters, each counted once.
         not_counted: operators whose arithmetic is not among `macs`, by their ATen names.
     """
