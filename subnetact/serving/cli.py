@@ -155,9 +155,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a batcher's decision log: its arrivals, deadlines and floors instead of a trace; table, SLO, "
         "workers and hopeless rule are the live run's unless given, latencies the measured ones",
     )
-    parser.add_argument("--slo-ms", type=float, help="default: 36")
-    parser.add_argument("--workers", type=int, help="default: 8")
-    parser.add_argument("--hopeless", choices=HOPELESS_RULES, help="default: serve")
+    parser.add_argument("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
+    parser.add_argument("--workers", type=int, help="devices (default: 8)")
+    parser.add_argument(
+        "--hopeless", choices=HOPELESS_RULES, help="what becomes of what is too late (default: serve)"
+    )
     parser.add_argument(
         "--noise", type=float, default=0.0, help="relative standard deviation of real latencies"
     )
