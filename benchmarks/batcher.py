@@ -34,7 +34,7 @@ from subnetact import __version__
 from subnetact.timing import machine
 
 #: of the interpreter; a model of many short operations asks for it back after each of them
-SWITCH_MS = {"null": 0.5, "digits": 0.05, "http": 0.5}
+SWITCH_MS = {"null": 5.0, "digits": 0.05, "http": 0.5}
 
 
 def _versions() -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +30,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LARGEST = BATCH_SIZES[-1]
 CLIENTS = 2048
 TICK_S = 2.5e-4
+PACER = "import os, sys, time\nwhile True:\n    time.sleep(float(sys.argv[1]))\n    os.write(1, b'.')"
 THREADS, WINDOW = 4, 512
 Infer = Callable[[Tensor], Awaitable[Any]]
 
@@ -113,8 +116,8 @@ def infer_of(batcher: Any) -> Infer:
 def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list[float]:
     """Milliseconds from when each request of an even open loop was due to its answer.
 
-    Every `TICK_S` the loop is woken, as by a socket, and sends what is due; an event loop's own timers
-    are no finer than a millisecond. The first tenth of the requests is not counted.
+    Every `TICK_S` another process wakes the loop through a pipe, as a client would, and it sends what is due;
+    an event loop's own timers are no finer than a millisecond. The first tenth of the requests is not counted.
     """
     inputs = vectors()
 
@@ -146,16 +149,19 @@ def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list
                 if following == count:
                     all_sent.set()
 
-            def tick() -> None:
-                while not all_sent.is_set():
-                    time.sleep(TICK_S)
-                    loop.call_soon_threadsafe(send_due)
-
-            start = clock() + 0.05
-            pacer = threading.Thread(target=tick)
-            pacer.start()
-            await all_sent.wait()
-            pacer.join()
+            start = clock() + 0.3
+            pacer = subprocess.Popen(
+                [sys.executable, "-S", "-c", PACER, str(TICK_S)], stdout=subprocess.PIPE, bufsize=0
+            )
+            ticks: Any = pacer.stdout
+            loop.add_reader(ticks, lambda: (ticks.read(4096), send_due()))
+            try:
+                await all_sent.wait()
+            finally:
+                loop.remove_reader(ticks)
+                pacer.kill()
+                pacer.wait()
+                ticks.close()
             await asyncio.gather(*waiting)
             return taken
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import subnetact
 from ofa_adapters import load
-from subnetact.digits import digits_space, new_digits_supernet
+from subnetact.digits import digits_space, load_digits_supernet, new_digits_supernet
 from subnetact.errors import FileFormatError, SearchError, SpecError, TableError
 from subnetact.pareto import crowding, front_of, ranks, spread
 from subnetact.space import SubnetSpace
@@ -201,6 +201,28 @@ def test_evolution_evaluates_distinct_subnets_and_all_count(made_up: tuple[Super
     assert subnetact.search(supernet, accuracy, latency, evaluations=100, seed=1, progress=False) == found
     other = subnetact.search(supernet, accuracy, latency, evaluations=100, seed=2, progress=False)
     assert [c.spec for c in other.evaluated] != specs
+
+
+def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
+    """On true accuracies of all 864 subnets, which benchmarks/search.py evaluated."""
+    supernet = load_digits_supernet()
+    data = json.loads((Path(__file__).parent / "golden" / "digits" / "accuracy.json").read_text())
+    assert data["space"] == supernet.space.id
+    assert data["supernet"] == supernet.fingerprint()
+    model = subnetact.CostModel(supernet, (1, 16, 16))
+    specs = list(supernet.space.enumerate())
+    accuracy = dict(zip(specs, data["accuracy"], strict=True))
+    macs = {spec: model(spec).macs / 1e6 for spec in specs}
+    points = [(accuracy[spec], macs[spec]) for spec in specs]
+    reference = min(a for a, _ in points), max(m for _, m in points)
+    whole = subnetact.hypervolume(points, reference)
+    for seed in range(3):
+        found = subnetact.search(
+            supernet, accuracy.__getitem__, macs.__getitem__, evaluations=86, seed=seed, progress=False
+        )
+        assert len(found.evaluated) == 86
+        front = [(c.accuracy, c.latency_ms) for c in found]
+        assert subnetact.hypervolume(front, reference) >= 0.99 * whole
 
 
 def test_a_budget_near_the_space_is_spent(made_up: tuple[Supernet, Any, Any]) -> None:
