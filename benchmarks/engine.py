@@ -180,7 +180,7 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
 
 
 def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
-    """Give every subnet statistics of its own, fresh ones: what matters here is their size."""
+    """Give every subnet random statistics of its own: what matters here is their size."""
     rows = {}
     for spec in specs:
         row = supernet.space.resolve(spec)
@@ -190,7 +190,7 @@ def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
             norm: SubnetNorm, row: Row = row, used: dict[str, tuple[Tensor, Tensor]] = used
         ) -> nn.Module:
             (channels,) = norm.sizes(row)
-            used[norm.path] = torch.zeros(channels), torch.ones(channels)
+            used[norm.path] = torch.randn(channels) / 10, torch.rand(channels) + 0.5
             return nn.Identity()
 
         bind(supernet.network, row, take)
