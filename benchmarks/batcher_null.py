@@ -116,8 +116,9 @@ def infer_of(batcher: Any) -> Infer:
 def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list[float]:
     """Milliseconds from when each request of an even open loop was due to its answer.
 
-    Every `TICK_S` another process wakes the loop through a pipe, as a client would, and it sends what is due;
-    an event loop's own timers are no finer than a millisecond. The first tenth of the requests is not counted.
+    Every `TICK_S` another process wakes the loop through a pipe, as a client would, and it sends what is
+    due; an event loop's own timers are no finer than a millisecond. The first tenth of the requests is not
+    counted.
     """
     inputs = vectors()
 
@@ -154,7 +155,12 @@ def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list
                 [sys.executable, "-S", "-c", PACER, str(TICK_S)], stdout=subprocess.PIPE, bufsize=0
             )
             ticks: Any = pacer.stdout
-            loop.add_reader(ticks, lambda: (ticks.read(4096), send_due()))
+
+            def woken() -> None:
+                ticks.read(4096)
+                send_due()
+
+            loop.add_reader(ticks, woken)
             try:
                 await all_sent.wait()
             finally:
