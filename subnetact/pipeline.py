@@ -251,9 +251,7 @@ def _check_table(job: Job, keys: Sequence[str], accuracy: Sequence[float]) -> No
 def _check_colocated(job: Job, count: int) -> None:
     settings = job.settings
     if settings.colocate and not 0 <= settings.colocated < count:
-        raise TableError(
-            f"colocated: {settings.colocated} is no row of the table; choose from 0 to {count - 1}"
-        )
+        raise TableError(f"colocated: {settings.colocated} is no row of the table; it has 0 to {count - 1}")
 
 
 def _runner(

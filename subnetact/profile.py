@@ -78,8 +78,9 @@ def _compare(args: argparse.Namespace) -> int:
     shared = [name for name in first.statistics if name in second.statistics]
     if args.statistic not in (None, *shared):
         raise TableError(
-            f"statistic: {args.statistic!r} is not in both tables; choose from {', '.join(shared) or 'none'}, "
-            "or leave it out to compare what each has as its latency"
+            f"statistic: {args.statistic!r} is not in both tables; both have "
+            f"{', '.join(shared) or 'none'}; "
+            "leave it out to compare what each has as its latency"
         )
     comparison = first.compare(second, args.statistic or ("p50" if "p50" in shared else None))
     print(comparison.report(args.tolerance))
@@ -107,8 +108,8 @@ def _print(job: Job, found: Profile) -> None:
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
     if found.beaten:
         print(
-            f"{found.beaten} of {len(table.subnets)} subnets are beaten by another one's accuracy and measured "
-            "medians at all batch sizes"
+            f"{found.beaten} of {len(table.subnets)} subnets are beaten by another one's accuracy and "
+            "measured medians at all batch sizes"
         )
     if found.unstable:
         print(
