@@ -6,9 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
-from subnetact.profile import main
+from subnetact.profile import build_parser, main
 from subnetact.timing import find_device, machine
 
 TABLES = Path(__file__).parent / "tables"
@@ -16,19 +14,21 @@ TABLES = Path(__file__).parent / "tables"
 
 def run(family: str, pixels: int, arguments: list[str]) -> int:
     """Profile a family with `python -m subnetact.profile`; what the command line says wins."""
-    given = sys.argv[1:]
-
-    def value(option: str, default: str) -> str:
-        return given[given.index(option) + 1] if option in given else default
-
-    device = find_device(value("--device", "cuda" if torch.cuda.is_available() else "cpu"))
-    threads = value("--threads", "1")
-    mode = value("--mode", "zero-copy")
-    facts = machine(device)
-    parts = [facts["device_name"], f"torch{facts['torch'].split('+')[0]}", family, f"{pixels}px", mode]
-    if device.type == "cpu":
-        parts.insert(1, f"{threads}thread")
-    name = "_".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts)
     shape = ["--input-shape", "3", str(pixels), str(pixels)]
-    own = ["--family", family, *shape, "--out", f"{TABLES / name}.json", "--threads", threads]
-    return main([*own, *arguments, *given])
+    wanted = ["--family", family, *shape, "--threads", "1", *arguments, *sys.argv[1:]]
+    return main(["--out", f"{TABLES / table_name(wanted)}.json", *wanted])
+
+
+def table_name(arguments: list[str]) -> str:
+    """Name a table by what its sweep is of: device, versions, family, input, mode, and dtype."""
+    args = build_parser().parse_args(arguments)
+    device = find_device(args.device)
+    facts = machine(device)
+    channels, height, width = [1, 1, *args.input_shape][-3:]
+    pixels = f"{width}px" if (channels, height) == (3, width) else "x".join(map(str, args.input_shape))
+    parts = [facts["device_name"], f"torch{facts['torch'].split('+')[0]}", args.family, pixels, args.mode]
+    if device.type == "cpu":
+        parts.insert(1, f"{args.threads}thread")
+    if args.dtype not in (None, "float32"):
+        parts.append(args.dtype)
+    return "_".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +16,12 @@ from tqdm import tqdm
 
 from subnetact.errors import SpecError
 from subnetact.journal import Journal
+from subnetact.latency_predictor import LatencyPredictor
 from subnetact.pareto_set import Measure, accuracy_of, find_pareto_set, fitted_latencies, searched_sizes
 from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, read_specs
 
-__all__ = ["Chosen", "Request", "choose"]
+__all__ = ["Chosen", "Request", "choose", "expected"]
 
 MOST = 10_000
 """Subnets that `all` stands for at the most."""
@@ -57,11 +60,18 @@ class Request:
             raise SpecError(f"subnets: {self.subnets!r} is no file; give a number, all, random:8, or a file")
         if number.lstrip("-").isdigit() and int(number) < 1:
             raise SpecError(f"subnets: {self.subnets} must be at least 1")
+        if self.accuracy and self.accuracy_predictor:
+            raise SpecError("accuracy: give numbers, a callable or a predictor, only one of them")
         if self.fitted < 8 or self.evaluations < 2:
             raise SpecError(
                 f"a search fits to at least 8 subnets and tries at least 2, got {self.fitted} and "
                 f"{self.evaluations}"
             )
+
+    @property
+    def file(self) -> str | None:
+        """The file of subnets; None where they are asked for in another way."""
+        return None if self.subnets == "all" or self.count is not None else self.subnets
 
     @property
     def count(self) -> int | None:
@@ -74,15 +84,13 @@ class Request:
         return self.subnets.isdigit() and int(self.subnets) < size
 
     def size(self, size: int) -> int:
-        """How many subnets of a space of that size it asks for.
+        """How many subnets of a space of that size it asks for, if not those of a file.
 
         Raises:
             SpecError: it asks for all of too many.
         """
         if self.subnets == "all" and size > MOST:
             raise SpecError(f"subnets: all {size:.3g} are too many; give a number")
-        if self.count is None and self.subnets != "all":
-            return len(json.loads(Path(self.subnets).read_text(encoding="utf-8")))
         return min(size, self.count or size)
 
 
@@ -99,6 +107,19 @@ class Chosen:
     specs: list[SubnetSpec]
     accuracy: list[float | None]
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def expected(subject: Subject, request: Request) -> int:
+    """Return how many subnets a request is for; a search may find fewer.
+
+    Raises:
+        SpecError: it asks for too many, or for a file that holds no list of this supernet's subnets.
+    """
+    if request.subnets == "all" and subject.specs:
+        return len(subject.specs)
+    if request.file is not None:
+        return len(_read(subject, request.file))
+    return request.size(subject.supernet.space.size())
 
 
 def choose(
@@ -128,7 +149,10 @@ def choose(
         specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
         return Chosen(specs, line["accuracy"], line["facts"])
     if subject.specs and request.subnets == "all":
-        chosen = Chosen(list(subject.specs), list(subject.accuracy), {"subnets_chosen": "the bundle's"})
+        known = list(subject.accuracy)
+        if request.accuracy or request.accuracy_predictor:
+            known = _accuracies(subject, request, subject.specs, progress)
+        chosen = Chosen(list(subject.specs), known, {"subnets_chosen": "the bundle's"})
     elif request.searches(space.size()):
         chosen = _pareto_set(subject, request, journal, batch_sizes, measure, progress)
     else:
@@ -149,10 +173,14 @@ def _listed(subject: Subject, request: Request) -> list[SubnetSpec]:
     space = subject.supernet.space
     if request.subnets.startswith("random:"):
         return _random(subject, request.size(space.size()), request.seed)
-    if request.subnets == "all" or request.count is not None:
-        request.size(space.size())
-        return list(space.enumerate())
-    return list(dict.fromkeys(read_specs(Path(request.subnets), subject.supernet)))
+    if request.file is not None:
+        return _read(subject, request.file)
+    request.size(space.size())
+    return list(space.enumerate())
+
+
+def _read(subject: Subject, file: str) -> list[SubnetSpec]:
+    return list(dict.fromkeys(read_specs(Path(file), subject.supernet)))
 
 
 def _random(subject: Subject, count: int, seed: int) -> list[SubnetSpec]:
@@ -196,24 +224,35 @@ def _pareto_set(
     )
     if accuracy is None and request.accuracy:
         raise SpecError("accuracy: a search needs a function of a subnet; give one pkg.mod:factory")
-    latencies = []
+    latencies: list[LatencyPredictor] = []
     if request.search_latency == "measured":
         some = _random(subject, request.fitted, request.seed)
         latencies = fitted_latencies(subject, some, searched_sizes(batch_sizes), measure)
+    size = request.size(subject.supernet.space.size())
     found, facts = find_pareto_set(
         subject,
         accuracy,
         latencies,
-        request.size(subject.supernet.space.size()),
+        size,
         request.evaluations,
         request.seed,
-        journal.path.with_name("search.json"),
+        journal.path.with_name(f"search-{_digest(journal, latencies)}.json"),
         progress,
     )
     if accuracy is None:
         source = "not known: the search took more multiply-accumulates for better"
+    if len(found) < size:
+        message = f"{size} subnets were asked for, {len(found)} of those tried are beaten by no other"
+        facts["fewer"] = message
+        tqdm.write(message, file=sys.stderr)
     return Chosen(
         [one.spec for one in found],
         [None if math.isnan(one.accuracy) else one.accuracy for one in found],
         {"subnets_chosen": f"Pareto set of {request.subnets}", "accuracy_source": source, **facts},
     )
+
+
+def _digest(journal: Journal, latencies: Sequence[LatencyPredictor]) -> str:
+    """Name what a search's objectives depend on, so that no other search is taken up."""
+    facts = [journal.environment, [one.weights.tolist() for one in latencies]]
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()

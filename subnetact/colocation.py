@@ -6,6 +6,7 @@ pressure on the machine. Here the pressure is the number of processes that run o
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -30,7 +31,7 @@ class CoRunners:
     They end with the context, and soon after this process if it is killed.
 
     Args:
-        network: what each of them runs; it is copied.
+        network: what each of them runs, a copy of its own.
         x: its input, a batch.
         count: how many processes.
 
@@ -96,6 +97,7 @@ class CoRunners:
 def _work(network: nn.Module, x: Any, turn: Any, passes: Any, parent: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     torch.set_num_threads(threads)
+    network = copy.deepcopy(network)  # what is sent to a process shares memory with the sender's
     with torch.inference_mode():
         device = next(network.parameters()).device
         while os.getppid() == parent:

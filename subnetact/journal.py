@@ -28,6 +28,7 @@ class Journal:
         path: the file; made where there is none.
         environment: JSON facts under which records are comparable.
         resume: whether records of an earlier run may be there.
+        folder: what to remove to begin afresh, for messages; None = the file.
 
     Attributes:
         path: the file.
@@ -39,9 +40,14 @@ class Journal:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], environment: Mapping[str, Any], resume: bool = True
+        self,
+        path: str | os.PathLike[str],
+        environment: Mapping[str, Any],
+        resume: bool = True,
+        folder: Path | None = None,
     ) -> None:
         self.path = Path(path)
+        self._removable = f"the folder {folder}" if folder else "the file"
         self.environment = json.loads(json.dumps(dict(environment)))
         self._records = self._read(resume) if self.path.exists() else []
         if not self._records:
@@ -86,13 +92,14 @@ class Journal:
             return []
         if not resume:
             raise ResumeMismatch(
-                f"{self.path}: holds {len(records)} records of an earlier run; resume it, or remove the file"
+                f"{self.path}: holds {len(records)} records of an earlier run; resume it, or remove "
+                f"{self._removable}"
             )
         differing = sorted(_differing(before, self.environment))
         if differing:
             raise ResumeMismatch(
                 f"{self.path}: was begun in another environment; then and now: {'; '.join(differing)}. "
-                "Restore it, or remove the file to begin afresh"
+                f"Restore it, or remove {self._removable} to begin afresh"
             )
         if len(whole) < len(raw):
             os.truncate(self.path, len(whole))

@@ -233,7 +233,7 @@ class LatencyTable:
             [self.batch_sizes[j] for j in columns],
             self.latency_ms[cells],
             {name: values[cells] for name, values in self.statistics.items()},
-            self.stamp,
+            _selected(self.stamp, rows, [self.batch_sizes[j] for j in columns]),
             self.interference,
             self.contended_ms[:, rows][:, :, columns] if self.interference else None,
         )
@@ -366,6 +366,21 @@ class LatencyTable:
             TableError: the stage is unknown, or the numbers make no table.
         """
         return cls.from_arrays(**read_superserve(path, stage))
+
+
+def _selected(stamp: Mapping[str, Any], rows: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:
+    """The stamp with what it says by row in the order of the rows chosen."""
+    found = {name: value for name, value in stamp.items() if name != "beaten"}
+    if "out_of_memory" in found:
+        found["out_of_memory"] = sorted(
+            [level, new, size]
+            for level, subnet, size in found["out_of_memory"]
+            for new, row in enumerate(rows)
+            if row == subnet and size in batch_sizes
+        )
+    if "subnet_dimension" in found:
+        found["subnet_dimension"] = [found["subnet_dimension"][row] for row in rows]
+    return found
 
 
 def _rebuilt(written: Mapping[str, Any]) -> LatencyTable:

@@ -19,6 +19,8 @@ __all__ = ["merge"]
 SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "space", "supernet", "mode",
         "statistic", "include_actuation", "include_h2d", "channels_last")  # fmt: skip
 """Facts without which latencies do not compare."""
+BY_ROW = ("out_of_memory", "subnet_dimension", "beaten")
+"""Facts about one table's rows."""
 
 
 def merge(first: LatencyTable, second: LatencyTable) -> dict[str, Any]:
@@ -53,7 +55,11 @@ def merge(first: LatencyTable, second: LatencyTable) -> dict[str, Any]:
         return table.statistics.get(name, np.full(table.latency_ms.shape, np.nan))
 
     names = [*first.statistics, *(name for name in second.statistics if name not in first.statistics)]
-    stamp = {key: value for key, value in first.stamp.items() if second.stamp.get(key) == value}
+    stamp = {
+        key: value
+        for key, value in first.stamp.items()
+        if key not in BY_ROW and second.stamp.get(key) == value
+    }
     return {
         "subnets": keys,
         "accuracy": [_accuracy(first, second, key) for key in keys],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 from subnetact.accuracy_predictor import AccuracyPredictor
 from subnetact.costs import CostModel
 from subnetact.errors import SpecError
-from subnetact.latency_predictor import LatencyPredictor
+from subnetact.latency_predictor import FEWEST, LatencyPredictor
 from subnetact.nas import SearchResult, search
 from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, find
@@ -32,13 +33,8 @@ def accuracy_of(
         given: one `pkg.mod:factory`, called with the supernet; anything else is no function of a subnet.
         predictor: a checkpoint of once-for-all's accuracy predictor; None = none.
         encoding: what it was trained on; None = the family's own.
-
-    Raises:
-        SpecError: both are given.
     """
     factory = given[0] if len(given) == 1 and ":" in given[0] else None
-    if factory and predictor:
-        raise SpecError("accuracy: give a callable or a predictor, not both")
     if factory:
         return find(factory)(subject.supernet), factory
     if predictor:
@@ -62,13 +58,25 @@ def searched_sizes(batch_sizes: Sequence[int]) -> list[int]:
 def fitted_latencies(
     subject: Subject, specs: Sequence[SubnetSpec], sizes: Sequence[int], measure: Measure
 ) -> list[LatencyPredictor]:
-    """Measure subnets and fit one latency predictor for each batch size."""
+    """Measure subnets and fit one latency predictor for each batch size that enough of them ran at.
+
+    Raises:
+        SpecError: there is no such batch size.
+    """
     costs = CostModel(subject.supernet, subject.example.shape, subject.example.dtype)
-    measured = list(zip(*measure(specs, sizes), strict=True))
-    return [
-        LatencyPredictor.fit(subject.supernet, specs, measured[j], size, costs=costs)
-        for j, size in enumerate(sizes)
-    ]
+    found, ran = [], []
+    for size, column in zip(sizes, zip(*measure(specs, sizes), strict=True), strict=True):
+        pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]
+        ran.append(f"{len(pairs)} ran at batch size {size}")
+        if len(pairs) >= FEWEST:
+            some, latency_ms = zip(*pairs, strict=True)
+            found.append(LatencyPredictor.fit(subject.supernet, some, latency_ms, size, costs=costs))
+    if not found:
+        raise SpecError(
+            f"a search's latencies are fitted to at least {FEWEST} measured subnets; of {len(specs)}, "
+            f"{', '.join(ran)}. Give smaller --batch-sizes, --search-latency macs, or --subnets all"
+        )
+    return found
 
 
 def find_pareto_set(

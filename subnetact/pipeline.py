@@ -12,23 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from subnetact._table_checks import warn_of_fractions
 from subnetact.calibration import calibrate
-from subnetact.candidates import Chosen, Request, choose
+from subnetact.candidates import Chosen, Request, choose, expected
 from subnetact.engine import Engine
 from subnetact.errors import TableError, UncalibratedSubnetWarning
-from subnetact.files import replacing
+from subnetact.files import described, replacing
 from subnetact.journal import Journal
 from subnetact.latency import LatencyTable
-from subnetact.plotting import plot_front, plot_heat_map
-from subnetact.readings import Readings
-from subnetact.runners import Runner, engine_for, running
+from subnetact.pareto import front_of
+from subnetact.plotting import need_matplotlib, plot_front, plot_heat_map
+from subnetact.readings import Cell, Readings
+from subnetact.runners import Runner, check_running, engine_for, running
 from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, batches_of
-from subnetact.sweep import environment, sweep, table_of
+from subnetact.sweep import environment, measured_at, sweep, table_of
 from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import find_device
 from subnetact.windows import statistics_of
@@ -103,20 +105,32 @@ class Profile:
     Attributes:
         table: as measured.
         scheduler: the same with latencies that never fall as the batch grows.
-        unstable: how many cells have a median that is not known well enough.
+        cells: how many ran, at every number of co-runners.
+        unstable: how many of them have a median that is not known well enough.
+        beaten: how many subnets another one beats by the medians measured without co-runners; None where
+            accuracies are not known.
     """
 
     table: LatencyTable
     scheduler: LatencyTable
+    cells: int
     unstable: int
+    beaten: int | None
 
 
-def check(job: Job) -> None:
-    """Refuse files that could not be written, before anything is measured.
+def check(job: Job, subject: Subject) -> None:
+    """Refuse what could not be run or written, before anything is measured.
 
     Raises:
         TableError: naming the option.
+        DeviceError: the mode is not for this device.
+        MissingExtra: figures are wanted and matplotlib is not installed.
+        SpecError: no such subnets.
     """
+    check_running(job.mode, job.include_h2d, find_device(job.device))
+    _check_colocated(job, expected(subject, job.request))
+    if job.plots is not None:
+        need_matplotlib()
     for name, path in (("out", job.out), ("csv", job.csv)):
         if path is not None and (not path.parent.is_dir() or path.is_dir()):
             raise TableError(f"{name}: {path} is not a file in a folder that exists")
@@ -141,10 +155,10 @@ def plan(job: Job, subject: Subject) -> str:
     Raises:
         SubnetActError: what is known not to work before anything is measured.
     """
-    check(job)
+    check(job, subject)
     settings, request = job.settings, job.request
     space = subject.supernet.space
-    count = len(subject.specs) if request.subnets == "all" and subject.specs else request.size(space.size())
+    count = expected(subject, request)
     cells = count * len(job.batch_sizes) * (1 + len(settings.colocate))
     least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
     sizes = ", ".join(map(str, job.batch_sizes))
@@ -172,9 +186,11 @@ def begin(job: Job, subject: Subject) -> Journal:
     path = job.work / "journal.jsonl"
     device = find_device(job.device)
     facts = environment(subject.supernet, device, subject.example, job.running, job.settings)
+    read = (job.request.file, job.request.accuracy_predictor)
     request = {
         "batch_sizes": list(job.batch_sizes),
         "request": vars(job.request),
+        "files": {str(path): described(Path(path)) for path in read if path is not None},
         "budget_mb": job.budget_mb,
         "calibrate_on": job.calibrate_on,
         "random_images": job.random_images,
@@ -183,7 +199,7 @@ def begin(job: Job, subject: Subject) -> Journal:
     if not job.resume and (job.work / "done").exists():
         shutil.rmtree(job.work)
     job.work.mkdir(exist_ok=True)
-    return Journal(path, {**facts, **request}, job.resume)
+    return Journal(path, {**facts, **request}, job.resume, job.work)
 
 
 def profile(job: Job, subject: Subject) -> Profile:
@@ -196,7 +212,7 @@ def profile(job: Job, subject: Subject) -> Profile:
         ResumeMismatch: progress of another environment, or of a job that is not to be resumed.
         SubnetActError: whatever cannot work; before anything is measured, where that can be known.
     """
-    check(job)
+    check(job, subject)
     _check_table(job, ["-"], [math.nan])
     journal = begin(job, subject)
     with warnings.catch_warnings():
@@ -211,13 +227,17 @@ def profile(job: Job, subject: Subject) -> Profile:
         )
         accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
         _check_table(job, [spec.key for spec in chosen.specs], accuracy)
+        _check_colocated(job, len(chosen.specs))
         warn_of_fractions(accuracy)
         calibrated = _calibrate(job, subject, chosen)
         runner = _runner(job, subject, chosen.specs, chosen.accuracy)
         readings = sweep(runner, job.batch_sizes, job.settings, Readings(journal), job.progress)
-    facts = {**chosen.facts, "calibrated_on": calibrated}
+    facts = {**chosen.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
+    beaten = _beaten(job, readings, accuracy)
+    if beaten is not None:
+        facts["beaten"] = beaten
     table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
-    found = Profile(table, table.monotone(), _unstable(table))
+    found = Profile(table, table.monotone(), *_unstable(job, readings, len(accuracy)), beaten)
     _write(job, found, runner.engine)
     (job.work / "done").touch()
     return found
@@ -226,6 +246,12 @@ def profile(job: Job, subject: Subject) -> Profile:
 def _check_table(job: Job, keys: Sequence[str], accuracy: Sequence[float]) -> None:
     """Refuse before the measuring what no table could be made of after it."""
     LatencyTable.from_arrays(keys, accuracy, job.batch_sizes, [[1.0] * len(job.batch_sizes)] * len(keys))
+
+
+def _check_colocated(job: Job, count: int) -> None:
+    settings = job.settings
+    if settings.colocate and not 0 <= settings.colocated < count:
+        raise TableError(f"colocated: {settings.colocated} is no row of the table; it has 0 to {count - 1}")
 
 
 def _runner(
@@ -246,7 +272,7 @@ def _runner(
 def _measure(
     job: Job, subject: Subject, journal: Journal, specs: Sequence[SubnetSpec], sizes: Sequence[int]
 ) -> list[list[float]]:
-    """Measure the subnets that a search's latencies are fitted to."""
+    """Measure the subnets that a search's latencies are fitted to; NaN where the memory runs out."""
     few = min(3, job.settings.windows)
     settings = replace(job.settings, colocate=(), windows=few, max_windows=few)
     readings = Readings(journal, "fit")
@@ -254,14 +280,32 @@ def _measure(
 
     def latency(i: int, size: int) -> float:
         if readings.impossible((0, i, size)):
-            raise TableError(f"batch size {size}: {specs[i]} runs out of memory; profile smaller batches")
+            return math.nan
         return statistics_of(readings.windows[0, i, size], settings.stability, [50])["p50"]
 
     return [[latency(i, size) for size in sizes] for i in range(len(specs))]
 
 
-def _unstable(table: LatencyTable) -> int:
-    return int((table.statistics["stable"] == 0.0).sum())
+def _unstable(job: Job, readings: Readings, subnets: int) -> tuple[int, int]:
+    """Count the cells that ran, at every number of co-runners, and those of them that are not stable."""
+    levels = (0, *job.settings.colocate)
+    cells = [(n, i, b) for n in levels for i in range(subnets) for b in job.batch_sizes]
+    ran = [cell for cell in cells if not readings.impossible(cell)]
+    return len(ran), sum(not readings.stable(cell, job.settings) for cell in ran)
+
+
+def _beaten(job: Job, readings: Readings, accuracy: Sequence[float]) -> int | None:
+    """Count subnets that are no better than another in accuracy and in any batch size's median."""
+    if any(map(math.isnan, accuracy)):
+        return None
+
+    def median(cell: Cell) -> float:
+        if readings.impossible(cell):
+            return math.inf
+        return float(np.median(np.concatenate([window["host_ms"] for window in readings.windows[cell]])))
+
+    costs = [[-percent, *(median((0, i, b)) for b in job.batch_sizes)] for i, percent in enumerate(accuracy)]
+    return len(costs) - len(front_of(np.array(costs)))
 
 
 def _calibrate(job: Job, subject: Subject, chosen: Chosen) -> str:
@@ -272,9 +316,12 @@ def _calibrate(job: Job, subject: Subject, chosen: Chosen) -> str:
     if not job.calibrate_on and not job.random_images:
         bare = [spec for spec in chosen.specs if not supernet.calibrated(spec)]
         return f"nothing: {len(bare)} subnets have shared statistics" if bare else "their own statistics"
+    supernet.to(find_device(job.device))  # a resumed job has built no engine that would have moved it
     source = job.calibrate_on or f"{job.random_images} random images: latency only, no accuracy"
     batches = (
-        batches_of(job.calibrate_on, job.calibration_batch) if job.calibrate_on else _noise(job, subject)
+        batches_of(job.calibrate_on, job.calibration_batch, subject.example.dtype)
+        if job.calibrate_on
+        else _noise(job, subject)
     )
     calibrate(supernet, chosen.specs, batches, job.progress, resume=job.work / "calibration")
     return source

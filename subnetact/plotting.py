@@ -11,7 +11,7 @@ from subnetact.errors import MissingExtra
 from subnetact.latency import LatencyTable
 from subnetact.pareto import pareto_front
 
-__all__ = ["plot_front", "plot_heat_map"]
+__all__ = ["need_matplotlib", "plot_front", "plot_heat_map"]
 
 LABELLED = 16
 """Up to so many rows, every cell of a heat map has its number."""
@@ -75,10 +75,19 @@ def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "
     figure.savefig(path, dpi=130)
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def need_matplotlib() -> Any:
+    """Return matplotlib's `Figure`.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("figures need matplotlib; pip install 'subnetact[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    return Figure
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    figure = need_matplotlib()(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()

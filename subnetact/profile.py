@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from subnetact.candidates import Request
-from subnetact.errors import SubnetActError
+from subnetact.errors import SubnetActError, TableError
 from subnetact.latency import LatencyTable
 from subnetact.pipeline import Job, Profile, plan, profile
 from subnetact.runners import MODES
@@ -23,12 +23,12 @@ from subnetact.subject import Subject, load_subject
 from subnetact.sweep_settings import ORDERS, SweepSettings
 from subnetact.timing import find_device
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]
 
 DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
 EXIT_CODES = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
-  {USAGE}    arguments that cannot work, or progress of another environment
+  {USAGE}    arguments that cannot work, progress of another environment, or an error of the device on the way
   {UNSTABLE}    with --strict: a cell is unstable; with --compare: a cell is outside the tolerance
   {INTERRUPTED}  interrupted (SIGINT, SIGTERM); --resume goes on
 
@@ -40,15 +40,17 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; see `EXIT_CODES`."""
-    args = _parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     try:
         with _interruptible():
             if args.compare:
                 return _compare(args)
             return _profile(args)
     except KeyboardInterrupt:
-        where = "" if args.compare or args.dry_run else f"; what was measured is kept in {_work(args)}"
-        print(f"subnetact.profile: interrupted{where}, and --resume goes on", file=sys.stderr)
+        kept = (
+            "" if args.compare or args.dry_run else f"; {_work(args)} keeps what was done, --resume goes on"
+        )
+        print(f"subnetact.profile: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
     except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
         print(f"subnetact.profile: {error}", file=sys.stderr)
@@ -73,8 +75,14 @@ def _profile(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     first, second = map(LatencyTable.load, args.compare)
-    shared = set(first.statistics) & set(second.statistics)
-    comparison = first.compare(second, args.statistic if args.statistic in shared else None)
+    shared = [name for name in first.statistics if name in second.statistics]
+    if args.statistic not in (None, *shared):
+        raise TableError(
+            f"statistic: {args.statistic!r} is not in both tables; both have "
+            f"{', '.join(shared) or 'none'}; "
+            "leave it out to compare what each has as its latency"
+        )
+    comparison = first.compare(second, args.statistic or ("p50" if "p50" in shared else None))
     print(comparison.report(args.tolerance))
     return DONE if comparison.within(args.tolerance) else UNSTABLE
 
@@ -98,9 +106,14 @@ def _print(job: Job, found: Profile) -> None:
     cells_out = int(sum(ms != ms for ms in table.latency_ms.ravel()))
     if cells_out:
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
+    if found.beaten:
+        print(
+            f"{found.beaten} of {len(table.subnets)} subnets are beaten by another one's accuracy and "
+            "measured medians at all batch sizes"
+        )
     if found.unstable:
         print(
-            f"{found.unstable} of {table.latency_ms.size} cells are unstable: their median is not known to "
+            f"{found.unstable} of {found.cells} cells are unstable: their median is not known to "
             f"{100 * job.settings.stability:g} %. Quieten the machine, or raise --max-windows"
         )
 
@@ -153,7 +166,7 @@ def _job(args: argparse.Namespace) -> Job:
             stability=args.stability / 100,
             order=args.order,
             quantiles=tuple(args.quantiles),
-            statistic=args.statistic,
+            statistic=args.statistic or "p50",
             colocate=tuple(args.colocate),
             colocated=args.colocated,
         ),
@@ -180,7 +193,8 @@ def _work(args: argparse.Namespace) -> Path:
     return Job(out=args.out).work
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         "python -m subnetact.profile",
         description="From a checkpoint to a latency table, subnet x batch size, and a bundle to serve from.",
@@ -244,10 +258,16 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         metavar="N",
-        help="of one input (default: 3 224 224; digits 1 16 16)",
+        help="of one input (default: the bundle's; digits 1 16 16; otherwise 3 224 224)",
     )
-    group.add_argument("--input-dtype", metavar="DTYPE", help="where it is not --dtype: int64 for token ids")
-    group.add_argument("--dtype", default="float32", help="of the weights: float32, bfloat16, float16")
+    group.add_argument(
+        "--input-dtype",
+        metavar="DTYPE",
+        help="of the input: int64 for token ids (default: the bundle's, or --dtype)",
+    )
+    group.add_argument(
+        "--dtype", help="of the weights: float32, bfloat16, float16 (default: the bundle's own, or float32)"
+    )
     group.add_argument("--mode", choices=MODES, default="zero-copy", help=_modes())
     group.add_argument("--budget-mb", type=float, default=2048.0, help="for cached, hot and graphs, MiB")
     group.add_argument("--channels-last", action="store_true", help="in mode eager; other modes always are")
@@ -262,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         "--colocate", type=int, nargs="+", default=[], metavar="N",
         help="measure also beside so many processes that run a subnet without pause",
     )  # fmt: skip
-    group.add_argument("--colocated", type=int, default=0, metavar="ID", help="the subnet they run")
+    group.add_argument("--colocated", type=int, default=0, metavar="ID", help="its row in the table")
     group = parser.add_argument_group("how it is measured")
     group.add_argument("--warmup-ms", type=float, default=20.0, help="untimed, before each window")
     group.add_argument("--min-time-s", type=float, default=0.5, help="timed, per cell, over its windows")
@@ -273,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=5.0,
         metavar="PERCENT",
-        help="how well the median of a stable cell is known: half its 90 %% confidence interval",
+        help="of the median: half the width of its 90 %% confidence interval, at most, in a stable cell",
     )
     group.add_argument("--order", choices=ORDERS, default="interleaved", help="of the visits")
     group.add_argument(
@@ -281,9 +301,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--statistic",
-        default="p50",
+        metavar="NAME",
         help="that becomes the table's latency: mean, p50, p90 ...; all are kept. With --compare: what is "
-        "compared",
+        "compared, the tables' latency where they have no p50 (default: p50)",
     )
     group.add_argument("--strict", action="store_true", help=f"exit {UNSTABLE} if a cell is unstable")
     group = parser.add_argument_group("what comes out")

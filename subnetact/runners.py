@@ -17,7 +17,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.staging import batch_like, call_with, mapped
 from subnetact.supernet import Supernet
 
-__all__ = ["MODES", "Runner", "TimedCall", "engine_for"]
+__all__ = ["MODES", "Runner", "TimedCall", "check_running", "engine_for", "running"]
 
 MODES = {
     "eager": "the subnet's view, called as the plain module it is",
@@ -46,11 +46,7 @@ def engine_for(
         TableError: the mode is unknown.
         DeviceError: the mode is not for this device.
     """
-    if mode not in MODES:
-        raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join(MODES)}")
-    needed = {"cached": "cpu", "graphs": "cuda"}.get(mode)
-    if needed and torch.device(device).type != needed:
-        raise DeviceError(f"mode {mode!r} is for {needed}; on {device} choose hot or zero-copy")
+    check_running(mode, False, torch.device(device))
     return Engine(
         supernet,
         specs,
@@ -62,6 +58,22 @@ def engine_for(
         specialise=mode == "hot",
         compile="inductor" if mode == "compile" else None,
     )
+
+
+def check_running(mode: str, include_h2d: bool, device: torch.device) -> None:
+    """Refuse a way of running that a device does not have.
+
+    Raises:
+        TableError: the mode is unknown.
+        DeviceError: the mode is not for this device, or `include_h2d` on a CPU.
+    """
+    if mode not in MODES:
+        raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join(MODES)}")
+    needed = {"cached": "cpu", "graphs": "cuda"}.get(mode)
+    if needed and device.type != needed:
+        raise DeviceError(f"mode {mode!r} is for {needed}; on {device} choose hot or zero-copy")
+    if include_h2d and device.type == "cpu":
+        raise DeviceError("include_h2d: on a CPU the input is already there; leave it out")
 
 
 def running(mode: str, include_actuation: bool, include_h2d: bool, channels_last: bool) -> dict[str, Any]:
@@ -107,8 +119,7 @@ class Runner:
         include_h2d: bool = False,
         channels_last: bool = False,
     ) -> None:
-        if include_h2d and engine.device.type == "cpu":
-            raise DeviceError("include_h2d: on a CPU the input is already there; leave it out")
+        check_running(mode, include_h2d, engine.device)
         self.engine = engine
         self.device = engine.device
         self.keys = engine.keys

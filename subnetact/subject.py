@@ -46,7 +46,7 @@ def load_subject(
     bundle: str | None = None,
     input_shape: Sequence[int] | None = None,
     input_dtype: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     seed: int = 0,
 ) -> Subject:
     """Load one of a model, a family or a bundle; the embedded digits supernet where none is given.
@@ -58,12 +58,13 @@ def load_subject(
         constructor: arguments of the factory or of the family.
         bundle: a directory that `Engine.save` wrote.
         input_shape: of one input; None = the bundle's, 1 16 16 of the digits, otherwise 3 224 224.
-        input_dtype: of the input where it is not `dtype`, int64 for token ids.
-        dtype: what weights are cast to.
+        input_dtype: of the input where it is not `dtype`, int64 for token ids; None = the bundle's, or
+            `dtype`.
+        dtype: what weights are cast to; None = the bundle's own, otherwise float32.
         seed: of random weights.
 
     Raises:
-        SpecError: the model is no supernet, or more than one subject is given.
+        SpecError: the model is no supernet, its input is no single tensor, or more than one subject is given.
     """
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
     if len(given) > 1:
@@ -74,11 +75,20 @@ def load_subject(
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
     shape = [1, 16, 16] if not given else [3, 224, 224]
+    cast = _dtype(dtype or "float32")
+    input_cast = cast
     if bundle:
         engine = Engine.load(bundle, device="cpu", allow_uncalibrated=True)
         supernet = engine.supernet
         specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
+        if not isinstance(engine.example, Tensor):
+            raise SpecError(
+                f"bundle {bundle}: its input is a {type(engine.example).__name__}, this command measures "
+                "networks of one tensor; use subnetact.profile_latency(engine)"
+            )
         shape = list(engine.example.shape)
+        if dtype is None or not engine.example.is_floating_point():
+            input_cast = engine.example.dtype
     elif model:
         supernet = find(model)(**(constructor or {}))
         if not isinstance(supernet, Supernet):
@@ -90,8 +100,12 @@ def load_subject(
         supernet = import_module("ofa_adapters").load(family, checkpoint, **(constructor or {}))
     else:
         supernet = import_module("subnetact.digits").load_digits_supernet()
-    supernet.eval().to(_dtype(dtype))
-    example = torch.zeros(list(input_shape or shape), dtype=_dtype(input_dtype or dtype))
+    supernet.eval()
+    if dtype is not None or not bundle:
+        supernet.to(cast)
+    if input_dtype is not None:
+        input_cast = _dtype(input_dtype)
+    example = torch.zeros(list(input_shape or shape), dtype=input_cast)
     return Subject(supernet, example, specs, accuracy)
 
 
@@ -129,14 +143,20 @@ def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
     ]
 
 
-def batches_of(source: str, batch_size: int) -> Iterator[Any]:
+def batches_of(source: str, batch_size: int, dtype: torch.dtype) -> Iterator[Any]:
     """Yield calibration batches from a `.npy` file of images (N, C, H, W), or from `pkg.mod:function()`.
 
+    Args:
+        source: which of the two.
+        batch_size: images of the file in a batch.
+        dtype: what the network takes; floating-point images are converted to it.
+
     Raises:
-        SpecError: the source is neither.
+        SpecError: the source is neither, or holds integers for a floating-point network, or the reverse.
     """
     if not source.endswith(".npy"):
-        yield from find(source)()
+        for batch in find(source)():
+            yield _converted(batch, source, dtype)
         return
     try:
         images = np.load(source, mmap_mode="r", allow_pickle=False)
@@ -147,7 +167,20 @@ def batches_of(source: str, batch_size: int) -> Iterator[Any]:
             f"{source}: expected numbers of shape (N, C, H, W), got {images.dtype} {images.shape}"
         )
     for start in range(0, len(images), batch_size):
-        yield torch.from_numpy(np.array(images[start : start + batch_size]))
+        yield _converted(torch.from_numpy(np.array(images[start : start + batch_size])), source, dtype)
+
+
+def _converted(batch: Any, source: str, dtype: torch.dtype) -> Any:
+    if isinstance(batch, list | tuple) and batch:
+        return [_converted(batch[0], source, dtype), *batch[1:]]
+    if not isinstance(batch, Tensor):
+        return batch
+    if batch.is_floating_point() != dtype.is_floating_point:
+        raise SpecError(
+            f"{source}: images are {batch.dtype}, the network takes {dtype}; save them as they were for "
+            "training, scaled and normalised"
+        )
+    return batch.to(dtype)
 
 
 def _dtype(name: str) -> torch.dtype:

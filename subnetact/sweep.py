@@ -28,7 +28,7 @@ from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import machine, measure, ran_out_of_memory
 from subnetact.windows import statistics_of
 
-__all__ = ["environment", "profile_latency", "sweep", "table_of"]
+__all__ = ["environment", "measured_at", "profile_latency", "sweep", "table_of"]
 
 
 def sweep(
@@ -156,6 +156,16 @@ def _environment_of(runner: Runner, settings: SweepSettings) -> dict[str, Any]:
     )
 
 
+def measured_at(journal: Journal | None) -> str:
+    """Return when a sweep ended: now, or what its journal noted the first time."""
+    for line in journal.of("measured") if journal else ():
+        return str(line["at"])
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    if journal is not None:
+        journal.append("measured", at=now)
+    return now
+
+
 def table_of(
     runner: Runner,
     batch_sizes: Sequence[int],
@@ -192,9 +202,8 @@ def table_of(
         statistics=alone,
         stamp={
             **_environment_of(runner, settings),
-            **facts,
             "out_of_memory": sorted(list(cell) for cell in readings.out_of_memory),
-            "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **facts,
         },
         interference=levels,
         contended_ms=contended if levels else None,
@@ -250,4 +259,4 @@ def profile_latency(
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}
         journal = Journal(resume, {**_environment_of(runner, settings), **facts})
     readings = sweep(runner, batch_sizes, settings, Readings(journal), progress)
-    return table_of(runner, batch_sizes, settings, readings, known)
+    return table_of(runner, batch_sizes, settings, readings, known, measured=measured_at(journal))

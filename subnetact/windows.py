@@ -40,11 +40,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def stable(windows: Sequence[Window], stability: float) -> bool:
-    """Tell whether the median of a cell is known: its interval reaches no further than `stability`.
+    """Tell whether the median of a cell is known: half its interval's width is at most `stability` of it.
 
     Args:
         windows: of one cell, at least one.
-        stability: relative to the median, to either side; 0.05 for 5 %.
+        stability: relative to the median; 0.05 for 5 %.
     """
     medians = [float(np.median(window["host_ms"])) for window in windows]
     low, high = median_interval(medians)

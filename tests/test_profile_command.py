@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ from safetensors.torch import load_file
 import ofa_adapters
 import subnetact
 from ofa_adapters import load
+from subnetact import pipeline, plotting, sweep
 from subnetact import profile as command
-from subnetact import sweep
+from subnetact.errors import MissingExtra, SpecError
+from subnetact.pareto_set import fitted_latencies
+from subnetact.readings import Readings
+from subnetact.subject import Subject, batches_of, load_subject
 from subnetact.supernet import Supernet
+from subnetact.sweep_settings import SweepSettings
 
 QUICK = ["--device", "cpu", "--threads", "1", "--min-time-s", "0.003", "--warmup-ms", "0", "--windows", "3",
          "--max-windows", "3"]  # fmt: skip
@@ -117,7 +123,7 @@ def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.Ca
     assert not set(specs).isdisjoint(table.subnets)
 
 
-def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet) -> None:
+def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, capsys: Any) -> None:
     space = digits.space
     chosen = [space.smallest(), space.largest()]
     listed = tmp_path / "subnets.json"
@@ -137,6 +143,17 @@ def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet) -> 
     assert again.stamp["mode"] == "eager"
     assert again.stamp["supernet"] == table.stamp["supernet"]
     assert again.stamp["calibrated_on"] == "their own statistics"
+    given = ("--bundle", tmp_path / "b", "--batch-sizes", 1, "--accuracy", 70, 60.5)
+    assert run(tmp_path, *given) == 0
+    capsys.readouterr()
+    beaten = table_in(tmp_path)
+    assert beaten.accuracy == (70.0, 60.5)
+    assert beaten.stamp["beaten"] == int(beaten.latency_ms[0, 0] <= beaten.latency_ms[1, 0])
+    assert run(tmp_path, *given[:-1]) == 2
+    assert "1 values for 2 subnets" in capsys.readouterr().err
+    listed.write_text(json.dumps({"subnets": []}))
+    assert run(tmp_path, "--subnets", listed, "--dry-run") == 2
+    assert "expected a JSON list" in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +184,8 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert command.main([*compared, "--tolerance", "3"]) == 3
     assert "4 of 4 cells differ by more than 3 %" in capsys.readouterr().out
     assert command.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
+    assert command.main([*compared, "--statistic", "p98"]) == 2
+    assert "'p98' is not in both tables" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -195,6 +214,11 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--calibrate-on", "x.npy", "--random-images", "3"], "not on both"),
         (["--subnets", "random:2", "--calibrate-on", "x.npy"], "not readable as an array"),
         (["--out", "/none/t.json"], "folder that exists"),
+        (["--dry-run", "--mode", "graphs"], "for cuda"),
+        (["--dry-run", "--include-h2d"], "include_h2d"),
+        (["--dry-run", "--colocate", "1", "--colocated", "8"], "it has 0 to 7"),
+        (["--accuracy", "70", "--accuracy-predictor", "p.pth"], "only one of them"),
+        (["--subnets", "random:2", "--accuracy-predictor", "/none.pth"], "not readable"),
     ],
 )
 def test_wrong_arguments_are_explained(
@@ -228,7 +252,9 @@ def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
     assert not (tmp_path / "t.json").exists()
     monkeypatch.setattr(sweep, "_visit", whole)
     assert run(tmp_path, *arguments) == 2
-    assert "5 records of an earlier run; resume it" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "5 records of an earlier run; resume it" in refused
+    assert f"or remove the folder {tmp_path / 't.json.work'}" in refused
     assert run(tmp_path, *arguments, "--resume", "--min-time-s", 0.004) == 2
     assert "min_time_ms 3.0 and 4.0" in capsys.readouterr().err
     assert run(tmp_path, *arguments, "--resume", "--seed", 1) == 2
@@ -236,6 +262,105 @@ def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
     assert run(tmp_path, *arguments, "--resume") == 0
     assert table_in(tmp_path).statistics["windows"].tolist() == [[3.0]] * 3
     assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh
+
+
+def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supernet, capsys: Any) -> None:
+    listed, space = tmp_path / "s.json", digits.space
+    listed.write_text(json.dumps([space.format(space.smallest())]))
+    arguments = ("--subnets", listed, "--batch-sizes", 1)
+    assert run(tmp_path, *arguments) == 0
+    measured = table_in(tmp_path).stamp["measured"]
+    journal = tmp_path / "t.json.work" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"'))
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert table_in(tmp_path).stamp["measured"] == "long ago"
+    listed.write_text(json.dumps([space.format(space.largest())]))
+    assert run(tmp_path, *arguments, "--resume") == 2
+    assert "sha256" in capsys.readouterr().err
+
+
+def test_another_search_is_not_taken_up(tmp_path: Path) -> None:
+    arguments = ("--subnets", 4, "--batch-sizes", 1, "--fitted", 8, "--evaluations", 1000, "--windows", 1)
+    work = tmp_path / "t.json.work"
+    assert run(tmp_path, *arguments) == 0
+    (first,) = work.glob("search-*.json")
+    lines = (work / "journal.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines[1:] if json.loads(line)["record"] == "window"]
+    (work / "journal.jsonl").write_text("".join([lines[0], *kept]))  # the fit is measured again
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert set(work.glob("search-*.json")) > {first}
+
+
+def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
+    subject = Subject(digits, torch.zeros(1, 16, 16))
+    specs = list(digits.space.enumerate())[:9]
+
+    def measure(some: Any, sizes: Any) -> list[list[float]]:
+        return [[math.nan if i == 0 else 1.0 + i, math.nan if i < 2 else 2.0 + i] for i in range(len(some))]
+
+    (one,) = fitted_latencies(subject, specs, [1, 64], measure)
+    assert (one.batch_size, one.error.test) == (1, 8)
+    with pytest.raises(
+        SpecError, match=r"7 ran at batch size 1, 6 ran at batch size 64.*--search-latency macs"
+    ):
+        fitted_latencies(subject, specs[:8], [1, 64], measure)
+
+
+def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
+    np.save(tmp_path / "f.npy", np.ones((3, 1, 4, 4)))
+    np.save(tmp_path / "i.npy", np.ones((3, 1, 4, 4), np.uint8))
+    assert [len(x) for x in batches_of(str(tmp_path / "f.npy"), 2, torch.float32)] == [2, 1]
+    assert next(batches_of(str(tmp_path / "f.npy"), 2, torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(SpecError, match=r"images are torch\.uint8, the network takes torch\.float32"):
+        next(batches_of(str(tmp_path / "i.npy"), 2, torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path) -> None:
+    example = torch.zeros(1, 16, 16, dtype=torch.float64)
+    specs = [digits.space.smallest()]
+    subnetact.Engine(digits, specs, example=example, allow_uncalibrated=True).save(tmp_path / "b")
+    kept = load_subject(bundle=str(tmp_path / "b"))
+    assert (kept.example.dtype, kept.supernet.fingerprint()) == (torch.float64, digits.fingerprint())
+    cast = load_subject(bundle=str(tmp_path / "b"), dtype="bfloat16")
+    assert cast.example.dtype == next(cast.supernet.parameters()).dtype == torch.bfloat16
+    pair = (example, example)
+    subnetact.Engine(digits, specs, example=pair, allow_uncalibrated=True).save(tmp_path / "pair")
+    with pytest.raises(SpecError, match=r"subnetact\.profile_latency"):
+        load_subject(bundle=str(tmp_path / "pair"))
+
+
+def test_figures_without_matplotlib_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra):
+        plotting.need_matplotlib()
+    assert run(tmp_path, "--plot", tmp_path / "plots", "--dry-run") == 2
+
+
+def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
+    readings, settings = Readings(), SweepSettings(colocate=(1,), stability=0.1)
+    for level, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
+        for factor in factors:
+            readings.add((level, 0, 1), {"host_ms": factor * np.ones(3)})
+    readings.add((0, 0, 2), None)
+    readings.add((1, 0, 2), None)
+    job = pipeline.Job(settings=settings, batch_sizes=(1, 2))
+    assert pipeline._unstable(job, readings, 1) == (2, 1)
+    assert pipeline._beaten(job, readings, [70.0]) == 0
+    assert pipeline._beaten(job, readings, [math.nan]) is None
+
+
+def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "profiling"))
+    name = import_module("device_sweep").table_name
+    own = ["--family", "f", "--device", "cpu", "--threads", "1", "--input-shape", "3", "224", "224"]
+    assert name(own).endswith("_f_224px_zero-copy")
+    changed = [*own, "--mode=eager", "--dtype=bfloat16", "--threads=2", "--input-shape", "3", "96", "96"]
+    assert "_2thread_" in name(changed)
+    assert name(changed).endswith("_f_96px_eager_bfloat16")
+    assert name([*own, "--input-shape", "1", "16", "32"]).endswith("_f_1x16x32_zero-copy")
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -254,7 +379,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bundle(tmp_path: Path) -
     assert whole.communicate(timeout=120)[0] is None
     assert whole.returncode == 0
     folder, journal = tmp_path / "killed", tmp_path / "killed" / "t.json.work" / "journal.jsonl"
-    rng, kills = random.Random(), 0
+    seed = random.randrange(2**32)
+    print(f"seed of the kills: {seed}")
+    rng, kills = random.Random(seed), 0
     for _ in range(2):
         process = start(folder, "--resume")
         lines = journal.read_bytes().count(b"\n") if journal.exists() else 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+
+from subnetact.profile import build_parser
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -27,6 +30,13 @@ def test_the_examples_run(
     monkeypatch.chdir(tmp_path)
     exec(compile(export, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith("2 depth=4 width=1.0 [32,")
+
+
+def test_the_profile_lines_parse() -> None:
+    lines = re.findall(r"^python -m subnetact\.profile (.*)", README.replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        build_parser().parse_args(shlex.split(line, comments=True))
 
 
 def test_each_command_section_has_one_shell_block() -> None:

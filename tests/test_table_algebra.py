@@ -142,6 +142,16 @@ def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
         first.compare(one("b", 2, 1.0))
 
 
+def test_what_a_stamp_says_by_row_follows_the_rows() -> None:
+    stamp = {"out_of_memory": [[0, 1, 2], [0, 2, 4]], "subnet_dimension": ["x", "y", "z"], "beaten": 1}
+    table = LatencyTable.from_arrays(
+        ["a", "b", "c"], [math.nan] * 3, [1, 2, 4], [[1.0, 2.0, 4.0]] * 3, stamp=stamp
+    )
+    chosen = table.select([2, 1], batch_sizes=[1, 2]).stamp
+    assert dict(chosen) == {"out_of_memory": [[0, 1, 2]], "subnet_dimension": ["z", "y"]}
+    assert set(table.merged(table).stamp) == {"merged_from"}
+
+
 def superserve_file(path: Path, **changes: Any) -> Path:
     def row(size: int, ms: float) -> dict[str, Any]:
         stages = {"forward": ms * 1e6, "h2d_copy": 0.5e6}
