@@ -56,7 +56,8 @@ class Engine:
             thread's activations, and what the C allocator and MKL keep per thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        specialise: whether subnets may get programs of their own within the budget; False = slices only.
+        specialise: whether subnets may get programs of their own within the budget; False = slices
+            and graphs only.
         hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
             weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
@@ -300,7 +301,10 @@ class Engine:
         ids, taken = self.ids, []
         for i in (ids * (1000 // max(1, len(ids)) + 1))[:1000]:
             start = time.perf_counter_ns()
-            self.ready(i)
+            try:
+                self.ready(i)
+            except SpecError:
+                continue  # removed meanwhile
             taken.append(time.perf_counter_ns() - start)
         return EngineStats(
             subnets=len(ids),
@@ -367,20 +371,19 @@ class Engine:
                         "leave out compile="
                     )
                 return call_with(bound.view, x)
-            if self._example is None and x.dim():
-                self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
                 call = self._compiler.of(subnet.id, bound)
             elif self._heater is None:
-                return bound.view(x)
+                call = bound.view
             else:
                 example = self._example if isinstance(self._example, Tensor) else None
                 call = self._heater.program(subnet, bound, example) or bound.view
-            if self._graphs is not None:
-                return self._graphs.run(subnet.id, bound, call, x)
-            return call(x)
+            output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
+            if self._example is None and x.dim():
+                self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
+            return output
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound

@@ -80,6 +80,14 @@ def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Sup
     assert engine.stats().graphs == 0
 
 
+def test_graphs_are_used_without_programs(digits: Supernet) -> None:
+    recorder = Recorder()
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder, specialise=False)
+    for _ in range(2):
+        close(engine(X[:3], subnet=1), digits(X[:3], subnet=engine.specs[1]))
+    assert (recorder.sizes, recorder.replays) == ([4], 2)
+
+
 def test_graphs_stay_within_the_budget(digits: Supernet) -> None:
     recorder = Recorder(nbytes=400_000)
     engine = engine_of(digits, memory_budget_mb=1, graph_backend=recorder)
