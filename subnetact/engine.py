@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -17,7 +18,7 @@ from subnetact.bundle import load_bundle, save_bundle
 from subnetact.byte_cache import ByteCache
 from subnetact.compiled import Compiler
 from subnetact.engine_stats import EngineStats, weight_bytes
-from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
+from subnetact.errors import EngineError, InvalidRequest, NotCalibrated, SpecError
 from subnetact.graphs import GraphBackend, Graphs, cuda_graphs
 from subnetact.heating import Heater
 from subnetact.latency import LatencyTable
@@ -72,6 +73,7 @@ class Engine:
         tables: latency tables by name; kept in bundles.
 
     Raises:
+        EngineError: a budget or a backend for compile that there cannot be.
         NotCalibrated: a subnet has no statistics of its own.
         SpecError: a specification is of another space, repeated, or there is none.
     """
@@ -97,6 +99,8 @@ class Engine:
             raise SpecError(f"an engine needs distinct subnets, at least one; got {len(canonical)}")
         if len(known) != len(canonical):
             raise SpecError(f"accuracy: {len(known)} values for {len(canonical)} subnets; give one a subnet")
+        if not 0 <= memory_budget_mb < math.inf:
+            raise EngineError(f"memory_budget_mb: {memory_budget_mb} must be finite and >= 0; 0 = no budget")
         self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device
         self.device = home if device is None else find_device(device)
@@ -203,6 +207,8 @@ class Engine:
             self._heater.drop(subnet)
         if self._graphs is not None:
             self._graphs.drop(subnet)
+        if self._compiler is not None:
+            self._compiler.drop(subnet)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -279,7 +285,8 @@ class Engine:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
 
         With `compile`, a batch of another shape than those prepared is refused from then on
-        (`RecompileRefused`).
+        (`RecompileRefused`), and all are once weights or statistics are replaced (`load_state_dict`,
+        `calibrate`): prepare again then.
 
         Args:
             batch_sizes: the sizes to come.
