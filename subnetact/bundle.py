@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact._version import __version__
-from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.files import checksum, described, replacing
 from subnetact.latency import LatencyTable
 from subnetact.norm_table import NormTable
@@ -117,13 +117,15 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         norms = NormTable.load(folder / NORMS)
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
         accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
+        if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
+            raise ValueError("subnets, accuracy and removed ones do not belong together")
         _fill(supernet, folder / WEIGHTS)
         supernet.norms = norms
         return Bundle(
             supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
         )
-    except (KeyError, TypeError, AttributeError, SpecError) as error:
-        if isinstance(error, ForeignSpec) and supernet is not None:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, FileFormatError) or (isinstance(error, ForeignSpec) and supernet is not None):
             raise
         raise FileFormatError(f"{index}: a field is missing or of the wrong kind: {error!r}") from error
 

@@ -176,7 +176,7 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
     engine.remove(0)
     assert 0 not in engine._compiler._compiled
     subnetact.calibrate(digits, [specs[1]], [X * 2], progress=False)
-    with pytest.raises(RecompileRefused, match="were replaced; call engine.prepare"):
+    with pytest.raises(RecompileRefused, match=r"were replaced; call engine\.prepare"):
         engine(X[:1], subnet=1)
 
 
