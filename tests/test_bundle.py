@@ -112,6 +112,9 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"family": {"name": "ofa_resnet50", "constructor": {}}}, "is of space digits"),
         ({"files": {"../weights.safetensors": {}}}, "not a file of this directory"),
         ({"example": ["load", [1]]}, "of the wrong kind"),
+        ({"example": ["torch.float32", [-1]]}, "of the wrong kind"),
+        ({"accuracy": [80.0]}, "do not belong together"),
+        ({"removed": [99]}, "do not belong together"),
     ],
 )
 def test_a_foreign_or_newer_index_is_refused(
