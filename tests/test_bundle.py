@@ -134,3 +134,22 @@ def test_other_directories_are_left_alone(engine: subnetact.Engine, tmp_path: Pa
     with pytest.raises(FileFormatError, match="something else"):
         engine.save(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
+    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "b"
+    engine.save(folder)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert "latency-0.json" in before
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.supernet.norms), "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.save(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    engine.tables.clear()
+    engine.save(folder)
+    assert "latency-0.json" not in {p.name for p in folder.iterdir()}
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    assert subnetact.Engine.load(folder).tables == {}
