@@ -21,7 +21,7 @@ from torch import Tensor
 
 from subnetact._version import __version__
 from subnetact.errors import FileFormatError, ForeignSpec
-from subnetact.files import checksum, described, replacing_folder
+from subnetact.files import checksum, described, replacing, replacing_folder
 from subnetact.latency import LatencyTable
 from subnetact.norm_table import NormTable
 from subnetact.spec import SubnetSpec
@@ -62,7 +62,8 @@ def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
 def _write(engine: Engine, folder: Path) -> None:
     supernet = engine.supernet
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with replacing(folder / WEIGHTS) as temporary:  # which gives it the usual permissions
+        save_file(tensors, temporary, {"format": "pt"})
     supernet.norms.save(folder / NORMS)
     tables = {f"latency-{i}.json": name for i, name in enumerate(engine.tables)}
     for file, name in tables.items():

@@ -141,6 +141,7 @@ def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
 ) -> None:
     folder = tmp_path / "b"
     engine.save(folder)
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert "latency-0.json" in before
     with monkeypatch.context() as patched:
