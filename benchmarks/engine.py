@@ -6,7 +6,7 @@
 Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one
 process, interleaved; a ratio is the median of the ratios within a round, against upstream's extracted
 network in eager mode (`extracted_eager`). `--report` draws
-a JSON that was measured before and puts its figures into README.md.
+a JSON that was measured before and puts its figures into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -251,21 +251,20 @@ def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: AR
     specs = distinct(supernet, 1000)
     rows_for(supernet, specs)
     supernet.private_view(specs[0])
+    found: dict[str, Any] = {"weights_MiB": weight_bytes(supernet) / 2**20, "resident": {}}
+    table = supernet.norms.nbytes() / len(specs) / 2**20
+    before = resident_mb()
+    engine = subnetact.Engine(supernet, specs[:1])
+    for count in (1, 10, 100, 1000):
+        for spec in specs[len(engine) : count]:
+            engine.register(spec)
+        found["resident"][count] = {"engine_MiB": resident_mb() - before, "norm_table_MiB": table * count}
     copies = [
         sum(t.numel() * t.element_size() for t in (*view.parameters(), *view.buffers()))
         for view in (supernet.private_view(spec)[0] for spec in specs)
     ]
-    found: dict[str, Any] = {"weights_MiB": weight_bytes(supernet) / 2**20, "resident": {}}
-    table = supernet.norms.nbytes() / len(specs) / 2**20
-    for count in (1, 10, 100, 1000):
-        before = resident_mb()
-        engine = subnetact.Engine(supernet, specs[:count])
-        found["resident"][count] = {
-            "engine_MiB": resident_mb() - before,
-            "norm_table_MiB": table * count,
-            "copies_MiB": sum(copies[:count]) / 2**20,
-        }
-        del engine
+    for count, held in found["resident"].items():
+        held["copies_MiB"] = sum(copies[:count]) / 2**20
     return found
 
 

@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
+from subnetact.binding import bind
 from subnetact.digits import load_digits_supernet
 from subnetact.export import to_torchscript
 from subnetact.norm_table import NormRow
+from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 from subnetact.timing import machine
@@ -77,15 +79,23 @@ def registered(supernet: Supernet, count: int) -> list[SubnetSpec]:
     generator = torch.Generator().manual_seed(0)
     for spec in specs if supernet.norm_operators() else ():
         own = {}
-        for path, norm in supernet.norm_operators().items():
-            channels = (
-                supernet.space.resolve(spec)[norm.dims["channels"]] if norm.dims else norm.full("channels")
-            )
-            if channels:
-                mean, var = torch.randn(2, channels, generator=generator)
-                own[path] = mean / 9, 0.5 + var.abs()
+        for path, channels in norms_used(supernet, spec).items():
+            mean, var = torch.randn(2, channels, generator=generator)
+            own[path] = mean / 9, 0.5 + var.abs()
         supernet.norms.update({spec: NormRow.of(own)})
     return list(specs)
+
+
+def norms_used(supernet: Supernet, spec: SubnetSpec) -> dict[str, int]:
+    """The channels of each BatchNorm that a subnet has; the file keeps no statistics of others."""
+    row, found = supernet.space.resolve(spec), {}
+
+    def note(norm: SubnetNorm) -> nn.Module:
+        found[norm.path] = norm.shared_statistics(row)[0].numel()
+        return nn.Identity()
+
+    bind(supernet.network, row, note)
+    return found
 
 
 def weight_bytes(supernet: Supernet) -> int:

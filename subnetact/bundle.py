@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact._version import __version__
-from subnetact.errors import FileFormatError, ForeignSpec, SpecError
-from subnetact.files import checksum, described, replacing
+from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.files import checksum, described, replacing, replacing_folder
 from subnetact.latency import LatencyTable
 from subnetact.norm_table import NormTable
 from subnetact.spec import SubnetSpec
@@ -50,19 +50,19 @@ class Bundle:
 
 
 def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
-    """Write a bundle; `bundle.json` comes last, so that an interrupted write leaves none that loads.
+    """Write a bundle, which takes the place of an earlier one when it is complete.
 
     Raises:
         FileFormatError: the directory holds something else than a bundle.
     """
-    folder = Path(directory)
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / INDEX).exists())):
-        raise FileFormatError(f"{folder}: holds something else than a bundle; choose a new directory")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / INDEX).unlink(missing_ok=True)
+    with replacing_folder(directory, INDEX, "a bundle") as folder:
+        _write(engine, folder)
+
+
+def _write(engine: Engine, folder: Path) -> None:
     supernet = engine.supernet
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
-    with replacing(folder / WEIGHTS) as temporary:
+    with replacing(folder / WEIGHTS) as temporary:  # which gives it the usual permissions
         save_file(tensors, temporary, {"format": "pt"})
     supernet.norms.save(folder / NORMS)
     tables = {f"latency-{i}.json": name for i, name in enumerate(engine.tables)}
@@ -84,8 +84,7 @@ def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
         "files": {name: described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
     }
     document["checksum"] = checksum(document)
-    with replacing(folder / INDEX) as temporary:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bundle:
@@ -117,13 +116,15 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         norms = NormTable.load(folder / NORMS)
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
         accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
+        if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
+            raise ValueError("subnets, accuracy and removed ones do not belong together")
         _fill(supernet, folder / WEIGHTS)
         supernet.norms = norms
         return Bundle(
             supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
         )
-    except (KeyError, TypeError, AttributeError, SpecError) as error:
-        if isinstance(error, ForeignSpec) and supernet is not None:
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, FileFormatError) or (isinstance(error, ForeignSpec) and supernet is not None):
             raise
         raise FileFormatError(f"{index}: a field is missing or of the wrong kind: {error!r}") from error
 

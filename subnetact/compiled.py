@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import RecompileRefused
+from subnetact.errors import EngineError, RecompileRefused
 from subnetact.subnets import Bound
 
 __all__ = ["Compiler"]
@@ -27,11 +27,17 @@ class Compiler:
 
     Args:
         backend: a torch.compile backend, `inductor` for example.
+
+    Raises:
+        EngineError: this torch has no such backend.
     """
 
     def __init__(self, backend: str) -> None:
+        if backend not in torch.compiler.list_backends(()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise EngineError(f"compile: this torch has no backend {backend!r}; choose from {known}")
         self._backend = backend
-        self._compiled: dict[int, tuple[Bound, dict[Any, Callable[[Tensor], Any]]]] = {}
+        self._compiled: dict[int, tuple[Bound, Callable[[Tensor], Any]]] = {}
         self._compiling = threading.RLock()
         self._sealed = False
         self._here = threading.local()
@@ -40,18 +46,36 @@ class Compiler:
         """Return the callable of a subnet, for inputs of the shapes prepared."""
         known = self._compiled.get(subnet)
         if known is None or known[0] is not bound:
-            known = self._compiled[subnet] = bound, {}
-        shapes = known[1]
+            with self._compiling:
+                known = self._compiled.get(subnet)
+                if known is None or known[0] is not bound:
+                    known = self._compiled[subnet] = bound, self._callable(subnet, bound)
+        return known[1]
+
+    def drop(self, subnet: int) -> None:
+        """Forget a subnet's code."""
+        self._compiled.pop(subnet, None)
+
+    def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
+        shapes: dict[Any, Callable[[Tensor], Any]] = {}
+        kernels = [p.computed for p in bound.view.parameters() if hasattr(p, "computed")]
 
         def run(x: Tensor) -> Any:
+            for kernel in kernels:  # compiled code takes them as they are
+                kernel.refresh()
             compiled = shapes.get((x.shape, x.dtype))
-            if compiled is not None:
-                return compiled(x)
-            with self._compiling:  # the first call compiles
-                compiled = shapes.get((x.shape, x.dtype)) or self._compile(subnet, bound.view, x)
-                output = compiled(x)
-                shapes[x.shape, x.dtype] = compiled
-                return output
+            try:
+                if compiled is not None:
+                    return compiled(x)
+                with self._compiling:  # the first call compiles
+                    compiled = shapes.get((x.shape, x.dtype)) or self._compile(subnet, bound.view, x)
+                    output = compiled(x)
+                    shapes[x.shape, x.dtype] = compiled
+                    return output
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, RecompileRefused):
+                    raise error.inner_exception from None
+                raise
 
         return run
 
@@ -71,8 +95,9 @@ class Compiler:
     def _compile(self, subnet: int, view: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:
         if self._sealed and not getattr(self._here, "allowed", False):
             raise RecompileRefused(
-                f"subnet {subnet}: input of shape {tuple(x.shape)} was not prepared; call "
-                f"engine.prepare(batch_sizes=[{x.shape[0]}, ...]) first, or pad the batch"
+                f"subnet {subnet}: input of shape {tuple(x.shape)} was not prepared, or weights or "
+                f"statistics were replaced; call engine.prepare(batch_sizes=[{x.shape[0]}, ...]) again, or "
+                "pad the batch"
             )
         lookup: Any = torch._dynamo.lookup_backend
         backend = lookup(self._backend)

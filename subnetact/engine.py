@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -17,7 +18,7 @@ from subnetact.bundle import load_bundle, save_bundle
 from subnetact.byte_cache import ByteCache
 from subnetact.compiled import Compiler
 from subnetact.engine_stats import EngineStats, weight_bytes
-from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
+from subnetact.errors import EngineError, InvalidRequest, NotCalibrated, SpecError
 from subnetact.graphs import GraphBackend, Graphs, cuda_graphs
 from subnetact.heating import Heater
 from subnetact.latency import LatencyTable
@@ -56,7 +57,8 @@ class Engine:
             thread's activations, and what the C allocator and MKL keep per thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        specialise: whether subnets may get programs of their own within the budget; False = slices only.
+        specialise: whether subnets may get programs of their own within the budget; False = slices
+            and graphs only.
         hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
             weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
@@ -71,6 +73,7 @@ class Engine:
         tables: latency tables by name; kept in bundles.
 
     Raises:
+        EngineError: a budget or a backend for compile that there cannot be.
         NotCalibrated: a subnet has no statistics of its own.
         SpecError: a specification is of another space, repeated, or there is none.
     """
@@ -96,6 +99,8 @@ class Engine:
             raise SpecError(f"an engine needs distinct subnets, at least one; got {len(canonical)}")
         if len(known) != len(canonical):
             raise SpecError(f"accuracy: {len(known)} values for {len(canonical)} subnets; give one a subnet")
+        if not 0 <= memory_budget_mb < math.inf:
+            raise EngineError(f"memory_budget_mb: {memory_budget_mb} must be finite and >= 0; 0 = no budget")
         self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device
         self.device = home if device is None else find_device(device)
@@ -202,6 +207,8 @@ class Engine:
             self._heater.drop(subnet)
         if self._graphs is not None:
             self._graphs.drop(subnet)
+        if self._compiler is not None:
+            self._compiler.drop(subnet)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -278,7 +285,8 @@ class Engine:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
 
         With `compile`, a batch of another shape than those prepared is refused from then on
-        (`RecompileRefused`).
+        (`RecompileRefused`), and all are once weights or statistics are replaced (`load_state_dict`,
+        `calibrate`): prepare again then.
 
         Args:
             batch_sizes: the sizes to come.
@@ -300,7 +308,10 @@ class Engine:
         ids, taken = self.ids, []
         for i in (ids * (1000 // max(1, len(ids)) + 1))[:1000]:
             start = time.perf_counter_ns()
-            self.ready(i)
+            try:
+                self.ready(i)
+            except SpecError:
+                continue  # removed meanwhile
             taken.append(time.perf_counter_ns() - start)
         return EngineStats(
             subnets=len(ids),
@@ -367,20 +378,19 @@ class Engine:
                         "leave out compile="
                     )
                 return call_with(bound.view, x)
-            if self._example is None and x.dim():
-                self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
                 call = self._compiler.of(subnet.id, bound)
             elif self._heater is None:
-                return bound.view(x)
+                call = bound.view
             else:
                 example = self._example if isinstance(self._example, Tensor) else None
                 call = self._heater.program(subnet, bound, example) or bound.view
-            if self._graphs is not None:
-                return self._graphs.run(subnet.id, bound, call, x)
-            return call(x)
+            output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
+            if self._example is None and x.dim():
+                self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
+            return output
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound

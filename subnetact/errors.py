@@ -9,6 +9,7 @@ SubnetActError
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
+├── EngineError (ValueError)          an engine cannot be made with these arguments
 ├── MissingExtra (ImportError)        a package that this feature needs is not installed
 ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
 ├── ExportError (RuntimeError)         a network, or this machine, that a format cannot be made from
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "DeadlinePassed",
     "DeviceError",
+    "EngineError",
     "ExportError",
     "FileFormatError",
     "ForeignSpec",
@@ -95,6 +97,10 @@ class FileFormatError(SubnetActError, ValueError):
 
 class DeviceError(SubnetActError, RuntimeError):
     """A device that this machine, or this build of torch, does not have."""
+
+
+class EngineError(SubnetActError, ValueError):
+    """An engine cannot be made with these arguments."""
 
 
 class MissingExtra(SubnetActError, ImportError):

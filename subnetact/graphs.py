@@ -64,7 +64,7 @@ class Graphs:
     """The graphs of one engine, which share one memory pool: never two replays at once.
 
     Args:
-        cache: where they are kept; older ones, and slices, make room.
+        cache: where they are kept; those used least recently make room for others.
         backend: records and replays.
     """
 

@@ -77,7 +77,10 @@ class Heater:
         wanted = subnet.uses >= HOT_AFTER
         if wanted and example is not None and not subnet.refused and self._working.acquire(blocking=False):
             since, subnet.since, subnet.uses = subnet.since, self._cache.now, 0
-            Thread(target=self._later, args=(subnet, bound, example, since), daemon=True).start()
+            try:
+                Thread(target=self._later, args=(subnet, bound, example, since), daemon=True).start()
+            except RuntimeError:  # no thread to be had: a later use tries again
+                self._working.release()
         return None
 
     def pin(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> bool:

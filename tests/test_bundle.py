@@ -112,6 +112,9 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"family": {"name": "ofa_resnet50", "constructor": {}}}, "is of space digits"),
         ({"files": {"../weights.safetensors": {}}}, "not a file of this directory"),
         ({"example": ["load", [1]]}, "of the wrong kind"),
+        ({"example": ["torch.float32", [-1]]}, "of the wrong kind"),
+        ({"accuracy": [80.0]}, "do not belong together"),
+        ({"removed": [99]}, "do not belong together"),
     ],
 )
 def test_a_foreign_or_newer_index_is_refused(
@@ -131,3 +134,23 @@ def test_other_directories_are_left_alone(engine: subnetact.Engine, tmp_path: Pa
     with pytest.raises(FileFormatError, match="something else"):
         engine.save(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
+    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "b"
+    engine.save(folder)
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert "latency-0.json" in before
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.supernet.norms), "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.save(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    engine.tables.clear()
+    engine.save(folder)
+    assert "latency-0.json" not in {p.name for p in folder.iterdir()}
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    assert subnetact.Engine.load(folder).tables == {}

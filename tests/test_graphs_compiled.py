@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import subnetact
-from subnetact.errors import RecompileRefused
+from subnetact.errors import EngineError, RecompileRefused
 from subnetact.graphs import Captured
+from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -78,6 +79,14 @@ def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Sup
     assert recorder.sizes == [4, 8, 1]
     engine.remove(1)
     assert engine.stats().graphs == 0
+
+
+def test_graphs_are_used_without_programs(digits: Supernet) -> None:
+    recorder = Recorder()
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder, specialise=False)
+    for _ in range(2):
+        close(engine(X[:3], subnet=1), digits(X[:3], subnet=engine.specs[1]))
+    assert (recorder.sizes, recorder.replays) == ([4], 2)
 
 
 def test_graphs_stay_within_the_budget(digits: Supernet) -> None:
@@ -158,3 +167,59 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
         engine(X, subnet=0)
     engine.prepare([5], subnets=[0])
     close(engine(X, subnet=0), digits(X, subnet=specs[0]))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RecompileRefused, match="compile a prepared shape again"):
+            engine(X, subnet=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    engine.remove(0)
+    assert 0 not in engine._compiler._compiled
+    subnetact.calibrate(digits, [specs[1]], [X * 2], progress=False)
+    with pytest.raises(RecompileRefused, match=r"were replaced; call engine\.prepare"):
+        engine(X[:1], subnet=1)
+
+
+class Mapped(torch.nn.Module):
+    """One depthwise convolution whose smaller kernel is made by a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = KernelConv2d(4, [3, 5], matrices=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -> None:
+    torch.manual_seed(0)
+    axis = subnetact.Axis.uniform("kernel", ["all"], (3, 5))
+    space = subnetact.SubnetSpace(
+        "mapped", [axis], lambda values: {"kernel": values["kernel"][0], "width": 4}
+    )
+    supernet = subnetact.insert_(
+        Mapped(), space, {"conv": ElasticKernel.on(channels="width", kernel="kernel")}
+    )
+    spec, x, recorder = space.smallest(), torch.randn(2, 4, 9, 9), Recorder()
+    engine = subnetact.Engine(
+        supernet.eval(), [spec], example=x[0], compile="eager", memory_budget_mb=1, graph_backend=recorder
+    )
+    engine.prepare([2])
+    for _ in range(3):
+        close(engine(x, subnet=0), supernet(x, subnet=spec))
+    assert recorder.sizes == [2]
+    bare = subnetact.Engine(supernet, [spec], example=x[0], compile="eager")
+    bare.prepare([2])
+    with torch.no_grad():
+        supernet.network.conv.weight.mul_(3.0)
+    for each in (bare, engine):
+        close(each(x, subnet=0), supernet(x, subnet=spec))
+
+
+@pytest.mark.parametrize("wrong", [{"memory_budget_mb": b} for b in (float("nan"), float("inf"), -1)])
+def test_arguments_that_cannot_be_are_refused(digits: Supernet, wrong: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=r"memory_budget_mb: .* must be finite"):
+        engine_of(digits, **wrong)
+    with pytest.raises(EngineError, match=r"no backend 'nonsense'; choose from .*inductor"):
+        engine_of(digits, compile="nonsense")

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.errors import FileFormatError, InvalidRequest, SpecError
+from subnetact.errors import DeviceError, FileFormatError, InvalidRequest, SpecError
 from subnetact.export.manifest import read_manifest
 from subnetact.export.programs import KIND, WEIGHTS, capability
 from subnetact.export.shared_tensors import SharedTensors
 from subnetact.export.tracing import quiet
+from subnetact.staging import check_input, unstack
 from subnetact.timing import find_device
 
 __all__ = ["ExportedEngine", "load_exported"]
@@ -63,8 +64,8 @@ class ExportedEngine:
         Raises:
             SpecError: there is no such id.
         """
-        if subnet not in self.ids:
-            raise SpecError(f"no subnet {subnet}; this export has 0..{len(self) - 1}")
+        if isinstance(subnet, (bool, float)) or subnet not in self.ids:
+            raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
         return partial(self._run, self._programs[subnet])
 
     def __call__(self, x: Tensor, subnet: int) -> Any:
@@ -76,27 +77,23 @@ class ExportedEngine:
         """
         return self.ready(subnet)(x)
 
-    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:  # noqa: ARG002
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, as one batch where batches are dynamic; one output each, on the CPU."""
         program = self.ready(subnet)
         x = torch.stack(list(inputs)).to(self.device)
         if self.dynamic_batch:
-            return program(x).cpu().unbind(0)  # type: ignore[no-any-return]
-        return [program(one.unsqueeze(0)).cpu()[0] for one in x]
+            return unstack(program(x), len(inputs))
+        return [unstack(program(one.unsqueeze(0)), 1)[0] for one in x]
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Any, finite: bool = False) -> None:
         """Refuse one input, without a batch dimension, of other shape or dtype than the example.
+
+        With `finite`, also one with values that are not.
 
         Raises:
             InvalidRequest: naming what is wrong.
         """
-        if not isinstance(x, Tensor):
-            raise InvalidRequest(f"input: expected a torch.Tensor, got {type(x).__name__}")
-        if x.shape != self.example.shape or x.dtype != self.example.dtype:
-            raise InvalidRequest(
-                f"input: got {x.dtype} of shape {tuple(x.shape)}, these programs take {self.example.dtype} "
-                f"of shape {tuple(self.example.shape)}, without a batch dimension"
-            )
+        check_input(x, self.example, self.device, finite)
 
     def _run(self, program: _Program, x: Any) -> Any:
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] == 0:
@@ -140,8 +137,8 @@ def load_exported(
         load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         programs = [load(folder / s["program"], named) for s, named in zip(subnets, tensors, strict=True)]
         return ExportedEngine(programs, facts, example, home)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, FileFormatError):
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, (FileFormatError, DeviceError)):
             raise
         raise FileFormatError(f"{folder}: a field is missing or of the wrong kind: {error!r}") from error
 

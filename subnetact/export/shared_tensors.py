@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact.errors import FileFormatError
+from subnetact.files import replacing
 
 __all__ = ["SharedTensors", "View"]
 
@@ -43,7 +44,9 @@ class SharedTensors:
 
     def save(self, path: Path) -> None:
         """Write every storage as one flat tensor (safetensors)."""
-        save_file({name: flat.cpu().clone() for name, flat in self._flat.values()}, path, {"format": "pt"})
+        with replacing(path) as temporary:  # which gives it the usual permissions
+            flats = {name: flat.cpu().clone() for name, flat in self._flat.values()}
+            save_file(flats, temporary, {"format": "pt"})
 
     @staticmethod
     def load(path: Path, views: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Tensor]]:

@@ -39,7 +39,7 @@ from subnetact.space import Row
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
-__all__ = ["to_torchscript"]
+__all__ = ["served_table", "to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
 ALIGNED = 64
@@ -82,8 +82,8 @@ def to_torchscript(
         table: latencies of these subnets; None = the engine's only one, if it has one.
         policy: decides in `choose`; None = `SlackFit(table)`.
         inputs: names of the network's arguments that callers give; None = those without a default.
-        example: one batch of every input, to compare the file with the supernet before it is written;
-            None = the engine's.
+        example: one batch of every input, to compare the file with the supernet before it is written, and
+            to make the file refuse inputs of other ranks; None = the engine's, if it is one tensor.
         freeze: make the weights constants, and compute beforehand what depends on them alone, which is
             stored too.
         allow_uncalibrated: whether subnets without statistics of their own run on the shared ones.
@@ -104,7 +104,7 @@ def to_torchscript(
     supernet, specs = _registered(source, subnets)
     if example is None and isinstance(source, Engine) and inputs is None:
         with suppress(InvalidRequest):
-            example = source.example[None]
+            example = source.example[None] if isinstance(source.example, Tensor) else None
     keys = [spec.key for spec in specs]
     policy = _policy(source, table, policy, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
@@ -162,12 +162,7 @@ def _policy(
             (table,) = source.tables.values()
         if table is None:
             return None
-        missing = [key for key in keys if key not in table.subnets]
-        if missing:
-            raise ProfileMismatch(
-                f"table: it lacks {len(missing)} of the subnets, {missing[0]} first; profile them"
-            )
-        policy = SlackFit(table.select([table.subnets.index(key) for key in keys]))
+        policy = SlackFit(served_table(table, keys))
     if policy.table.subnets != tuple(keys):
         raise ProfileMismatch(
             "policy: it answers with other subnets than are exported; make it from their table"
@@ -177,6 +172,20 @@ def _policy(
     if stamped is not None and stamped != supernet.fingerprint():
         raise ProfileMismatch(f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}")
     return policy
+
+
+def served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
+    """Return the rows of these subnets, in their order.
+
+    Raises:
+        ProfileMismatch: it lacks one.
+    """
+    missing = [key for key in keys if key not in table.subnets]
+    if missing:
+        raise ProfileMismatch(
+            f"table: it lacks {len(missing)} of the subnets, {missing[0]} first; profile them"
+        )
+    return table.select([table.subnets.index(key) for key in keys])
 
 
 def _inputs(supernet: Supernet, given: Sequence[str] | None) -> list[str]:

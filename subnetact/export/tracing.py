@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,17 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
     return [engine.ready(i) for i in ids]
 
 
-def example_batch(example: Tensor, size: int, device: torch.device) -> Tensor:
-    """Return `size` different inputs of the example's shape and dtype, (size, ...); integers are 0 or 1."""
+def example_batch(example: Any, size: int, device: torch.device) -> Tensor:
+    """Return `size` different inputs of the example's shape and dtype, (size, ...); integers are 0 or 1.
+
+    Raises:
+        ExportError: the example is not one tensor.
+    """
+    if not isinstance(example, Tensor):
+        raise ExportError(
+            "this format takes networks of one tensor; "
+            "use to_torchscript(supernet, path, specs, inputs=[...])"
+        )
     generator = torch.Generator().manual_seed(size)
     if example.is_floating_point():
         batch = torch.randn(size, *example.shape, generator=generator).to(example.dtype)

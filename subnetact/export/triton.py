@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from subnetact.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.manifest import writing_folder
-from subnetact.export.torchscript import to_torchscript
+from subnetact.export.torchscript import served_table, to_torchscript
 from subnetact.export.tracing import chosen_subnets, example_batch, quiet
 from subnetact.latency import LatencyTable
 from subnetact.serving.batcher import Batcher
@@ -110,8 +110,10 @@ def to_triton(
         raise ExportError(
             f"the network returns {type(output).__name__}; Triton models return one tensor here"
         )
+    # A libtorch file numbers the served subnets; a bundle keeps the engine's ids.
+    keys = [engine.keys[i] for i in engine.ids] if flavour == "libtorch" else list(engine.keys)
     target = Path(repository) / name
-    with writing_folder(target, KIND, {"flavour": flavour, "subnets": list(engine.keys)}) as folder:
+    with writing_folder(target, KIND, {"flavour": flavour, "subnets": keys}) as folder:
         version = folder / "1"
         version.mkdir()
         inputs = [_tensor("INPUT__0", example, not external_scheduler)]
@@ -199,7 +201,10 @@ def _write_libtorch(
     engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float, shape_coded: bool
 ) -> None:
     path = version / "model.pt"
-    policy = None if table is None else SlackFit(table, slo_ms)
+    policy = None
+    if table is not None:
+        keys = [engine.keys[i] for i in engine.ids]
+        policy = SlackFit(served_table(table, keys), slo_ms)
     with quiet():
         to_torchscript(engine, path, policy=policy, allow_uncalibrated=engine._allow_uncalibrated)
         if shape_coded:

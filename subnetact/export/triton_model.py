@@ -55,7 +55,15 @@ class TritonPythonModel:
         if not len(rows):
             raise InvalidRequest("INPUT__0: expected at least one row")
         deadline_ms = asked.get("deadline_ms", self.slo_ms)
-        return [self.batcher.submit(row, deadline_ms, asked.get("min_accuracy")) for row in rows]
+        queued: list[Future[Any]] = []
+        try:
+            for row in rows:
+                queued.append(self.batcher.submit(row, deadline_ms, asked.get("min_accuracy")))
+        except Exception:
+            for earlier in queued:
+                earlier.cancel()
+            raise
+        return queued
 
     def finalize(self) -> None:
         """Answer what is queued, and stop."""

@@ -80,6 +80,19 @@ def test_weights_are_stored_and_loaded_once(folder: Path, engine: subnetact.Engi
     assert len({tuple(size) for _, size, *_ in tensors}) > 1
 
 
+def test_two_programs_share_one_storage(engine: subnetact.Engine, tmp_path: Path) -> None:
+    folder = to_exported_programs(engine, tmp_path / "p", subnets=[0, 2], progress=False)
+    held = sum(t.numel() * t.element_size() for t in engine.supernet.state_dict().values())
+    size = (folder / "weights.safetensors").stat().st_size
+    assert size <= 1.05 * (held + engine.supernet.norms.nbytes())
+    weights = [
+        next(t for name, t in program.named_parameters() if name == "stages.0.0.conv2.weight")
+        for program in load_exported(folder)._programs
+    ]
+    assert weights[0].shape != weights[1].shape
+    assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
+
+
 def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -> None:
     table = subnetact.LatencyTable.from_arrays(
         exported.keys,
@@ -133,6 +146,14 @@ def test_wrong_arguments_are_refused(
         to_exported_programs(engine, tmp_path / "p", compile="tensorrt")
     with pytest.raises(ExportError, match=r"subnets: \[1, 1\]"):
         to_exported_programs(engine, tmp_path / "p", subnets=[1, 1])
+    for wrong in (True, 1.0):
+        with pytest.raises(SpecError, match=f"no subnet {wrong}"):
+            exported.ready(wrong)
+    with pytest.raises(InvalidRequest, match="not finite"):
+        exported.check(torch.full((1, 16, 16), float("nan")), finite=True)
+    pair = subnetact.Engine(engine.supernet, engine.specs, example=(IMAGES[0], IMAGES[0]))
+    with pytest.raises(ExportError, match="networks of one tensor; use to_torchscript"):
+        to_exported_programs(pair, tmp_path / "p")
     with pytest.raises(SpecError, match="no subnet 7"):
         to_exported_programs(engine, tmp_path / "p", subnets=[7])
     (tmp_path / "other").mkdir()

@@ -321,6 +321,8 @@ def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp
     scripted = to_torchscript(engine, tmp_path / "m.pt")
     assert [scripted.describe(i) for i in range(scripted.num_subnets())] == [specs[0].key, specs[2].key]
     assert scripted.choose(1e9, 1) == (1, 1)
+    named = subnetact.Engine(digits, specs, example={"x": torch.zeros(1, 16, 16)})
+    assert to_torchscript(named, tmp_path / "m.pt").num_subnets() == 3
 
 
 # -- what is refused ---------------------------------------------------------------------------------

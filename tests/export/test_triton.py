@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 import subnetact
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import ExportError, FileFormatError, ProfileMismatch
+from subnetact.errors import ExportError, FileFormatError, ProfileMismatch, QueueFull
 from subnetact.export import to_triton
 
 IMAGES = torch.randn(6, 1, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -63,6 +64,18 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
     ]
+
+
+def test_the_manifest_names_the_served_subnets(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
+) -> None:
+    some = subnetact.Engine(engine.supernet, engine.specs, example=IMAGES[0])
+    some.remove(0)
+    folder = to_triton(some, tmp_path, table=table, slo_ms=SLO_MS)
+    assert json.loads((folder / "export.json").read_text())["subnets"] == [engine.keys[1]]
+    scripted = torch.jit.load(folder / "1" / "model.pt")
+    want = engine(IMAGES, subnet=1)
+    assert torch.allclose(scripted(IMAGES, torch.zeros(6, 1, dtype=torch.bool)), want, atol=1e-4)
 
 
 def test_other_models_are_left_alone(
@@ -220,3 +233,20 @@ def test_a_bad_request_harms_no_other(model: Any) -> None:
         assert request.error().code == "INVALID_ARG"
         assert message in request.error().message
     assert all(len(request.answer()["OUTPUT__0"]) == 1 for request in good)
+
+
+def test_a_refused_row_takes_its_request_with_it(model: Any) -> None:
+    rows: list[Future[Any]] = []
+
+    def submit(*_: Any) -> Future[Any]:
+        if len(rows) == 2:
+            raise QueueFull("the queue is at its bound")
+        rows.append(Future())
+        return rows[-1]
+
+    real, model.batcher = model.batcher, SimpleNamespace(submit=submit)
+    request = Sent(IMAGES[:3].numpy())
+    model.execute([request])
+    model.batcher = real
+    assert request.error().code == "UNAVAILABLE"
+    assert [row.cancelled() for row in rows] == [True, True]
