@@ -225,13 +225,13 @@ class Core:
     def wait_until_watched(self, timeout_s: float) -> bool:
         """Sleep for one tick, or until there is something to watch; False when everything has ended."""
         with self.lock:
-            if self._finished():
+            if self._finished() and not self._jobs:
                 return False
             calm = not (len(self.waiting) or self._jobs or self.roster.any_down())
             self._unwatched, self._calm = calm and self._calm, calm  # one more tick after the last batch
             self._watch.wait(None if self._unwatched else timeout_s)
             self._unwatched = False
-            return not self._finished()
+            return not self._finished() or bool(self._jobs)
 
     # -- ending ----------------------------------------------------------------------------------
 
@@ -245,6 +245,11 @@ class Core:
         """Wait until every accepted request has its outcome; False when that takes longer."""
         with self.lock:
             return self._drained.wait_for(lambda: self.ledger.settled, timeout_s)
+
+    def hangs(self, worker: int) -> bool:
+        """Whether the thread of a worker hangs and was given up."""
+        with self.lock:
+            return self.roster.hangs(worker)
 
     def abandon_queue(self) -> list[Outcome]:
         """Close every request that waits."""

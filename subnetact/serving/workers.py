@@ -55,8 +55,9 @@ class Workers:
         if threading.current_thread() in self.threads():
             return  # closed by a callback: the thread it runs on has to end first
         self._supervisor.join()
-        for thread in list(self._current.values()):
-            thread.join()
+        for worker, thread in list(self._current.items()):
+            if not self._core.hangs(worker):
+                thread.join()
 
     def threads(self) -> list[threading.Thread]:
         """The supervisor and the current thread of every worker."""

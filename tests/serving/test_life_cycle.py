@@ -229,7 +229,7 @@ class LifeCycle(RuleBasedStateMachine):
             return
         self.core.close_door()
         for _ in range(200):
-            if self.core.ledger.settled:
+            if self.core.ledger.settled and not self.core._jobs:
                 break
             while self.zombies:
                 self.come_back("answers")

@@ -108,6 +108,30 @@ def test_without_time_for_a_second_try_the_deadline_has_passed() -> None:
     wait_for(lambda: not threads_of_batchers())
 
 
+@pytest.mark.parametrize("cancel", [False, True])
+def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool) -> None:
+    began, back = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        back.wait(20)
+
+    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=80.0)
+    try:
+        future = batcher.submit(hang, 50.0 if not cancel else FOREVER)
+        assert began.wait(20)
+        if cancel:
+            assert future.cancel()
+        closing = threading.Thread(target=batcher.close, daemon=True)
+        closing.start()
+        closing.join(5.0)
+        assert not closing.is_alive()
+        assert future.done()
+    finally:
+        back.set()
+    wait_for(lambda: not threads_of_batchers())
+
+
 def test_a_killed_worker_is_revived() -> None:
     def kill() -> None:
         raise SystemExit("killed")
