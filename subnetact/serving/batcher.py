@@ -111,7 +111,11 @@ class Batcher:
         check: Any = engines[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
-        self._best_accuracy = max(table.accuracy)
+        self._best_accuracy = max(
+            percent
+            for percent, row in zip(table.accuracy, table.latency_ms.tolist(), strict=True)
+            if any(ms == ms for ms in row)
+        )
         clock_ms = clock_ms or _monotonic_ms
         self._core = Core(
             policy,

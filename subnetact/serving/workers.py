@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from subnetact.serving.core import Core
@@ -109,7 +109,10 @@ class Workers:
             self._tell(job)
         while job.part and not job.abandoned:
             try:
-                outputs = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                outputs: Any = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                if isinstance(outputs, Mapping):
+                    raise TypeError("the engine returned a mapping; run() returns a list, one output an input")
+                outputs = list(outputs)  # here, where what it raises is the batch's failure
                 if len(outputs) != len(job.part):
                     raise ValueError(
                         f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "

@@ -187,6 +187,25 @@ def test_a_broken_engine_does_not_spin_and_every_request_ends() -> None:
     assert threads_of_batchers() == []
 
 
+@pytest.mark.parametrize("bad", ["mapping", "lazy"])
+def test_outputs_that_cannot_be_read_fail_their_requests_only(bad: str) -> None:
+    class Lazy(list[Any]):
+        def __iter__(self) -> Any:
+            raise ZeroDivisionError("read too late")
+
+    class Odd(Engine):
+        def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+            if "good" in inputs:
+                return iter(inputs)
+            return Lazy(inputs) if bad == "lazy" else {str(i): x for i, x in enumerate(inputs)}
+
+    with Batcher(Odd(), policy=Fixed(TABLE, 0)) as batcher:
+        with pytest.raises(BatchFailed, match="read too late|a mapping"):
+            batcher.submit("bad", FOREVER).result(20)
+        assert batcher.submit("good", FOREVER).result(20).output == "good"
+        assert batcher.stats().died == 0
+
+
 def test_several_engines_share_one_queue() -> None:
     meet = threading.Barrier(3)
     engines = [Engine() for _ in range(3)]
