@@ -64,6 +64,7 @@ class Core:
         self.waiting = Waiting(self._dispatcher)
         self.learner = Learner(table, policy, self._dispatcher, self.lock, clock_ms, learn)
         self._jobs: dict[int, Job] = {}
+        self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
         self._idle = 0
         self._watch = Condition(self.lock)
@@ -145,6 +146,7 @@ class Core:
             outcomes = self.ledger.answer(job, outputs, self._accuracy[job.subnet], now)
             self.learner.observe(job, now - job.started_ms)
             self.roster.succeeded(job.worker)
+            self._ran.add((job.worker, job.subnet, job.size))
             self._advance(job, now)
             return outcomes
 
@@ -181,7 +183,7 @@ class Core:
             self.roster.down(worker, now)
             if self._jobs.pop(worker, None) is not None and job is not None:
                 for request in job.requests():
-                    self._retry(request, job.subnet, now, worker_died(error), outcomes)
+                    self._retry(request, job, now, worker_died(error), outcomes)
             self._wake_all()
             return self.ledger.owed(outcomes)
 
@@ -297,7 +299,9 @@ class Core:
         return job
 
     def _second_try(self, worker: int, now: float, outcomes: list[Outcome]) -> Job | None:
-        while (suspect := self.waiting.next_suspect()) is not None:
+        free = self.roster.free_at_ms
+        others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
+        while (suspect := self.waiting.next_suspect(worker, others)) is not None:
             request, subnet = suspect
             if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
                 outcomes.append(self._drop(request, now))
@@ -311,14 +315,14 @@ class Core:
     def _start(self, job: Job, now: float) -> None:
         """Book the job's current part on its worker."""
         count = len(job.part)
-        job.size = self._dispatcher.padded(count)
+        job.size = self._dispatcher.padded(job.subnet, count)
         job.started_ms = now
         expected_ms = self._dispatcher.expected_ms(job.subnet, count)
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
         patience_ms = self._watchdog_ms
         if patience_ms is None:
-            known = self.learner.corrections.has_run(job.subnet, job.size)
+            known = (job.worker, job.subnet, job.size) in self._ran
             patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
         self.roster.free_at_ms[job.worker] = now + job.expected_ms
@@ -338,21 +342,21 @@ class Core:
         self._seen.hung += 1
         self.roster.hung(job.worker, now)
         for request in job.requests():
-            self._retry(request, job.subnet, now, worker_hung(job, now), outcomes)
+            self._retry(request, job, now, worker_hung(job, now), outcomes)
         self._wake_all()
 
     def _retry(
-        self, request: Request, subnet: int, now: float, failure: BatchFailed, outcomes: list[Outcome]
+        self, request: Request, job: Job, now: float, failure: BatchFailed, outcomes: list[Outcome]
     ) -> None:
         """Give a request whose worker was lost a second try, alone, if it had none and there is time."""
-        if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
+        if request.deadline_ms < now + self._dispatcher.expected_ms(job.subnet, 1):
             outcomes.append(self._drop(request, now))
         elif request.retried:
             outcomes.append(self.ledger.fail(request, failure))
         else:
             request.retried = True
             self._seen.retried += 1
-            self.waiting.suspect(request, subnet)
+            self.waiting.suspect(request, job.subnet, job.worker)
 
     def _nobody_serves(self, now: float, outcomes: list[Outcome]) -> None:
         """No worker is up: nobody else would tell those whose deadline passes."""

@@ -111,10 +111,6 @@ class Corrections:
             self._subnets[subnet].add(x)
             self._all.add(x)
 
-    def has_run(self, subnet: int, batch_size: int) -> bool:
-        """Whether a batch of that subnet and padded size was observed."""
-        return (subnet, self._pad[batch_size]) in self._cells
-
     def snapshot(self) -> CorrectionsSnapshot:
         """The ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
