@@ -11,8 +11,9 @@ __all__ = ["Waiting"]
 class Waiting:
     """The requests that have no outcome and are on no worker. Its owner locks.
 
-    Suspects are requests whose worker hung or died. Each gets a second try alone, on the same subnet, on
-    another worker where one is at hand, before the queue goes on: a guilty one can then harm nobody, and there are no more than one batch holds.
+    Suspects are requests whose worker hung or died. Each gets a second try alone, on the same subnet and on
+    another worker where one is at hand, before the queue goes on: a guilty one can then harm nobody, and
+    there are no more than one batch holds.
 
     Args:
         dispatcher: holds the queue and the deferred requests.

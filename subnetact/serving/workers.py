@@ -52,12 +52,16 @@ class Workers:
 
     def join(self) -> None:
         """Wait for the end of all threads but those that hang, once the core is closed and empty."""
-        if threading.current_thread() in self.threads():
+        if self.is_current():
             return  # closed by a callback: the thread it runs on has to end first
         self._supervisor.join()
         for worker, thread in list(self._current.items()):
             if not self._core.hangs(worker):
                 thread.join()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on one of these threads: a callback of a future, or of the engine."""
+        return threading.current_thread() in self.threads()
 
     def threads(self) -> list[threading.Thread]:
         """The supervisor and the current thread of every worker."""
@@ -78,8 +82,10 @@ class Workers:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if outcomes:
-            settle(outcomes)
-            self._core.delivered()
+            try:
+                settle(outcomes)
+            finally:
+                self._core.delivered()
 
     def _work(self, worker: int) -> None:
         core = self._core
@@ -111,7 +117,7 @@ class Workers:
             try:
                 outputs: Any = engine.run(job.subnet, [request.x for request in job.part], job.size)
                 if isinstance(outputs, Mapping):
-                    raise TypeError("the engine returned a mapping; run() returns a list, one output an input")
+                    raise TypeError("the engine returned a mapping; run() returns one output an input")
                 outputs = list(outputs)  # here, where what it raises is the batch's failure
                 if len(outputs) != len(job.part):
                     raise ValueError(
@@ -146,3 +152,4 @@ class Workers:
                     self._log.flush()
             except Exception:
                 _log.exception("the batcher's supervisor goes on after an error")
+        core.learner.report()

@@ -200,7 +200,7 @@ def test_outputs_that_cannot_be_read_fail_their_requests_only(bad: str) -> None:
             return Lazy(inputs) if bad == "lazy" else {str(i): x for i, x in enumerate(inputs)}
 
     with Batcher(Odd(), policy=Fixed(TABLE, 0)) as batcher:
-        with pytest.raises(BatchFailed, match="read too late|a mapping"):
+        with pytest.raises(BatchFailed, match=r"read too late|a mapping"):
             batcher.submit("bad", FOREVER).result(20)
         assert batcher.submit("good", FOREVER).result(20).output == "good"
         assert batcher.stats().died == 0
@@ -260,6 +260,8 @@ def test_values_that_are_not_finite_are_refused_on_request() -> None:
     ("arguments", "match"),
     [
         ((1, True), "deadline_ms: True is not a number"),
+        ((1, 10**400), "deadline_ms: an int beyond"),
+        ((1, 36.0, 10**400), "min_accuracy: an int beyond"),
         ((1, "36"), "deadline_ms: '36' is not a number"),
         ((1, 36.0, "high"), "min_accuracy: 'high' is not a number"),
         ((1, 36.0, None, 1.5), "priority: 1.5 is not an int"),
@@ -378,6 +380,17 @@ def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch
         assert isinstance(guilty.exception(20), BatchFailed)
         assert batcher.submit(1, FOREVER).result(20).output == 1
     assert len(refused) == 3
+
+
+def test_draining_from_a_callback_does_not_block() -> None:
+    drained: list[bool] = []
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        go = threading.Event()
+        future = batcher.submit(lambda: go.wait(20), FOREVER)
+        future.add_done_callback(lambda _: drained.append(batcher.drain()))
+        go.set()
+        wait_for(lambda: drained)
+    assert drained == [False], "this very outcome is still being delivered"
 
 
 def test_closing_from_a_callback_does_not_block() -> None:
