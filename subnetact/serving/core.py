@@ -54,6 +54,7 @@ class Core:
         self._accuracy = table.known_accuracy()
         self._watchdog_ms = watchdog_ms
         self._given_up: list[Request] = []
+        self._evicted: list[Outcome] = []
         self._dispatcher: Dispatcher[Request] = Dispatcher(
             policy, self.roster.free_at_ms, slo_ms, hopeless, self._given_up.extend, table
         )
@@ -89,8 +90,10 @@ class Core:
             deadline = now + deadline_ms
             request = Request(x, now, deadline, floor, priority, future, loop)
             if (len(self.waiting) if self._defers else len(self._queue)) >= self._max_queue:
-                self.ledger.full(request)
-                raise queue_full(self._max_queue)
+                if not self._dispatcher.late:
+                    self.ledger.full(request)
+                    raise queue_full(self._max_queue)
+                self._evict(now)
             if priority:
                 self._dispatcher.priority = _priority
             self._queue.push(deadline, request, floor)
@@ -222,6 +225,10 @@ class Core:
                 self._answer_given_up(now, outcomes)
             if not self.roster.up():
                 self._nobody_serves(now, outcomes)
+            if self._evicted:
+                outcomes += self._evicted
+                self._evicted.clear()
+                return revived, outcomes
             return revived, self.ledger.owed(outcomes)
 
     def wait_until_watched(self, timeout_s: float) -> bool:
@@ -229,7 +236,7 @@ class Core:
         with self.lock:
             if self._finished() and not self._jobs:
                 return False
-            calm = not (len(self.waiting) or self._jobs or self.roster.any_down())
+            calm = not (len(self.waiting) or self._evicted or self._jobs or self.roster.any_down())
             self._unwatched, self._calm = calm and self._calm, calm  # one more tick after the last batch
             self._watch.wait(None if self._unwatched else timeout_s)
             self._unwatched = False
@@ -372,12 +379,20 @@ class Core:
         outcomes += [self._drop(request, now) for request in self._given_up]
         self._given_up.clear()
 
+    def _evict(self, now: float) -> None:
+        """Give up the oldest deferred request to make room; the supervisor delivers, for clients do not."""
+        _, [oldest] = self._dispatcher.late.take(1)
+        first = not self._evicted
+        self._evicted.append(self._drop(oldest, now))
+        if first:
+            self.ledger.owed(self._evicted)
+
     def _drop(self, request: Request, now: float) -> Outcome:
         self.learner.starving = True
         return self.ledger.drop(request, now, self._dispatcher.least_ms(request.floor))
 
     def _finished(self) -> bool:
-        return self.closing and not self._seen.unfinished
+        return self.closing and not self._seen.unfinished and not self._evicted
 
     def _wake_if_settled(self) -> None:
         if self.ledger.settled:

@@ -98,6 +98,8 @@ class LifeCycle(RuleBasedStateMachine):
             self.full += 1
         except BatcherClosed:
             assert self.core.closing
+        if self.core._evicted:
+            self.tick()
 
     @precondition(lambda self: self.accepted)
     @rule(data=st.data())
@@ -408,3 +410,21 @@ def test_the_time_to_warm_up_is_each_workers_own(clock: list[float]) -> None:
         limits.append(job.limit_ms - clock[0])
         core.answered(job, [worker])
     assert limits == [30_000.0, 30_000.0, 1000.0]
+
+
+def test_a_deferred_request_makes_room_for_a_live_one(clock: list[float]) -> None:
+    core = core_of("slackfit", "defer", clock)
+    for x in range(BOUND):
+        core.admit(x, 5.0, 0.0, 0, None, None)
+    clock[0] = 10.0  # all are hopeless
+    job, _ = core.next_job(0, wait=False)
+    assert job is not None
+    deferred = [request.x for request in core.waiting.requests()]
+    while len(core.waiting) < BOUND:
+        core.admit("more", 50.0, 0.0, 0, None, None)
+    core.admit("live", 50.0, 0.0, 0, None, None)
+    assert not core.ledger.settled
+    _, [(request, _, error)] = core.tick()
+    assert request.x == deferred[0]
+    assert isinstance(error, DeadlinePassed)
+    assert "live" in [waiting.x for waiting in core.waiting.requests()]
