@@ -208,7 +208,7 @@ def soak(requests: int, workers: int = 4) -> dict[str, Any]:
     """Run it.
 
     Raises:
-        AssertionError: something went wrong; the first 20 problems are named.
+        RuntimeError: something went wrong; the first 20 problems are named.
     """
     account, runner = Account(), FaultyRunner()
     before = set(threading.enumerate())
@@ -249,7 +249,8 @@ def soak(requests: int, workers: int = 4) -> dict[str, Any]:
         problems.append(f"threads left: {sorted(thread.name for thread in left)}")
     if memory[-1][1] > warm + 32.0:
         problems.append(f"memory grew from {warm:.0f} to {memory[-1][1]:.0f} MiB")
-    assert not problems, "\n".join(problems)
+    if problems:
+        raise RuntimeError("\n".join(problems))
     return {
         "requests": requests,
         "seconds": round(seconds, 1),
@@ -259,7 +260,7 @@ def soak(requests: int, workers: int = 4) -> dict[str, Any]:
         "counters": {name: value for name, value in vars(stats).items() if isinstance(value, int) and value},
         "batch_limits": {str(subnet): most for subnet, most in stats.batch_limits.items()},
         "resident_mb": {"after a fifth": round(warm, 1), "at the end": round(memory[-1][1], 1)},
-        "threads_left": 0,
+        "threads_left": len(left),
         "machine": {"python": platform.python_version(), "system": platform.system()},
     }
 

@@ -17,7 +17,18 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from service import SCHEMA, Service, error_reply, now_ms, open_service, options, read_ask, read_json, reply
+from service import (
+    SCHEMA,
+    Service,
+    error_reply,
+    health,
+    now_ms,
+    open_service,
+    options,
+    read_ask,
+    read_json,
+    reply,
+)
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from subnetact.errors import RequestError
@@ -76,8 +87,8 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
-        closing = app.state.closing
-        return JSONResponse({"status": "closing" if closing else "ok"}, 503 if closing else 200)
+        status, body = health(service, app.state.closing)
+        return JSONResponse(body, status)
 
     return app
 

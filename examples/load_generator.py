@@ -92,9 +92,9 @@ async def ask_server(
     async def send(i: int, left_ms: float) -> Reply:
         body = f'{{"deadline_ms": {left_ms:.3f}{floor}, "pixels": {pixels[i % len(pixels)]}}}'
         status, answer = await client.post(body.encode())
-        found = json.loads(answer)
         if status != 200:
-            raise Refused(found.get("error", f"HTTP {status}"))
+            raise Refused(_reason(status, answer))
+        found = json.loads(answer)
         return Reply(found["class"], found["subnet"], found["accuracy"])
 
     try:
@@ -102,6 +102,14 @@ async def ask_server(
         return await run_open_loop(arrivals_ms, send, slo_ms - reserve_ms)
     finally:
         client.close()
+
+
+def _reason(status: int, answer: bytes) -> str:
+    """The error that the server names, or the status where something before it answered."""
+    try:
+        return str(json.loads(answer)["error"])
+    except (ValueError, TypeError, KeyError):
+        return f"HTTP {status}"
 
 
 def main() -> None:

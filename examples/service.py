@@ -33,6 +33,7 @@ __all__ = [
     "Ask",
     "Service",
     "error_reply",
+    "health",
     "now_ms",
     "open_service",
     "options",
@@ -136,7 +137,7 @@ def read_json(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"body: not JSON ({error})") from error
+        raise InvalidRequest(f"body: not JSON ({error}); send one JSON object") from error
 
 
 def read_ask(body: Any, example: Tensor, arrived_ms: float) -> Ask:
@@ -160,10 +161,14 @@ def read_ask(body: Any, example: Tensor, arrived_ms: float) -> Ask:
     numbers = {name: body.get(name) for name in FIELDS - {"pixels"}}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float | None):
-            raise InvalidRequest(f"{name}: {value!r} is not a number")
+            raise InvalidRequest(f"{name}: {value!r} is not a number; give one, or leave it out")
+        try:
+            math.isfinite(value or 0)
+        except OverflowError as error:
+            raise InvalidRequest(f"{name}: an integer beyond every float; give a smaller one") from error
     deadline_ms = numbers["deadline_ms"]
     if deadline_ms is None or not 0 < deadline_ms < math.inf:
-        raise InvalidRequest(f"deadline_ms: {deadline_ms} must be finite and > 0")
+        raise InvalidRequest(f"deadline_ms: {deadline_ms} must be finite and > 0, in milliseconds")
     try:
         x = torch.tensor(body["pixels"], dtype=example.dtype)
         x = x.reshape(example.shape) if x.dim() == 1 else x
@@ -173,7 +178,7 @@ def read_ask(body: Any, example: Tensor, arrived_ms: float) -> Ask:
         ) from error
     left_ms = deadline_ms - (now_ms() - arrived_ms)
     if left_ms <= 0:
-        raise DeadlinePassed(f"the deadline of {deadline_ms} ms passed before the request was read")
+        raise DeadlinePassed(f"deadline_ms: {deadline_ms} ms passed before the request was read; allow more")
     return Ask(x, left_ms, numbers["min_accuracy"], numbers["priority"])
 
 
@@ -187,6 +192,15 @@ def reply(answer: Any, deadline_ms: float, arrived_ms: float) -> dict[str, Any]:
         "latency_ms": round(latency_ms, 3),
         "met": latency_ms <= deadline_ms,
     }
+
+
+def health(service: Service, closing: bool) -> tuple[int, dict[str, str]]:
+    """Status and JSON for /healthz: whether requests are welcome here."""
+    if closing:
+        return 503, {"status": "closing"}
+    if not service.batcher.stats().workers_up:
+        return 503, {"status": "no worker"}
+    return 200, {"status": "ok"}
 
 
 def error_reply(error: RequestError) -> tuple[int, dict[str, str], dict[str, str]]:

@@ -13,7 +13,17 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from service import Service, error_reply, now_ms, open_service, options, read_ask, read_json, reply
+from service import (
+    Service,
+    error_reply,
+    health,
+    now_ms,
+    open_service,
+    options,
+    read_ask,
+    read_json,
+    reply,
+)
 
 from subnetact.errors import InvalidRequest, RequestError
 
@@ -67,8 +77,7 @@ class Handler(BaseHTTPRequestHandler):
             text = self.server.service.batcher.prometheus()
             return self._send(200, text, {"Content-Type": "text/plain; version=0.0.4"})
         if self.path == "/healthz":
-            closing = self.server.closing.is_set()
-            return self._send(503 if closing else 200, {"status": "closing" if closing else "ok"})
+            return self._send(*health(self.server.service, self.server.closing.is_set()))
         return self._send(404, {"error": "NotFound", "message": f"{self.path}: GET /metrics or /healthz"})
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -143,6 +144,8 @@ BAD = {
     "not finite": {"pixels": [float("nan"), *ZEROS[1:]], "deadline_ms": 50},
     "negative deadline": {"pixels": ZEROS, "deadline_ms": -1},
     "deadline of words": {"pixels": ZEROS, "deadline_ms": "soon"},
+    "an astronomic deadline": {"pixels": ZEROS, "deadline_ms": 10**400},
+    "an astronomic floor": {"pixels": ZEROS, "deadline_ms": 50, "min_accuracy": 10**400},
     "endless deadline": {"pixels": ZEROS, "deadline_ms": float("inf")},
     "a floor above all": {"pixels": ZEROS, "deadline_ms": 50, "min_accuracy": 101},
     "half a priority": {"pixels": ZEROS, "deadline_ms": 50, "priority": 0.5},
@@ -317,6 +320,25 @@ def test_a_client_that_goes_away_takes_its_request_along():
             assert (await first)[0] == 200
 
     asyncio.run(main())
+
+
+def test_without_a_worker_the_service_is_not_healthy():
+    batcher = types.SimpleNamespace(stats=lambda: types.SimpleNamespace(workers_up=0))
+    here = service.Service(None, batcher, "127.0.0.1", 0, 0.0)
+    assert service.health(here, closing=False) == (503, {"status": "no worker"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b'{"error": "QueueFull"}', "QueueFull"),
+        (b"<html>", "HTTP 502"),
+        (b"[1]", "HTTP 502"),
+        (b"", "HTTP 502"),
+    ],
+)
+def test_the_load_generator_names_what_refused_it(answer, reason):
+    assert load_generator._reason(502, answer) == reason
 
 
 def test_a_batch_that_fails_is_a_server_error():

@@ -111,7 +111,11 @@ class Batcher:
         check: Any = engines[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
-        self._best_accuracy = max(table.accuracy)
+        self._best_accuracy = max(
+            percent
+            for percent, row in zip(table.accuracy, table.latency_ms.tolist(), strict=True)
+            if any(ms == ms for ms in row)
+        )
         clock_ms = clock_ms or _monotonic_ms
         self._core = Core(
             policy,
@@ -203,7 +207,8 @@ class Batcher:
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until every accepted one has its outcome.
 
-        It blocks: in a coroutine, `await asyncio.to_thread(batcher.drain)`.
+        It blocks: in a coroutine, `await asyncio.to_thread(batcher.drain)`. In a future's callback it does
+        not wait, for the thread that called that has more to deliver.
 
         Args:
             timeout: seconds to wait at most; None = as long as it takes.
@@ -212,7 +217,7 @@ class Batcher:
             Whether all have. The workers go on; call `close` next.
         """
         self._core.close_door()
-        return self._core.wait_until_drained(timeout)
+        return self._core.wait_until_drained(0.0 if self._workers.is_current() else timeout)
 
     def close(self, drain: bool = True) -> None:
         """Take no more requests, finish (or, without `drain`, refuse) those queued, and end the threads.
@@ -223,8 +228,10 @@ class Batcher:
         if not drain:
             outcomes = self._core.abandon_queue()
             if outcomes:
-                settle(outcomes)
-                self._core.delivered()
+                try:
+                    settle(outcomes)
+                finally:
+                    self._core.delivered()
         self._workers.join()
         if self._log is not None:
             self._log.close()
@@ -254,6 +261,8 @@ class Batcher:
                 raise InvalidRequest(
                     f"deadline_ms: {deadline_ms!r} is not a number; give milliseconds from now"
                 )
+            if type(deadline_ms) is not float:
+                _as_float(deadline_ms, "deadline_ms")
             if not 0.0 < deadline_ms < math.inf:
                 raise InvalidRequest(
                     f"deadline_ms: {deadline_ms} must be finite and > 0, in milliseconds from now"
@@ -263,7 +272,7 @@ class Batcher:
             else:
                 if not _is_number(min_accuracy):
                     raise InvalidRequest(f"min_accuracy: {min_accuracy!r} is not a number; give a percentage")
-                floor = float(min_accuracy)
+                floor = _as_float(min_accuracy, "min_accuracy")
                 if not floor <= self._best_accuracy:
                     raise InvalidRequest(
                         f"min_accuracy: {min_accuracy} % is above the best subnet ({self._best_accuracy} %); "
@@ -318,6 +327,14 @@ def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _as_float(value: float, name: str) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        kind = type(value).__name__
+        raise InvalidRequest(f"{name}: an {kind} beyond every float; give a smaller one") from error
 
 
 def _monotonic_ms() -> float:

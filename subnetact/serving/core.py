@@ -54,6 +54,7 @@ class Core:
         self._accuracy = table.known_accuracy()
         self._watchdog_ms = watchdog_ms
         self._given_up: list[Request] = []
+        self._evicted: list[Outcome] = []
         self._dispatcher: Dispatcher[Request] = Dispatcher(
             policy, self.roster.free_at_ms, slo_ms, hopeless, self._given_up.extend, table
         )
@@ -64,6 +65,7 @@ class Core:
         self.waiting = Waiting(self._dispatcher)
         self.learner = Learner(table, policy, self._dispatcher, self.lock, clock_ms, learn)
         self._jobs: dict[int, Job] = {}
+        self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
         self._idle = 0
         self._watch = Condition(self.lock)
@@ -88,8 +90,10 @@ class Core:
             deadline = now + deadline_ms
             request = Request(x, now, deadline, floor, priority, future, loop)
             if (len(self.waiting) if self._defers else len(self._queue)) >= self._max_queue:
-                self.ledger.full(request)
-                raise queue_full(self._max_queue)
+                if not self._dispatcher.late:
+                    self.ledger.full(request)
+                    raise queue_full(self._max_queue)
+                self._evict(now)
             if priority:
                 self._dispatcher.priority = _priority
             self._queue.push(deadline, request, floor)
@@ -145,6 +149,7 @@ class Core:
             outcomes = self.ledger.answer(job, outputs, self._accuracy[job.subnet], now)
             self.learner.observe(job, now - job.started_ms)
             self.roster.succeeded(job.worker)
+            self._ran.add((job.worker, job.subnet, job.size))
             self._advance(job, now)
             return outcomes
 
@@ -181,7 +186,7 @@ class Core:
             self.roster.down(worker, now)
             if self._jobs.pop(worker, None) is not None and job is not None:
                 for request in job.requests():
-                    self._retry(request, job.subnet, now, worker_died(error), outcomes)
+                    self._retry(request, job, now, worker_died(error), outcomes)
             self._wake_all()
             return self.ledger.owed(outcomes)
 
@@ -220,18 +225,22 @@ class Core:
                 self._answer_given_up(now, outcomes)
             if not self.roster.up():
                 self._nobody_serves(now, outcomes)
+            if self._evicted:
+                outcomes += self._evicted
+                self._evicted.clear()
+                return revived, outcomes
             return revived, self.ledger.owed(outcomes)
 
     def wait_until_watched(self, timeout_s: float) -> bool:
         """Sleep for one tick, or until there is something to watch; False when everything has ended."""
         with self.lock:
-            if self._finished():
+            if self._finished() and not self._jobs:
                 return False
-            calm = not (len(self.waiting) or self._jobs or self.roster.any_down())
+            calm = not (len(self.waiting) or self._evicted or self._jobs or self.roster.any_down())
             self._unwatched, self._calm = calm and self._calm, calm  # one more tick after the last batch
             self._watch.wait(None if self._unwatched else timeout_s)
             self._unwatched = False
-            return not self._finished()
+            return not self._finished() or bool(self._jobs)
 
     # -- ending ----------------------------------------------------------------------------------
 
@@ -245,6 +254,11 @@ class Core:
         """Wait until every accepted request has its outcome; False when that takes longer."""
         with self.lock:
             return self._drained.wait_for(lambda: self.ledger.settled, timeout_s)
+
+    def hangs(self, worker: int) -> bool:
+        """Whether the thread of a worker hangs and was given up."""
+        with self.lock:
+            return self.roster.hangs(worker)
 
     def abandon_queue(self) -> list[Outcome]:
         """Close every request that waits."""
@@ -292,7 +306,9 @@ class Core:
         return job
 
     def _second_try(self, worker: int, now: float, outcomes: list[Outcome]) -> Job | None:
-        while (suspect := self.waiting.next_suspect()) is not None:
+        free = self.roster.free_at_ms
+        others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
+        while (suspect := self.waiting.next_suspect(worker, others)) is not None:
             request, subnet = suspect
             if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
                 outcomes.append(self._drop(request, now))
@@ -306,14 +322,14 @@ class Core:
     def _start(self, job: Job, now: float) -> None:
         """Book the job's current part on its worker."""
         count = len(job.part)
-        job.size = self._dispatcher.padded(count)
+        job.size = self._dispatcher.padded(job.subnet, count)
         job.started_ms = now
         expected_ms = self._dispatcher.expected_ms(job.subnet, count)
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
         patience_ms = self._watchdog_ms
         if patience_ms is None:
-            known = self.learner.corrections.has_run(job.subnet, job.size)
+            known = (job.worker, job.subnet, job.size) in self._ran
             patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
         self.roster.free_at_ms[job.worker] = now + job.expected_ms
@@ -333,21 +349,21 @@ class Core:
         self._seen.hung += 1
         self.roster.hung(job.worker, now)
         for request in job.requests():
-            self._retry(request, job.subnet, now, worker_hung(job, now), outcomes)
+            self._retry(request, job, now, worker_hung(job, now), outcomes)
         self._wake_all()
 
     def _retry(
-        self, request: Request, subnet: int, now: float, failure: BatchFailed, outcomes: list[Outcome]
+        self, request: Request, job: Job, now: float, failure: BatchFailed, outcomes: list[Outcome]
     ) -> None:
         """Give a request whose worker was lost a second try, alone, if it had none and there is time."""
-        if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
+        if request.deadline_ms < now + self._dispatcher.expected_ms(job.subnet, 1):
             outcomes.append(self._drop(request, now))
         elif request.retried:
             outcomes.append(self.ledger.fail(request, failure))
         else:
             request.retried = True
             self._seen.retried += 1
-            self.waiting.suspect(request, subnet)
+            self.waiting.suspect(request, job.subnet, job.worker)
 
     def _nobody_serves(self, now: float, outcomes: list[Outcome]) -> None:
         """No worker is up: nobody else would tell those whose deadline passes."""
@@ -363,12 +379,20 @@ class Core:
         outcomes += [self._drop(request, now) for request in self._given_up]
         self._given_up.clear()
 
+    def _evict(self, now: float) -> None:
+        """Give up the oldest deferred request to make room; the supervisor delivers, for clients do not."""
+        _, [oldest] = self._dispatcher.late.take(1)
+        first = not self._evicted
+        self._evicted.append(self._drop(oldest, now))
+        if first:
+            self.ledger.owed(self._evicted)
+
     def _drop(self, request: Request, now: float) -> Outcome:
         self.learner.starving = True
         return self.ledger.drop(request, now, self._dispatcher.least_ms(request.floor))
 
     def _finished(self) -> bool:
-        return self.closing and not self._seen.unfinished
+        return self.closing and not self._seen.unfinished and not self._evicted
 
     def _wake_if_settled(self) -> None:
         if self.ledger.settled:

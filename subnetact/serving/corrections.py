@@ -111,10 +111,6 @@ class Corrections:
             self._subnets[subnet].add(x)
             self._all.add(x)
 
-    def has_run(self, subnet: int, batch_size: int) -> bool:
-        """Whether a batch of that subnet and padded size was observed."""
-        return (subnet, self._pad[batch_size]) in self._cells
-
     def snapshot(self) -> CorrectionsSnapshot:
         """The ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
@@ -132,6 +128,7 @@ class Corrections:
 
     def drift(self) -> tuple[float, dict[int, float]]:
         """(the whole machine's ratio, the ratio of each subnet beyond the threshold)."""
+        crossed: list[int] = []
         with self._lock:
             overall = self._all.towards(0.0, 0.0)
             ratios = {
@@ -144,16 +141,19 @@ class Corrections:
                 away = abs(math.log(ratio))
                 if away > limit and i not in self._drifted:
                     self._drifted.add(i)
-                    _log.warning(
-                        "subnet %s takes %.2f times the latency of its table (threshold %.2f); "
-                        "profile this machine again",
-                        self.table.subnets[i],
-                        ratio,
-                        self.threshold,
-                    )
+                    crossed.append(i)
                 elif away < 0.8 * limit:
                     self._drifted.discard(i)
-            return math.exp(overall[0]), {i: ratios[i] for i in sorted(self._drifted) if i in ratios}
+            drifted = {i: ratios[i] for i in sorted(self._drifted) if i in ratios}
+        for i in crossed:  # not under the lock: a handler may take its time
+            _log.warning(
+                "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
+                "again",
+                self.table.subnets[i],
+                ratios[i],
+                self.threshold,
+            )
+        return math.exp(overall[0]), drifted
 
     def relax(self) -> None:
         """Halve what was learned to be slow: for when nothing runs any more that could correct it."""

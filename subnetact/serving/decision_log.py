@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -38,7 +39,7 @@ class DecisionLog:
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
         self._start_ms = start_ms
-        self._entries: list[dict[str, Any]] = []
+        self._entries: deque[dict[str, Any]] = deque()
         self._writing = Lock()
         self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
         self._file.write(json.dumps({"kind": KIND, "schema": SCHEMA, **header}, allow_nan=False) + "\n")
@@ -64,7 +65,8 @@ class DecisionLog:
     def flush(self) -> None:
         """Write what was collected."""
         with self._writing:
-            entries, self._entries = self._entries, []
+            collected = self._entries  # others append meanwhile
+            entries = [collected.popleft() for _ in range(len(collected))]
             if self._file is not None and entries:
                 lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
                 self._file.write("\n".join(lines) + "\n")

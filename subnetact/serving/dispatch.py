@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -69,6 +70,7 @@ class Dispatcher(Generic[Item]):
         self._on_drop = on_drop or _forget
         self.taken: list[Item] = []
         self._accuracy = table.known_accuracy()
+        self._levels = sorted(set(self._accuracy))
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
         self.adopt(policy, table)
@@ -87,15 +89,25 @@ class Dispatcher(Generic[Item]):
         self._full = next(
             (ms, size) for ms, size in zip(row[::-1], self._sizes[::-1], strict=True) if ms == ms
         )
-        self._floor_cost: dict[float, tuple[float, int]] = {}
+        self._floor_cost: dict[int, tuple[float, int]] = {}
 
     def expected_ms(self, subnet: int, k: int) -> float:
         """Latency of k requests on a subnet; NaN where they cannot run."""
-        return self._latency[subnet][self._pad[k]]
+        return self._latency[subnet][self._column(subnet, k)]
 
-    def padded(self, k: int) -> int:
+    def padded(self, subnet: int, k: int) -> int:
         """The batch size that k requests are padded to."""
-        return self._sizes[self._pad[k]]
+        return self._sizes[self._column(subnet, k)]
+
+    def _column(self, subnet: int, k: int) -> int:
+        """The first size from k on that was measured, or (none was) from k on."""
+        row, first = self._latency[subnet], self._pad[k]
+        column, last = first, len(row) - 1
+        while row[column] != row[column]:
+            if column == last:
+                return first
+            column += 1
+        return column
 
     def least_ms(self, floor: float) -> float:
         """The least latency of any option that meets `floor`."""
@@ -165,11 +177,8 @@ class Dispatcher(Generic[Item]):
                 deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
         else:
             deadlines, items = queue.take(size if size < queued else queued)
-        column = self._pad[len(items)]
-        row = self._latency[subnet]
-        while row[column] != row[column] and column + 1 < len(row):
-            column += 1  # a size that was not measured is padded to one that was
-        expected = row[column]
+        column = self._column(subnet, len(items))
+        expected = self._latency[subnet][column]
         if expected != expected:
             self.taken = items
             raise PolicyError(
@@ -210,7 +219,8 @@ class Dispatcher(Generic[Item]):
 
     def _cost_of(self, floor: float) -> tuple[float, int]:
         """(least latency, subnet) among the subnets that meet `floor`."""
-        found = self._floor_cost.get(floor)
+        level = bisect_left(self._levels, floor)  # floors are any number; what they demand are few
+        found = self._floor_cost.get(level)
         if found is None:
             options = [
                 (latency, subnet)
@@ -221,7 +231,7 @@ class Dispatcher(Generic[Item]):
             ]
             if not options:
                 raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {max(self._accuracy)} %")
-            found = self._floor_cost[floor] = min(options)
+            found = self._floor_cost[level] = min(options)
         return found
 
 

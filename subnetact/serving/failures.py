@@ -36,7 +36,8 @@ def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> Deadl
 def alone_failed(job: Job, cause: BaseException) -> BatchFailed:
     """The engine raised on this request and no other."""
     error = BatchFailed(
-        f"subnet {job.subnet} failed on this request, alone in its batch: {type(cause).__name__}: {cause}"
+        f"subnet {job.subnet} failed on this request, alone in its batch: {type(cause).__name__}: {cause}; "
+        "look at the input and the engine"
     )
     error.__cause__ = cause
     return error
@@ -44,14 +45,17 @@ def alone_failed(job: Job, cause: BaseException) -> BatchFailed:
 
 def policy_failed(cause: BaseException) -> BatchFailed:
     """The policy raised, or gave an answer that cannot run."""
-    error = BatchFailed(f"the policy failed: {type(cause).__name__}: {cause}")
+    error = BatchFailed(f"the policy failed: {type(cause).__name__}: {cause}; mend it, or give another one")
     error.__cause__ = cause
     return error
 
 
 def worker_died(cause: BaseException) -> BatchFailed:
     """The second worker ended over this request, too."""
-    error = BatchFailed(f"a worker died over this request, twice: {type(cause).__name__}: {cause}")
+    error = BatchFailed(
+        f"a worker died over this request, twice: {type(cause).__name__}: {cause}; look at the input and the "
+        "engine"
+    )
     error.__cause__ = cause
     return error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from threading import Lock
 from typing import Any
@@ -61,6 +62,7 @@ class Learner:
         self._learn = learn
         self._observe: Any = getattr(policy, "observe", None)
         self._used = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
+        self._said: deque[tuple[str, tuple[object, ...], Exception | None]] = deque()
         self._batches = 0
         self._seen = 0, 0
         self._limits_changed = False
@@ -74,8 +76,8 @@ class Learner:
             try:
                 profiled_ms = float(self._table.latency_ms[job.subnet, self._table.pad_index[job.size]])
                 self._observe(job.subnet, job.size, profiled_ms, took_ms)
-            except Exception:
-                _log.exception("the policy's observe(...) raised; it is not called again")
+            except Exception as error:
+                self._said.append(("the policy's observe(...) raised; it is not called again", (), error))
                 self._observe = None
 
     def limit(self, subnet: int, size: int, count: int) -> int:
@@ -88,13 +90,19 @@ class Learner:
         limits = self._dispatcher.limits
         limits[subnet] = most = min(most, limits.get(subnet, most))
         self._limits_changed = True
-        _log.warning(
-            "subnet %s ran out of memory at batch size %d; it gets %d from now on", subnet, size, most
-        )
+        said = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
+        self._said.append((said, (subnet, size, most), None))
         return most
+
+    def report(self) -> None:
+        """Log what there is to say: not under the lock, for a handler may take its time."""
+        while self._said:
+            text, arguments, error = self._said.popleft()
+            _log.log(logging.ERROR if error else logging.WARNING, text, *arguments, exc_info=error)
 
     def refresh(self) -> bool:
         """Apply what was learned, if it moved enough and the last time is long enough ago; tell whether."""
+        self.report()
         started = self._clock_ms()
         if started < self._next_ms:
             return False

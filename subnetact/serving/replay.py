@@ -56,7 +56,10 @@ class LiveRun:
         Raises:
             FileFormatError: not a decision log, of a newer schema, damaged, or without arrivals.
         """
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise FileFormatError(f"{path}: not text ({error}); is it a decision log?") from error
         header = _parsed(lines[0], path, 1)
         if not isinstance(header, dict) or header.get("kind") != KIND:
             raise FileFormatError(f"{path}: not a decision log; expected a first line of kind {KIND!r}")

@@ -56,6 +56,10 @@ class Roster:
         self._stuck[worker] += 1
         self.down(worker, now_ms)
 
+    def hangs(self, worker: int) -> bool:
+        """Whether it is down and a thread of it hangs."""
+        return worker in self._back_ms and self._stuck[worker] > 0
+
     def came_back(self, worker: int) -> None:
         """A thread that hung has ended."""
         self._stuck[worker] -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from subnetact.serving.core import Core
@@ -52,11 +52,16 @@ class Workers:
 
     def join(self) -> None:
         """Wait for the end of all threads but those that hang, once the core is closed and empty."""
-        if threading.current_thread() in self.threads():
+        if self.is_current():
             return  # closed by a callback: the thread it runs on has to end first
         self._supervisor.join()
-        for thread in list(self._current.values()):
-            thread.join()
+        for worker, thread in list(self._current.items()):
+            if not self._core.hangs(worker):
+                thread.join()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on one of these threads: a callback of a future, or of the engine."""
+        return threading.current_thread() in self.threads()
 
     def threads(self) -> list[threading.Thread]:
         """The supervisor and the current thread of every worker."""
@@ -77,8 +82,10 @@ class Workers:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if outcomes:
-            settle(outcomes)
-            self._core.delivered()
+            try:
+                settle(outcomes)
+            finally:
+                self._core.delivered()
 
     def _work(self, worker: int) -> None:
         core = self._core
@@ -108,7 +115,10 @@ class Workers:
             self._tell(job)
         while job.part and not job.abandoned:
             try:
-                outputs = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                outputs: Any = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                if isinstance(outputs, Mapping):
+                    raise TypeError("the engine returned a mapping; run() returns one output an input")
+                outputs = list(outputs)  # here, where what it raises is the batch's failure
                 if len(outputs) != len(job.part):
                     raise ValueError(
                         f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
@@ -142,3 +152,4 @@ class Workers:
                     self._log.flush()
             except Exception:
                 _log.exception("the batcher's supervisor goes on after an error")
+        core.learner.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,11 +52,23 @@ def test_a_wrong_answer_fails_its_requests_only(wrong: Any) -> None:
 
 
 def test_an_answer_that_cannot_run_fails_its_requests_only() -> None:
-    gate = Answers((1, 2))
-    with Batcher(Echo(), policy=gate, max_queue=10) as batcher:
-        first = [batcher.submit(i, deadline_ms=5000) for i in range(6)]
-        for future in first:
-            assert future.exception(timeout=10) is None or isinstance(future.exception(), BatchFailed)
+    began, go = threading.Event(), threading.Event()
+
+    class Held(Echo):
+        def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
+            began.set()
+            assert go.wait(10)
+            return list(inputs)
+
+    with Batcher(Held(), policy=Answers((0, 1), (1, 2)), max_queue=10) as batcher:
+        held = batcher.submit("held", deadline_ms=5000)
+        assert began.wait(10)
+        queued = [batcher.submit(i, deadline_ms=5000) for i in range(6)]
+        go.set()
+        assert held.result(timeout=10).output == "held"
+        errors = [future.exception(timeout=10) for future in queued]
+        assert any(isinstance(error, BatchFailed) for error in errors), "two cannot run on it"
+        assert all(error is None or isinstance(error, BatchFailed) for error in errors)
         assert batcher.submit("y", deadline_ms=5000).result(timeout=10).output == "y"
 
 

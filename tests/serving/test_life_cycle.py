@@ -98,6 +98,8 @@ class LifeCycle(RuleBasedStateMachine):
             self.full += 1
         except BatcherClosed:
             assert self.core.closing
+        if self.core._evicted:
+            self.tick()
 
     @precondition(lambda self: self.accepted)
     @rule(data=st.data())
@@ -229,7 +231,7 @@ class LifeCycle(RuleBasedStateMachine):
             return
         self.core.close_door()
         for _ in range(200):
-            if self.core.ledger.settled:
+            if self.core.ledger.settled and not self.core._jobs:
                 break
             while self.zombies:
                 self.come_back("answers")
@@ -266,6 +268,7 @@ def test_a_request_that_hangs_twice_fails_and_its_mates_are_served(clock: list[f
     clock[0] = 101.0
     revived, outcomes = core.tick()
     assert (revived, outcomes, first.abandoned) == ([0], [], True)
+    assert core.next_job(0, wait=False) == (None, []), "the second try is another worker's"
     answers, errors = {}, {}
     for _ in range(4):
         job, _ = core.next_job(1, wait=False)
@@ -385,3 +388,43 @@ def test_the_first_run_of_a_subnet_at_a_size_is_given_time_to_warm_up(clock: lis
         clock[0] += job.expected_ms
         core.answered(job, [x])
     assert limits == [30_000.0, 1000.0]
+
+
+def test_the_time_to_warm_up_is_each_workers_own(clock: list[float]) -> None:
+    core = Core(
+        SlackFit(TABLE, slo_ms=20.0),
+        TABLE,
+        workers=2,
+        max_queue=BOUND,
+        hopeless="drop",
+        slo_ms=20.0,
+        clock_ms=lambda: clock[0],
+        watchdog_ms=None,
+        learn=True,
+    )
+    limits = []
+    for worker in (0, 1, 0):
+        core.admit(worker, 500.0, 0.0, 0, None, None)
+        job, _ = core.next_job(worker, wait=False)
+        assert job is not None
+        limits.append(job.limit_ms - clock[0])
+        core.answered(job, [worker])
+    assert limits == [30_000.0, 30_000.0, 1000.0]
+
+
+def test_a_deferred_request_makes_room_for_a_live_one(clock: list[float]) -> None:
+    core = core_of("slackfit", "defer", clock)
+    for x in range(BOUND):
+        core.admit(x, 5.0, 0.0, 0, None, None)
+    clock[0] = 10.0  # all are hopeless
+    job, _ = core.next_job(0, wait=False)
+    assert job is not None
+    deferred = [request.x for request in core.waiting.requests()]
+    while len(core.waiting) < BOUND:
+        core.admit("more", 50.0, 0.0, 0, None, None)
+    core.admit("live", 50.0, 0.0, 0, None, None)
+    assert not core.ledger.settled
+    _, [(request, _, error)] = core.tick()
+    assert request.x == deferred[0]
+    assert isinstance(error, DeadlinePassed)
+    assert "live" in [waiting.x for waiting in core.waiting.requests()]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError
 from subnetact.latency import LatencyTable
-from subnetact.serving.policies import comparison, make_policy
+from subnetact.serving.dispatch import Dispatcher
+from subnetact.serving.policies import Fixed, comparison, make_policy
 from subnetact.serving.simulator import simulate
 from subnetact.serving.traces import poisson
 
@@ -94,3 +95,18 @@ def test_a_policy_that_asks_for_the_impossible_is_told_so(a40):
 
     with pytest.raises(PolicyError, match="cannot run there"):
         simulate(np.zeros(8), table, Stubborn(), slo_ms=36.0, workers=1)
+
+
+def test_the_batcher_pads_to_a_size_that_was_measured():
+    table = LatencyTable.from_arrays(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
+    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0)
+    assert [dispatcher.padded(0, k) for k in (1, 2, 3, 4)] == [1, 4, 4, 4]
+    assert [dispatcher.expected_ms(0, k) for k in (1, 2)] == [1.0, 2.0]
+
+
+def test_what_floors_cost_is_kept_once_for_each_accuracy():
+    table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
+    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0)
+    costs = {dispatcher.least_ms(60.0 + i / 1000) for i in range(20_000)}
+    assert costs == {1.0, 2.0}
+    assert len(dispatcher._floor_cost) == 2

@@ -194,6 +194,7 @@ def test_a_log_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path: Path) -
     ("text", "match"),
     [
         ("", "not JSON"),
+        ("\udcff", "not text"),
         ('{"kind": "other"}\n', "not a decision log"),
         ('{"kind": "subnetact.decision_log", "schema": 9}\n', "schema 9 is not known"),
         ('{"kind": "subnetact.decision_log", "schema": 1}\n', "a field is missing"),
@@ -201,7 +202,7 @@ def test_a_log_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path: Path) -
 )
 def test_what_is_no_log_is_refused(tmp_path: Path, text: str, match: str, capsys: Any) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(FileFormatError, match=match):
         LiveRun.load(path)
     assert main(["--replay", str(path)]) == 2

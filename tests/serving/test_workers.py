@@ -108,6 +108,30 @@ def test_without_time_for_a_second_try_the_deadline_has_passed() -> None:
     wait_for(lambda: not threads_of_batchers())
 
 
+@pytest.mark.parametrize("cancel", [False, True])
+def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool) -> None:
+    began, back = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        back.wait(20)
+
+    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=80.0)
+    try:
+        future = batcher.submit(hang, 50.0 if not cancel else FOREVER)
+        assert began.wait(20)
+        if cancel:
+            assert future.cancel()
+        closing = threading.Thread(target=batcher.close, daemon=True)
+        closing.start()
+        closing.join(5.0)
+        assert not closing.is_alive()
+        assert future.done()
+    finally:
+        back.set()
+    wait_for(lambda: not threads_of_batchers())
+
+
 def test_a_killed_worker_is_revived() -> None:
     def kill() -> None:
         raise SystemExit("killed")
@@ -161,6 +185,25 @@ def test_a_broken_engine_does_not_spin_and_every_request_ends() -> None:
     with pytest.raises(BatcherClosed):
         last.result(20)
     assert threads_of_batchers() == []
+
+
+@pytest.mark.parametrize("bad", ["mapping", "lazy"])
+def test_outputs_that_cannot_be_read_fail_their_requests_only(bad: str) -> None:
+    class Lazy(list[Any]):
+        def __iter__(self) -> Any:
+            raise ZeroDivisionError("read too late")
+
+    class Odd(Engine):
+        def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+            if "good" in inputs:
+                return iter(inputs)
+            return Lazy(inputs) if bad == "lazy" else {str(i): x for i, x in enumerate(inputs)}
+
+    with Batcher(Odd(), policy=Fixed(TABLE, 0)) as batcher:
+        with pytest.raises(BatchFailed, match=r"read too late|a mapping"):
+            batcher.submit("bad", FOREVER).result(20)
+        assert batcher.submit("good", FOREVER).result(20).output == "good"
+        assert batcher.stats().died == 0
 
 
 def test_several_engines_share_one_queue() -> None:
@@ -217,6 +260,8 @@ def test_values_that_are_not_finite_are_refused_on_request() -> None:
     ("arguments", "match"),
     [
         ((1, True), "deadline_ms: True is not a number"),
+        ((1, 10**400), "deadline_ms: an int beyond"),
+        ((1, 36.0, 10**400), "min_accuracy: an int beyond"),
         ((1, "36"), "deadline_ms: '36' is not a number"),
         ((1, 36.0, "high"), "min_accuracy: 'high' is not a number"),
         ((1, 36.0, None, 1.5), "priority: 1.5 is not an int"),
@@ -335,6 +380,17 @@ def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch
         assert isinstance(guilty.exception(20), BatchFailed)
         assert batcher.submit(1, FOREVER).result(20).output == 1
     assert len(refused) == 3
+
+
+def test_draining_from_a_callback_does_not_block() -> None:
+    drained: list[bool] = []
+    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+        go = threading.Event()
+        future = batcher.submit(lambda: go.wait(20), FOREVER)
+        future.add_done_callback(lambda _: drained.append(batcher.drain()))
+        go.set()
+        wait_for(lambda: drained)
+    assert drained == [False], "this very outcome is still being delivered"
 
 
 def test_closing_from_a_callback_does_not_block() -> None:
