@@ -37,7 +37,7 @@ TABLE = LatencyTable.from_arrays(
     [[0.2 * (1 + 0.3 * i) * (1 + size / 16) for size in SIZES] for i in range(4)],
 )
 WATCHDOG_MS = 150.0
-HANG_S = 0.4
+HANG_S = 1.5
 KINDS = ("plain", "raises", "slow", "hangs", "kills", "memory", "invalid", "cancelled")
 #: request i is of a kind when i % period == offset
 PERIODS = {
@@ -45,7 +45,7 @@ PERIODS = {
     "slow": (1000, 3),
     "hangs": (5000, 17),
     "kills": (3000, 11),
-    "memory": (10_000, 29),
+    "memory": (10_000, 27),
     "invalid": (400, 5),
     "cancelled": (97, 1),
 }
