@@ -129,8 +129,12 @@ def to_triton(
             tail = [
                 "dynamic_batching { }",
                 *(
-                    f'parameters {{ key: "{key}" value: {{ string_value: "{value:g}" }} }}'
-                    for key, value in (("slo_ms", slo_ms), ("memory_budget_mb", budget))
+                    f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+                    for key, value in (
+                        ("slo_ms", f"{slo_ms:g}"),
+                        ("memory_budget_mb", f"{budget:g}"),
+                        ("learn", "true"),
+                    )
                 ),
             ]
         else:

@@ -38,7 +38,8 @@ class TritonPythonModel:
         )
         table = subnetact.LatencyTable.load(here / "table.json")
         engine.prepare(table.batch_sizes)
-        self.batcher = subnetact.Batcher(engine, table=table, slo_ms=self.slo_ms)
+        learn = parameters["learn"] == "true"
+        self.batcher = subnetact.Batcher(engine, table=table, slo_ms=self.slo_ms, learn=learn)
 
     def execute(self, requests: list[Any]) -> None:
         """Queue every request and return; each is answered when its rows are."""

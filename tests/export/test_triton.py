@@ -62,6 +62,7 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         "dynamic_batching { }",
         'parameters { key: "slo_ms" value: { string_value: "40" } }',
         'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
+        'parameters { key: "learn" value: { string_value: "true" } }',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
     ]
 
@@ -186,6 +187,7 @@ def model(
     spec.loader.exec_module(module)
     started = module.TritonPythonModel()
     strings = {"slo_ms": {"string_value": str(SLO_MS)}, "memory_budget_mb": {"string_value": "0"}}
+    strings["learn"] = {"string_value": "false"}
     started.initialize({"model_config": json.dumps({"parameters": strings}), "model_instance_kind": "CPU"})
     yield started
     started.finalize()

@@ -142,6 +142,10 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
     to_triton(engine, repository, name="coded", max_batch_size=8, queue_delay_us=20_000)
     to_triton(engine, repository, name="whole", external_scheduler=True)
     to_triton(engine, repository, "python", name="deadlines", table=table, slo_ms=20_000)
+    config = repository / "deadlines" / "config.pbtxt"
+    text = config.read_text()
+    assert '"learn" value: { string_value: "true" }' in text
+    config.write_text(text.replace('"true"', '"false"'))  # the table is made up: its latencies decide here
     shutil.copytree(repository / "coded", repository / "broken")
     config = repository / "broken" / "config.pbtxt"
     text = config.read_text().replace('"coded"', '"broken"')
