@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from small_families import small_family
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import subnetact
-from ofa_adapters import load
+from ofa_adapters import families, load
 from subnetact.binding import bind
 from subnetact.digits import load_digits_supernet
 from subnetact.export import to_torchscript
@@ -39,9 +39,8 @@ from subnetact.supernet import Supernet
 from subnetact.timing import machine
 
 ROOT = Path(__file__).parent.parent
-GOLDEN = ROOT / "tests" / "golden"
 RESULTS = ROOT / "benchmarks" / "results"
-FAMILIES = ("ofa_resnet50", "ofa_mbv3", "autoformer", "dynabert")
+FAMILIES = families()
 MIB = 2**20
 
 LOAD = """
@@ -59,14 +58,6 @@ module = torch.jit.load(sys.argv[2])
 taken = time.perf_counter() - start
 print(json.dumps({"load_ms": round(taken * 1e3, 1), "resident_bytes": resident() - before}))
 """
-
-
-def golden(family: str) -> tuple[Supernet, dict[str, Tensor]]:
-    facts = json.loads((GOLDEN / family / "cases.json").read_text())
-    io = load_file(GOLDEN / family / "io.safetensors")
-    supernet = load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **facts["constructor"])
-    names = facts.get("inputs")
-    return supernet, {name: io[name] for name in names} if names else {"x": io["input"]}
 
 
 def registered(supernet: Supernet, count: int) -> list[SubnetSpec]:
@@ -245,7 +236,7 @@ def main() -> None:
             full = family == "full"
             torch.manual_seed(0)
             image = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
-            supernet, inputs = (load("ofa_resnet50"), image) if full else golden(family)
+            supernet, inputs = (load("ofa_resnet50"), image) if full else small_family(family)
             about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "golden"}
             found = torchscript(supernet, inputs, args.subnets, driver, Path(folder))
             result["rows"].append({"format": "TorchScript", **about, **found})

@@ -27,27 +27,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from small_families import small_family
 from torch import Tensor
 
 import subnetact
-from ofa_adapters import load
+from ofa_adapters import families, load
 from subnetact.export import load_exported, to_exported_programs, to_onnx
 from subnetact.export.tracing import example_batch
 from subnetact.timing import machine
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
-FAMILIES = ("ofa_resnet50", "ofa_mbv3", "autoformer", "dynabert")
+FAMILIES = families()
 MIB = 2**20
 BATCHES = (1, 2, 5)
 
 
 def golden_engine(family: str, subnets: int) -> subnetact.Engine:
-    facts = json.loads((GOLDEN / family / "cases.json").read_text())
-    io = load_file(GOLDEN / family / "io.safetensors")
-    supernet = load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **facts["constructor"])
-    example = io[facts["inputs"][0] if facts.get("inputs") else "input"][0]
-    return engine_of(supernet, example, subnets)
+    supernet, inputs = small_family(family)
+    return engine_of(supernet, next(iter(inputs.values()))[0], subnets)
 
 
 def full_engine(subnets: int) -> subnetact.Engine:
