@@ -104,7 +104,7 @@ class CalibrationRun:
         """Make sure, on a few images, that shared layers compute what a subnet by itself does."""
         if self._steps:
             try:
-                reason = self._trial(_laid_out(x[:TRIAL_IMAGES].clone()))
+                reason = self._trial(x[:TRIAL_IMAGES].clone())
             except Exception as error:
                 reason = f"a trial failed: {error}"
             for norm in self._shared.norms.values():
@@ -141,7 +141,6 @@ class CalibrationRun:
 
     def batch(self, x: Tensor) -> Iterator[SubnetSpec]:
         """Take a batch, x of shape (N, ...), through all active subnets; yield each when it is done."""
-        x = _laid_out(x)
         counted = self.position
         for i, spec in enumerate(self._shared.run(x, self.finished)):
             self._count(self._shared.layers, self._shared.alone(spec) if i >= counted else 0)
@@ -241,7 +240,3 @@ class CalibrationRun:
             else:
                 statistics[norm.path] = averaged[0], averaged[1]
         return NormRow.of(statistics)
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x

@@ -278,21 +278,19 @@ class SharedForward:
         kwargs: Any = map_aggregate(step.kwargs, fetch)
         if step.module is not None:
             self.layers += 1
-        first = step.inputs[0] if step.inputs else 0
-        mine = may_write and self._steps[first].fresh and len(self._uses.get(first, ())) == 1
         if step.norm is not None:
             step.norm.paused = step.norm.batches > batch
             try:
                 if not kept:
                     return step.norm.collect(args[0])
-                if step.norm.plain and not any(step.norm.module.__dict__[name] for name in _HOOKS):
-                    over = mine and args[0].dim() == 4
-                    return step.norm.normalise(args[0], over)
                 return step.call(*args, **kwargs)
             finally:
                 step.norm.paused = False
         if step.operation is not None:
-            return step.operation(args, mine and isinstance(step.args[0], _Ref))
+            first = step.args[0]
+            mine = isinstance(first, _Ref) and self._steps[first.step].fresh
+            alone = mine and len(self._uses.get(first.step, ())) == 1
+            return step.operation(args, may_write and alone)
         return step.call(*args, **kwargs)
 
     def _next_use(self, value: int, position: int) -> int | None:
