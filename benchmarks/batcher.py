@@ -52,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["null", "digits", "http"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5, help="of what the model that does nothing does")
     parser.add_argument("--seconds", type=float, default=1.5, help="length of a trace")
     parser.add_argument("--rates", type=float, nargs="+", default=[150, 300], help="over HTTP, per second")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batcher.json")
@@ -65,7 +66,7 @@ def main() -> None:
     gc.freeze()  # a full collection of what is imported stops everything for a tenth of a second
     seeds = range(args.seeds)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "null": lambda: null_section(args.seeds),
+        "null": lambda: null_section(args.repeats),
         "digits": lambda: digits_section(seeds, args.seconds),
         "http": lambda: http_section(seeds, args.seconds, args.rates),
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ CLIENTS = 2048
 TICK_S = 2.5e-4
 PACER = "import os, sys, time\nwhile True:\n    time.sleep(float(sys.argv[1]))\n    os.write(1, b'.')"
 THREADS, WINDOW = 4, 512
+CORES = sorted(os.sched_getaffinity(0))
 Infer = Callable[[Tensor], Awaitable[Any]]
 
 
@@ -104,8 +106,8 @@ def asyncio_throughput(make: Callable[[], Any], count: int) -> float:
 
 def infer_of(batcher: Any) -> Infer:
     """The call of a contender, from an input to its output."""
-    if isinstance(batcher, FifoBatcher):
-        return batcher.infer
+    if not isinstance(batcher, Batcher):
+        return batcher.infer  # type: ignore[no-any-return]
 
     async def infer(x: Tensor) -> Any:
         return (await batcher.infer(x, SLO_MS)).output
@@ -113,65 +115,101 @@ def infer_of(batcher: Any) -> Infer:
     return infer
 
 
+class NoBatcher:
+    """Answers in the next turn of the event loop: what the measurement itself adds."""
+
+    async def __aenter__(self) -> NoBatcher:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def infer(self, x: Tensor) -> Any:
+        """The first number of an input."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[float] = loop.create_future()
+        loop.call_soon(future.set_result, float(x[0]))
+        return await future
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keep the threads that are started inside on the first core."""
+    os.sched_setaffinity(0, CORES[:1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, CORES)
+
+
 def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list[float]:
     """Milliseconds from when each request of an even open loop was due to its answer.
 
-    Every `TICK_S` another process wakes the loop through a pipe, as a client would, and it sends what is
-    due; an event loop's own timers are no finer than a millisecond. The first tenth of the requests is not
-    counted.
+    Every `TICK_S` another process, on a core of its own, wakes the loop through a pipe, as a client would,
+    and what is due is sent; an event loop's own timers are no finer than a millisecond. Each request
+    is a coroutine that waits; one that is done takes a later request. The first tenth is not counted.
     """
-    inputs = vectors()
+    inputs, count = vectors(), int(qps * seconds)
+    clock, taken = time.perf_counter, list[float]()
 
-    async def main() -> list[float]:
+    async def main() -> None:
         async with make() as batcher:
-            infer = infer_of(batcher)
-            clock, taken = time.perf_counter, list[float]()
+            infer, loop = infer_of(batcher), asyncio.get_running_loop()
+            idle: list[asyncio.Future[int]] = []
+            clients: list[asyncio.Task[None]] = []
+            all_done = loop.create_future()
+            sent = done = 0
+            start = clock() + 0.3
 
-            async def one(i: int, due: float) -> None:
-                if await infer(inputs[i % len(inputs)]) != i % len(inputs):
-                    raise RuntimeError("an answer of another request")
-                if i >= warm_up:
-                    taken.append((clock() - due) * 1e3)
+            async def client(i: int) -> None:
+                nonlocal done
+                while True:
+                    if await infer(inputs[i % len(inputs)]) != i % len(inputs):
+                        raise RuntimeError("an answer of another request")
+                    if i >= count // 10:
+                        taken.append((clock() - start - i / qps) * 1e3)
+                    done += 1
+                    if done == count:
+                        all_done.set_result(None)
+                    following: asyncio.Future[int] = loop.create_future()
+                    idle.append(following)
+                    i = await following
 
-            count = int(qps * seconds)
-            warm_up = count // 10
-            waiting: set[asyncio.Task[None]] = set()
-            loop, sent, all_sent = asyncio.get_running_loop(), itertools.count(), asyncio.Event()
-            following = next(sent)
+            def ended(task: asyncio.Task[None]) -> None:
+                if not task.cancelled() and not all_done.done():
+                    all_done.set_exception(task.exception() or RuntimeError("a client ended"))
 
             def send_due() -> None:
-                nonlocal following
-                now = clock()
-                while following < count and (due := start + following / qps) <= now:
-                    task = asyncio.create_task(one(following, due))
-                    waiting.add(task)
-                    task.add_done_callback(waiting.discard)
-                    following = next(sent)
-                if following == count:
-                    all_sent.set()
+                nonlocal sent
+                ticks.read(4096)
+                until = min(count, 1 + int((clock() - start) * qps)) if clock() >= start else 0
+                while sent < until:
+                    if idle:
+                        idle.pop().set_result(sent)
+                    else:
+                        clients.append(asyncio.create_task(client(sent)))
+                        clients[-1].add_done_callback(ended)
+                    sent += 1
 
-            start = clock() + 0.3
             pacer = subprocess.Popen(
                 [sys.executable, "-S", "-c", PACER, str(TICK_S)], stdout=subprocess.PIPE, bufsize=0
             )
+            os.sched_setaffinity(pacer.pid, CORES[-1:])
             ticks: Any = pacer.stdout
-
-            def woken() -> None:
-                ticks.read(4096)
-                send_due()
-
-            loop.add_reader(ticks, woken)
+            loop.add_reader(ticks, send_due)
             try:
-                await all_sent.wait()
+                await all_done
             finally:
                 loop.remove_reader(ticks)
                 pacer.kill()
                 pacer.wait()
                 ticks.close()
-            await asyncio.gather(*waiting)
-            return taken
+                for task in clients:
+                    task.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
 
-    return asyncio.run(main())
+    asyncio.run(main())
+    return taken
 
 
 def in_threads(make: Callable[[], Batcher], work: Callable[[Batcher, int], None]) -> float:
@@ -250,10 +288,13 @@ def null_section(repeats: int = 3, scale: float = 1.0) -> dict[str, Any]:
     latencies: dict[str, Callable[[], list[float]]] = {
         "asyncio, 33000/s": lambda: asyncio_latency(make, 33_000, seconds),
         "asyncio, naive FIFO, 33000/s": lambda: asyncio_latency(naive, 33_000, seconds),
+        "asyncio, no batcher, 33000/s": lambda: asyncio_latency(NoBatcher, 33_000, seconds),
         "threads, 16500/s": lambda: thread_latency(make, 16_500, seconds),
     }
     qps: dict[str, list[float]] = {name: [] for name in throughputs}
-    added: dict[str, list[list[float]]] = {name: [] for name in latencies}
+    added: dict[str, list[list[float]]] = {
+        f"{name}{where}": [] for name in latencies for where in ("", ", one core")
+    }
     for _ in tqdm(range(repeats), desc="null model"):
         for name, measure in throughputs.items():
             gc.collect()
@@ -261,6 +302,8 @@ def null_section(repeats: int = 3, scale: float = 1.0) -> dict[str, Any]:
         for name, run in latencies.items():
             gc.collect()
             added[name].append(np.percentile(run(), [50, 99, 100]).tolist())
+            with on_one_core():
+                added[f"{name}, one core"].append(np.percentile(run(), [50, 99, 100]).tolist())
     return {
         "requests_per_second": {name: median(found) for name, found in qps.items()},
         "all_requests_per_second": qps,

@@ -33,7 +33,9 @@ def _null(found: dict[str, Any]) -> list[str]:
     return [
         f"**A model that does nothing** ({_where(found)}; medians of {repeats} runs). {found['clients']} "
         f"coroutines, or {found['threads']} threads; inputs are stacked, every answer is checked against its "
-        "input, SlackFit decides. Added latency counts from when a request of an even open loop was due.",
+        "input, SlackFit decides. Added latency counts from when a request of an even open loop was due; "
+        "`one core`: the server's threads share a core (`taskset -c 0`), which spares Python's global lock "
+        "the way between two; `no batcher`: what the measurement itself adds.",
         "",
         "| | requests/s |",
         "|---|---|",
