@@ -34,7 +34,7 @@ from subnetact import __version__
 from subnetact.timing import machine
 
 #: of the interpreter; a model of many short operations asks for it back after each of them
-SWITCH_MS = {"null": 5.0, "digits": 0.05, "http": 0.5}
+SWITCH_MS = {"null": 5.0, "digits": 0.5, "http": 0.5}
 
 
 def _versions() -> dict[str, str]:
@@ -67,7 +67,7 @@ def main() -> None:
     seeds = range(args.seeds)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "null": lambda: null_section(args.repeats),
-        "digits": lambda: digits_section(seeds, args.seconds),
+        "digits": lambda: digits_section(seeds, args.seconds / 3),
         "http": lambda: http_section(seeds, args.seconds, args.rates),
     }
     facts = {"machine": machine(torch.device("cpu")), "versions": _versions()}

@@ -1,182 +1,262 @@
-"""The digits supernet served live in this process: every way of serving it, on the same arrivals."""
+"""The digits supernet served live in this process: every way of serving it, on the same arrivals.
+
+A request is a page of 16 digits, so that the model is what costs, not the client beside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import torch
 from digits_engine import digits_engine, unseen_digits
 from fifo import FifoBatcher
 from in_service import InService, measured_in_service
-from load_generator import ask_batcher, trace
-from open_loop import Reply, Sent, run_open_loop, summary
+from load_generator import trace
+from open_loop import Refused, Reply, Sent, run_open_loop
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Batcher, Engine, Fixed, HullFit, SlackFit, profile_latency, simulate
-from subnetact.digits import Digits
+from subnetact import Batcher, Fixed, HullFit, LatencyTable, SlackFit, profile_latency, simulate
+from subnetact.errors import InvalidRequest, RequestError
 from subnetact.serving.context import Policy
 
 __all__ = ["digits_section"]
 
-SLO_MS = 36.0
+SLO_MS = 100.0
+PAGE = 16
 SIZES = tuple(range(1, 17))
-#: a burst's load, as a share of what the largest subnet sustains in service; it lasts a third of the trace
-LEVELS = (1.0, 1.4, 1.8)
-LULL = 0.4
+#: the bursts' loads, as shares of what the largest subnet sustains in service; lulls lie between them
+BURSTS = (1.0, 2.0, 3.0, 4.0)
+LULL = 0.6
 CV2 = 4.0
 FIFO_DELAY_MS = 2.0
+MARGIN_MS = 10.0
+
+
+class Pages:
+    """The engine of the digits for pages of them: (PAGE, 1, 16, 16) in, PAGE labels out."""
+
+    def __init__(self) -> None:
+        self._engine = digits_engine()
+        self.keys = self._engine.keys
+        self.accuracy = [float(known or "nan") for known in self._engine.accuracy]
+
+    def profile(self) -> LatencyTable:
+        """What so many pages take, with nothing else going on."""
+        digits = [PAGE * size for size in SIZES]
+        self._engine.prepare(digits)
+        found = profile_latency(
+            self._engine, digits, self.accuracy, statistic="p50", warmup_ms=1, min_time_ms=100
+        )
+        return LatencyTable.from_arrays(self.keys, self.accuracy, SIZES, found.latency_ms)
+
+    def check(self, page: Any) -> None:
+        """Refuse everything else."""
+        if not isinstance(page, Tensor) or page.shape[:1] != (PAGE,):
+            raise InvalidRequest(f"page: expected a tensor of {PAGE} digits")
+        self._engine.check(page[0])
+
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:  # noqa: ARG002
+        """The digits of every page."""
+        digits: Tensor = self._engine(torch.cat(list(inputs)), subnet).argmax(1)
+        return list(digits.view(len(inputs), PAGE))
 
 
 class Contest:
-    """The engine, its tables, and how each contender serves a trace."""
+    """The engine, its tables, and how each contender serves a trace.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.data: Digits = unseen_digits()
-        self.labels: list[int] = self.data.labels.tolist()
-        self.engine: Engine = digits_engine()
-        self.engine.prepare(SIZES)
-        accuracy = [float(known or "nan") for known in self.engine.accuracy]
-        self.profile = profile_latency(
-            self.engine, SIZES, accuracy, statistic="p50", warmup_ms=1, min_time_ms=40
-        )
+    Args:
+        part_s: length of a burst, and of a lull.
+        folder: for what the batcher learned.
+    """
+
+    def __init__(self, part_s: float, folder: Path) -> None:
+        self.part_s = part_s
+        self.folder = folder
+        data = unseen_digits()
+        pages = len(data.images) // PAGE
+        self.pages = list(data.images[: pages * PAGE].view(pages, PAGE, *data.images.shape[1:]))
+        self.labels = list(data.labels[: pages * PAGE].view(pages, PAGE))
+        self.engine = Pages()
+        self.profile = self.engine.profile()
         gc.collect()
         gc.freeze()
-        self.in_service = self._measure()
 
-    @property
-    def capacity_qps(self) -> float:
-        """What the largest subnet sustains at the largest batch."""
-        found = self.in_service
-        return 1e3 * SIZES[-1] / float(found.expected.latency_ms[-1, -1] + found.overhead_ms)
-
-    def _measure(self) -> InService:
+    def learn(self, seed: int) -> InService:
+        """Find out what batches take in service, as the machine is now."""
         capacity = 1e3 * SIZES[-1] / self.profile.latency_ms[-1, -1]
-        arrivals = trace("bursty", 0.6 * capacity, 3.0, CV2, 99).tolist()
-        return measured_in_service(self.engine, self.profile, self.data, arrivals)
+        arrivals = trace("bursty", 0.6 * capacity, 3.0, CV2, 99 + seed).tolist()
+        file = self.folder / f"corrections-{seed}.json"
+        return measured_in_service(self.engine, self.profile, self.pages, arrivals, file)
 
-    def arrivals(self, level: float, seed: int) -> list[float]:
-        """A lull, a burst and a lull, each of them bursty in itself."""
-        part_s = self.seconds / 3
-        parts = [
-            1e3 * part_s * i + trace("bursty", load * self.capacity_qps, part_s, CV2, 3 * seed + i)
-            for i, load in enumerate((LULL, level, LULL))
-        ]
-        return [float(t) for part in parts for t in part]
+    def arrivals(self, live: InService, bursts: Sequence[float], seed: int) -> list[list[float]]:
+        """The parts of a trace: lulls and bursts in turn, each bursty in itself; lulls last twice as long."""
+        capacity = capacity_qps(live)
+        loads = [LULL, *(load for burst in bursts for load in (burst, LULL))]
+        parts, start_ms = [], 0.0
+        for i, load in enumerate(loads):
+            seconds = self.part_s * (2 if load == LULL else 1)
+            times = trace("bursty", load * capacity, seconds, CV2, 100 * seed + i)
+            parts.append([start_ms + float(t) for t in times])
+            start_ms += 1e3 * seconds
+        return parts
 
-    def policies(self) -> dict[str, Callable[[], Policy]]:
+    def policies(self, table: LatencyTable) -> dict[str, Policy]:
         """Those that choose, and every fixed subnet."""
-        table = self.in_service.cautious
-        choosing: dict[str, Callable[[], Policy]] = {
-            "SlackFit": lambda: SlackFit(table, slo_ms=SLO_MS, buckets=4, margin_ms=4.0),
-            "HullFit": lambda: HullFit(table, slo_ms=SLO_MS),
+        choosing: dict[str, Policy] = {
+            "SlackFit": SlackFit(table, slo_ms=SLO_MS, margin_ms=MARGIN_MS),
+            "HullFit": HullFit(table, slo_ms=SLO_MS),
         }
-        return choosing | {f"fixed {i}": partial(Fixed, table, i) for i in range(len(self.engine))}
+        return choosing | {f"fixed {i}": Fixed(table, i) for i in range(len(self.engine.keys))}
 
-    def serve(self, policy: Policy, arrivals_ms: list[float]) -> dict[str, Any]:
+    def serve(self, name: str, live: InService, parts: list[list[float]]) -> dict[str, Any]:
         """Serve a trace live, simulate the same, and compare."""
-        with Batcher(self.engine, policy=policy, slo_ms=SLO_MS) as batcher:
-            sent = asyncio.run(ask_batcher(batcher, list(self.data.images), arrivals_ms, SLO_MS))
-        found = summary(sent, self.labels, SLO_MS)
-        found["attainment_in_batcher"] = batcher.stats().met / len(arrivals_ms)
-        return found
-
-    def predict(self, policy: Policy, arrivals_ms: list[float]) -> dict[str, float]:
-        """Simulate what `serve` does."""
-        live = self.in_service
-        result = simulate(
-            arrivals_ms,
+        arrivals = [t for part in parts for t in part]
+        with Batcher(self.engine, policy=self.policies(self.profile)[name], slo_ms=SLO_MS) as batcher:
+            batcher.corrections.load(live.corrections)
+            sent = asyncio.run(self._ask(batcher, arrivals))
+        found = self.judged(sent, parts)
+        predicted = simulate(
+            arrivals,
             live.expected,
-            policy,
+            self.policies(live.planned)[name],
             slo_ms=SLO_MS,
             workers=1,
             hopeless="drop",
             noise=live.noise,
             overhead_ms=live.overhead_ms,
         )
-        return {"attainment": result.attainment, "effective_accuracy": result.effective_accuracy}
+        found["attainment_in_batcher"] = batcher.stats().met / len(arrivals)
+        found["predicted_attainment"] = predicted.attainment
+        return found
 
-    def serve_fifo(self, subnet: int, arrivals_ms: list[float]) -> dict[str, Any]:
+    async def _ask(self, batcher: Batcher, arrivals_ms: list[float]) -> list[Sent]:
+        async def send(i: int, left_ms: float) -> Reply:
+            try:
+                answer = await batcher.infer(self.pages[i % len(self.pages)], left_ms)
+            except RequestError as error:
+                raise Refused(type(error).__name__) from error
+            return self._marked(i, answer.output, answer.subnet)
+
+        return await run_open_loop(arrivals_ms, send, SLO_MS)
+
+    def _marked(self, i: int, output: Tensor, subnet: int) -> Reply:
+        right = int((output == self.labels[i % len(self.labels)]).sum())
+        return Reply(right, subnet, self.profile.accuracy[subnet])
+
+    def judged(self, sent: Sequence[Sent], parts: list[list[float]]) -> dict[str, Any]:
+        """What came of a trace, and the effective accuracy of each part: digits right and in time, of all."""
+        right = [s.reply.label if s.reply is not None and s.latency_ms <= SLO_MS else None for s in sent]
+        met = [r for r in right if r is not None]
+        ends = list(itertools.accumulate(map(len, parts)))
+        return {
+            "attainment": len(met) / len(sent),
+            "measured_accuracy": 100 * sum(met) / (PAGE * max(1, len(met))),
+            "effective_accuracy": 100 * sum(met) / (PAGE * len(sent)),
+            "latency_p99_ms": float(np.percentile([s.latency_ms for s in sent if s.reply is not None], 99)),
+            "parts": [
+                100 * sum(filter(None, right[end - len(part) : end])) / (PAGE * len(part))
+                for part, end in zip(parts, ends, strict=True)
+            ],
+        }
+
+    def serve_fifo(self, subnet: int, parts: list[list[float]]) -> dict[str, Any]:
         """Send a trace to the usual dynamic batcher with one subnet."""
-        images, engine = list(self.data.images), self.engine
+        arrivals_ms = [t for part in parts for t in part]
 
         def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            return engine.run(subnet, inputs, len(inputs))
+            return self.engine.run(subnet, inputs, len(inputs))
 
         async def main() -> list[Sent]:
             async with FifoBatcher(run, SIZES[-1], FIFO_DELAY_MS) as fifo:
 
                 async def send(i: int, left_ms: float) -> Reply:  # noqa: ARG001
-                    output = await fifo.infer(images[i % len(images)])
-                    return Reply(int(output.argmax()), subnet, self.profile.accuracy[subnet])
+                    return self._marked(i, await fifo.infer(self.pages[i % len(self.pages)]), subnet)
 
                 return await run_open_loop(arrivals_ms, send, SLO_MS)
 
-        return summary(asyncio.run(main()), self.labels, SLO_MS)
+        return self.judged(asyncio.run(main()), parts)
 
 
-def digits_section(seeds: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Every contender at every level and seed, in random order; medians over the seeds."""
-    contest = Contest(seconds)
-    live = contest.in_service
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+def capacity_qps(live: InService) -> float:
+    """What the largest subnet sustains at the largest batch."""
+    return 1e3 * SIZES[-1] / float(live.expected.latency_ms[-1, -1] + live.overhead_ms)
+
+
+def digits_section(seeds: Sequence[int], part_s: float) -> dict[str, Any]:
+    """Every contender on every seed's trace, in random order; medians over the seeds."""
+    with tempfile.TemporaryDirectory() as folder:
+        contest = Contest(part_s, Path(folder))
+        found, facts = _runs(contest, seeds)
+    return {
+        "slo_ms": SLO_MS,
+        "part_s": part_s,
+        "bursts": BURSTS,
+        "lull": LULL,
+        "cv2": CV2,
+        "accuracy": contest.profile.accuracy,
+        "profile_ms": contest.profile.latency_ms[:, [0, 3, 7, 15]].tolist(),
+        "fifo_delay_ms": FIFO_DELAY_MS,
+        "margin_ms": MARGIN_MS,
+        "seeds": facts,
+        "contenders": {name: _medians(runs) for name, runs in found.items()},
+    }
+
+
+def _runs(
+    contest: Contest, seeds: Sequence[int]
+) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    facts = []
     rng = random.Random(0)
-    fifo = (0, len(contest.engine) // 2, len(contest.engine) - 1)
-    plan = [(level, seed) for level in LEVELS for seed in seeds]
-    for level, seed in tqdm(plan, desc="digits"):
-        arrivals = contest.arrivals(level, seed)
+    fifo = (0, len(contest.engine.keys) // 2, len(contest.engine.keys) - 1)
+    for seed in tqdm(seeds, desc="digits"):
+        live = contest.learn(seed)
+        order_of_bursts = random.Random(seed).sample(BURSTS, len(BURSTS))
+        parts = contest.arrivals(live, order_of_bursts, seed)
+        facts.append(
+            {
+                "capacity_qps": capacity_qps(live),
+                "requests": sum(map(len, parts)),
+                "bursts_in_order": order_of_bursts,
+                "factor": live.factor,
+                "noise": live.noise,
+                "overhead_ms": live.overhead_ms,
+            }
+        )
         calls: dict[str, Callable[[], dict[str, Any]]] = {
-            f"FIFO, fixed {i}": partial(contest.serve_fifo, i, arrivals) for i in fifo
+            f"FIFO, fixed {i}": partial(contest.serve_fifo, i, parts) for i in fifo
         }
-        policies = contest.policies()
-        calls |= {name: partial(_live, contest, make, arrivals) for name, make in policies.items()}
+        calls |= {name: partial(contest.serve, name, live, parts) for name in contest.policies(live.planned)}
         order = list(calls)
         rng.shuffle(order)
         for name in order:
             gc.collect()
-            runs.setdefault(f"{level:g}", {}).setdefault(name, []).append(calls[name]())
-    return {
-        "slo_ms": SLO_MS,
-        "seconds": seconds,
-        "cv2": CV2,
-        "lull": LULL,
-        "capacity_qps": contest.capacity_qps,
-        "accuracy": contest.profile.accuracy,
-        "profile_ms": contest.profile.latency_ms[:, [0, 3, 7, 15]].tolist(),
-        "in_service": {
-            "factor": live.factor,
-            "added_ms": live.added_ms,
-            "noise": live.noise,
-            "overhead_ms": live.overhead_ms,
-        },
-        "fifo_delay_ms": FIFO_DELAY_MS,
-        "levels": {
-            level: {name: _medians(found) for name, found in by_name.items()}
-            for level, by_name in runs.items()
-        },
-    }
-
-
-def _live(contest: Contest, make: Callable[[], Policy], arrivals: list[float]) -> dict[str, Any]:
-    found = contest.serve(make(), arrivals)
-    found["predicted"] = contest.predict(make(), arrivals)
-    found["off_points"] = 100 * abs(found["predicted"]["attainment"] - found["attainment_in_batcher"])
-    return found
+            one = calls[name]()
+            bursts = zip(order_of_bursts, one.pop("parts")[1::2], strict=True)
+            one["by_burst"] = {f"{load:g}": percent for load, percent in sorted(bursts)}
+            runs.setdefault(name, []).append(one)
+    return runs, facts
 
 
 def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
-    names = ("attainment", "measured_accuracy", "effective_accuracy", "attainment_in_batcher", "off_points")
-    result: dict[str, Any] = {name: median(run[name] for run in found) for name in names if name in found[0]}
-    result["requests"] = median(run["requests"] for run in found)
-    result["latency_p99_ms"] = median(run["latency_ms"].get("p99", float("nan")) for run in found)
-    if "predicted" in found[0]:
-        result["predicted_attainment"] = median(run["predicted"]["attainment"] for run in found)
-        result["worst_off_points"] = max(run["off_points"] for run in found)
+    names = ("attainment", "measured_accuracy", "effective_accuracy", "latency_p99_ms")
+    result: dict[str, Any] = {name: median(run[name] for run in found) for name in names}
     result["effective_accuracy_by_seed"] = [run["effective_accuracy"] for run in found]
+    result["by_burst"] = {
+        load: median(run["by_burst"][load] for run in found) for load in found[0]["by_burst"]
+    }
+    if "predicted_attainment" in found[0]:
+        result["attainment_in_batcher"] = [run["attainment_in_batcher"] for run in found]
+        result["predicted_attainment"] = [run["predicted_attainment"] for run in found]
     return result

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,22 +14,20 @@ import numpy.typing as npt
 from load_generator import ask_batcher
 from torch import Tensor
 
-from subnetact import Batcher, Engine, LatencyTable
-from subnetact.digits import Digits
+from subnetact import Batcher, LatencyTable
+from subnetact.serving.batcher import Decided
 from subnetact.serving.context import Context
 
 __all__ = ["InService", "Recorder", "measured_in_service"]
 
-HIGH = 1.88  # the 97th percentile of a normal distribution, in standard deviations
 STAY = 25
 
 
 class Recorder:
-    """The engine, noting (subnet, inputs, start, end in ms) of every batch."""
+    """A runner, noting (subnet, inputs, start, end in ms) of every batch."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.keys = engine.keys
-        self.fingerprint = engine.fingerprint
         self.check = engine.check
         self._engine = engine
         self.batches: list[tuple[int, int, float, float]] = []
@@ -36,7 +35,7 @@ class Recorder:
     def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:
         """Run and note."""
         start = time.perf_counter()
-        outputs = self._engine.run(subnet, inputs, batch_size)
+        outputs: Sequence[Tensor] = self._engine.run(subnet, inputs, batch_size)
         self.batches.append((subnet, len(inputs), start * 1e3, time.perf_counter() * 1e3))
         return outputs
 
@@ -63,54 +62,58 @@ class InService(NamedTuple):
     """What a live run adds to the profile.
 
     Attributes:
+        corrections: a file of what the batcher learned; its own load it to begin with.
         expected: mean times in service.
-        cautious: their 97th percentiles, for policies.
-        factor: mean time = `factor` x profiled + `added_ms`.
-        added_ms: see `factor`.
-        noise: standard deviation of a batch's time, as a share.
-        overhead_ms: mean time between two batches while requests wait.
+        planned: the times that policies plan with, about the 97th percentiles.
+        factor: mean time in service over the profiled time.
+        noise: standard deviation of a batch's time, as a share of the expected.
+        overhead_ms: median time between two batches while requests wait.
     """
 
+    corrections: Path
     expected: LatencyTable
-    cautious: LatencyTable
+    planned: LatencyTable
     factor: float
-    added_ms: float
     noise: float
     overhead_ms: float
 
 
 def measured_in_service(
-    engine: Engine, profile: LatencyTable, data: Digits, arrivals_ms: Sequence[float]
+    engine: Any,
+    profile: LatencyTable,
+    inputs: Sequence[Tensor],
+    arrivals_ms: Sequence[float],
+    corrections: Path,
 ) -> InService:
-    """Serve a trace with batches of every kind, and fit the profile to the times they take.
+    """Serve a trace with batches of every kind, and keep what the batcher learned from it.
 
     Args:
         engine: the subnets.
         profile: their table, measured with nothing else going on; every batch size up to the largest.
-        data: inputs.
+        inputs: to send.
         arrivals_ms: when they come.
+        corrections: the file to write.
     """
-    recorder = Recorder(engine)
+    recorder, decided = Recorder(engine), list[Decided]()
     policy: Any = Anything(profile)
-    with Batcher(recorder, policy=policy, slo_ms=1e4, learn=False) as batcher:
-        asyncio.run(ask_batcher(batcher, list(data.images), arrivals_ms, 1e4))
-    subnets, inputs, start, end = (np.array(column) for column in zip(*recorder.batches, strict=True))
-    profiled = profile.latency_ms[subnets, inputs - 1]
-    took = end - start
-    kept = took < np.percentile(took / profiled, 97) * profiled
-    terms = np.stack([profiled, np.ones_like(profiled)], 1)
-    (factor, added_ms), *_ = np.linalg.lstsq(terms[kept], took[kept], rcond=None)
-    expected = factor * profile.latency_ms + added_ms
-    noise = float((took / (factor * profiled + added_ms))[kept].std())
-    gaps = start[1:] - end[:-1]
-    busy = gaps < np.percentile(gaps, 90)
+    with Batcher(recorder, policy=policy, slo_ms=1e4, learn=False, on_decision=decided.append) as batcher:
+        asyncio.run(ask_batcher(batcher, inputs, arrivals_ms, 1e4))
+    batcher.corrections.save(corrections)
+    learned = batcher.corrections.snapshot()
+    subnets, sizes, start, end = (np.array(column) for column in zip(*recorder.batches, strict=True))
+    typical = profile.latency_ms * learned.mean
+    share = (end - start) / typical[subnets, sizes - 1]
+    kept = share[share < np.percentile(share, 97)]
+    expected = typical * float(kept.mean())
+    more_waited = np.array([d.queued > d.k for d in decided])
+    gaps = (start[1:] - end[:-1])[more_waited[:-1]]
     return InService(
+        corrections,
         _table(profile, expected),
-        _table(profile, expected * (1 + HIGH * noise)),
-        float(factor),
-        float(added_ms),
-        noise,
-        float(gaps[busy].mean()),
+        _table(profile, profile.latency_ms * learned.planned),
+        float((expected / profile.latency_ms).mean()),
+        float(kept.std() / kept.mean()),
+        float(np.median(gaps)),
     )
 
 
