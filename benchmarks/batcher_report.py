@@ -96,8 +96,8 @@ def _digits(found: dict[str, Any]) -> list[str]:
         f"Ahead of the best fixed contender, {best}, in points: {', '.join(ahead)}.",
         "",
         "**Predicted and real.** The simulator's attainment, with latencies, their noise and the time "
-        "between two batches measured in service on another trace, against the batcher's own on the same arrivals; "
-        "%, by seed. Under overload, where half is lost anyway, a few percent of speed are many points.",
+        "between two batches measured in service on another trace, against the batcher's own on the same "
+        "arrivals; %, by seed. Under overload, where half is lost anyway, a few percent of speed are many points.",
         "",
         "| | predicted | real | largest difference |",
         "|---|---|---|---|",
