@@ -97,7 +97,7 @@ def _digits(found: dict[str, Any]) -> list[str]:
         "",
         "**Predicted and real.** The simulator's attainment, with latencies, their noise and the time "
         "between two batches measured in service on another trace, against the batcher's own on the same "
-        "arrivals; %, by seed. Under overload, where half is lost anyway, a few percent of speed are many points.",
+        "arrivals; %, by seed. Under overload a few percent of speed are many points.",
         "",
         "| | predicted | real | largest difference |",
         "|---|---|---|---|",
