@@ -118,7 +118,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
         if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
             raise ValueError("subnets, accuracy and removed ones do not belong together")
-        _fill(supernet, folder / WEIGHTS)
+        _fill(supernet, folder / WEIGHTS, own_dtype=not built)
         supernet.norms = norms
         return Bundle(
             supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
@@ -169,7 +169,7 @@ def _rebuilt(origin: Any, index: Path) -> Supernet:
     return built
 
 
-def _fill(supernet: Supernet, path: Path) -> None:
+def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -180,6 +180,10 @@ def _fill(supernet: Supernet, path: Path) -> None:
     ]
     if differing:
         raise FileFormatError(f"{path}: its tensors are not the supernet's; {differing[0]} differs first")
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(kinds) == 1 and not own_dtype:
+        supernet.to(kinds.pop())
+        own = supernet.state_dict()
     for name, tensor in tensors.items():
         if tensor.dtype != own[name].dtype:
             raise FileFormatError(f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}")

@@ -31,6 +31,9 @@ from subnetact.timing import find_device
 
 __all__ = ["Engine"]
 
+KERNELS = 2**25
+"""Bytes of a budget that are left to the kernels which oneDNN compiles and keeps."""
+
 
 class Engine:
     """Subnets 0 .. n-1 of one supernet, each ready to run from one copy of the weights.
@@ -52,9 +55,9 @@ class Engine:
             requests must have. A tuple of tensors is the network's positional arguments, a dictionary its
             named ones. None = the first tensor seen tells.
         device: where to run; None = where the supernet is.
-        memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table: three
-            quarters are kept filled, the rest is for kernels and for weights while they are packed. Each
-            thread's activations, and what the C allocator and MKL keep per thread, come on top.
+        memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table. A
+            quarter and 32 MiB, at most half, stay free for kernels and for weights while they are packed.
+            Each thread's activations, and what the C allocator and MKL keep per thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         specialise: whether subnets may get programs of their own within the budget; False = slices
@@ -115,7 +118,7 @@ class Engine:
         self._stager = Stager(self.device)
         self._changing = Lock()
         self._budget = int(memory_budget_mb * 2**20)
-        self._cache = ByteCache(self._budget - self._budget // 4)
+        self._cache = ByteCache(self._budget - min(self._budget // 2, self._budget // 4 + KERNELS))
         slices = SliceCache(self._cache) if self._cache.budget and self.device.type == "cpu" else None
         self._slices = None if compile else slices
         self._compiler = None if compile is None else Compiler(compile)

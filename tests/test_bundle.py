@@ -50,9 +50,10 @@ def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_a_published_family_is_rebuilt_by_its_name(tmp_path: Path) -> None:
-    supernet = load("ofa_resnet50", width_mult_list=(0.1, 0.2), n_classes=3)
-    x = torch.randn(2, 3, 32, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_published_family_is_rebuilt_by_its_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    supernet = load("ofa_resnet50", width_mult_list=(0.1, 0.2), n_classes=3).to(dtype)
+    x = torch.randn(2, 3, 32, 32).to(dtype)
     engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=x[0], allow_uncalibrated=True)
     engine.save(tmp_path)
     torch.testing.assert_close(subnetact.Engine.load(tmp_path)(x, subnet=0), engine(x, subnet=0))

@@ -251,7 +251,7 @@ def test_pinned_programs_stay_and_others_make_room(digits: Supernet) -> None:
     largest = engine.stats().packed
     assert engine.pin(0)
     smallest = engine.stats().packed - largest
-    budget = (largest + 0.5 * smallest) / 0.75 / 2**20
+    budget = (largest + 0.5 * smallest) / 0.5 / 2**20
     tight = subnetact.Engine(digits, engine.specs, example=EXAMPLE, memory_budget_mb=budget)
     assert tight.pin(0)
     tight.unpin(0)
