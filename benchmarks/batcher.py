@@ -1,12 +1,13 @@
 """The batcher beside the usual ways to batch: what it costs, and what it answers right and in time.
 
-    python benchmarks/batcher.py                   # everything, about four minutes on two idle cores
+    python benchmarks/batcher.py                   # everything, fifteen minutes on two idle cores (Linux)
     python benchmarks/batcher.py --only null       # one section; the others keep their earlier numbers
     python benchmarks/batcher.py --report          # draw --out, write README.md and stop
 
 null: a model that does nothing, SlackFit deciding; requests a second and added latency.
 digits: the embedded supernet in this process; SlackFit, HullFit, every fixed subnet, and first in, first
 out, on the same bursty arrivals; and what the simulator predicted for each of our runs.
+replay: the simulator beside the batcher, on an engine that takes what its table says.
 http: `examples/fastapi_server.py` beside LitServe (`pip install litserve`), the same client for both.
 """
 
@@ -28,13 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from batcher_digits import digits_section
 from batcher_http import http_section
 from batcher_null import null_section
+from batcher_replay import replay_section
 from batcher_report import report
 
 from subnetact import __version__
 from subnetact.timing import machine
 
 #: of the interpreter; a model of many short operations asks for it back after each of them
-SWITCH_MS = {"null": 5.0, "digits": 0.5, "http": 0.5}
+SWITCH_MS = {"null": 5.0, "digits": 0.5, "replay": 5.0, "http": 0.5}
 
 
 def _versions() -> dict[str, str]:
@@ -50,10 +52,12 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Measure, or report what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["null", "digits", "http"])
+    parser.add_argument("--only", nargs="+", choices=list(SWITCH_MS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="of what the model that does nothing does")
-    parser.add_argument("--seconds", type=float, default=1.5, help="length of a trace")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="length of a trace over HTTP; a burst takes a third"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[150, 300], help="over HTTP, per second")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batcher.json")
     parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
@@ -68,6 +72,7 @@ def main() -> None:
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "null": lambda: null_section(args.repeats),
         "digits": lambda: digits_section(seeds, args.seconds / 3),
+        "replay": lambda: replay_section(seeds),
         "http": lambda: http_section(seeds, args.seconds, args.rates),
     }
     facts = {"machine": machine(torch.device("cpu")), "versions": _versions()}

@@ -219,7 +219,6 @@ def _runs(
     runs: dict[str, list[dict[str, Any]]] = {}
     facts = []
     rng = random.Random(0)
-    fifo = (0, len(contest.engine.keys) // 2, len(contest.engine.keys) - 1)
     for seed in tqdm(seeds, desc="digits"):
         live = contest.learn(seed)
         order_of_bursts = random.Random(seed).sample(BURSTS, len(BURSTS))
@@ -235,7 +234,7 @@ def _runs(
             }
         )
         calls: dict[str, Callable[[], dict[str, Any]]] = {
-            f"FIFO, fixed {i}": partial(contest.serve_fifo, i, parts) for i in fifo
+            f"FIFO, fixed {i}": partial(contest.serve_fifo, i, parts) for i in range(len(contest.engine.keys))
         }
         calls |= {name: partial(contest.serve, name, live, parts) for name in contest.policies(live.planned)}
         order = list(calls)

@@ -33,7 +33,7 @@ CLIENTS = 2048
 TICK_S = 2.5e-4
 PACER = "import os, sys, time\nwhile True:\n    time.sleep(float(sys.argv[1]))\n    os.write(1, b'.')"
 THREADS, WINDOW = 4, 512
-CORES = sorted(os.sched_getaffinity(0))
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 Infer = Callable[[Tensor], Awaitable[Any]]
 
 
@@ -254,7 +254,7 @@ def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> l
 
     The first tenth of the time is not counted.
     """
-    inputs, taken = vectors(), list[float]()
+    inputs, taken, wrong = vectors(), list[float](), list[int]()
     clock = time.perf_counter
     start = clock() + 0.1
     counted_from = start + seconds / 10
@@ -266,17 +266,21 @@ def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> l
             if early > 0:
                 time.sleep(early)
 
-            def done(_: Any, due: float = due) -> None:
+            def done(future: Any, due: float = due, x: int = i % len(inputs)) -> None:
+                if future.exception() is not None or future.result().output != x:
+                    wrong.append(x)
                 if due >= counted_from:
                     taken.append((clock() - due) * 1e3)
 
             batcher.submit(inputs[i % len(inputs)], SLO_MS).add_done_callback(done)
 
     in_threads(make, work)
+    if wrong:
+        raise RuntimeError("an answer of another request, or none")
     return taken
 
 
-def null_section(repeats: int = 3, scale: float = 1.0) -> dict[str, Any]:
+def null_section(repeats: int = 5, scale: float = 1.0) -> dict[str, Any]:
     """Every measurement `repeats` times, in turn; medians."""
     seconds, count = 2.0 * scale, int(131_072 * scale)
     make = partial(ours, null_table())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 __all__ = ["report"]
@@ -15,7 +16,8 @@ OURS = ("SlackFit", "HullFit")
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw what was measured, and put it into benchmarks/README.md."""
     _plot(result, out.with_suffix(".png"))
-    lines = [*_null(result["null"]), *_digits(result["digits"]), *_http(result["http"])]
+    lines = [*_null(result["null"]), *_digits(result["digits"])]
+    lines += [*_replay(result["replay"]), *_http(result["http"])]
     readme = Path(__file__).with_name("README.md")
     head, _, rest = readme.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
@@ -35,16 +37,21 @@ def _null(found: dict[str, Any]) -> list[str]:
         f"**A model that does nothing** ({_where(found)}; medians of {repeats} runs). {found['clients']} "
         f"coroutines, or {found['threads']} threads; inputs are stacked, every answer is checked against its "
         "input, SlackFit decides. Added latency counts from when a request of an even open loop was due; "
-        "`one core`: the server's threads share a core (`taskset -c 0`), which spares Python's global lock "
-        "the way between two; `no batcher`: what the measurement itself adds.",
+        "`one core`: batcher and clients share a core (the clock that wakes the clients has another), which "
+        "spares Python's global lock the way between two; `no batcher`: what the measurement itself adds.",
         "",
         "| | requests/s |",
         "|---|---|",
         *(f"| {name} | {value:,.0f} |" for name, value in qps.items()),
         "",
-        "| added latency, ms | p50 | p99 | max |",
-        "|---|---|---|---|",
-        *(f"| {name} | {t['p50']:.2f} | {t['p99']:.2f} | {t['max']:.1f} |" for name, t in added.items()),
+        "| added latency, ms | p50 | p99 | p99 of every run | max |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {t['p50']:.2f} | {t['p99']:.2f} | "
+            + ", ".join(f"{p99:.2f}" for _, p99, _ in found["all_added_latency_ms"][name])
+            + f" | {t['max']:.1f} |"
+            for name, t in added.items()
+        ),
         "",
         "The naive batcher has no deadlines, no choice and no counters; ours has "
         f"{found['ratio_to_naive']:.2f} of its throughput.",
@@ -58,6 +65,15 @@ def _cell(row: dict[str, Any]) -> str:
 def _range(values: Sequence[float], form: str) -> str:
     low, high = (format(value, form) for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
+
+
+def _best_of_bursts(rows: dict[str, dict[str, Any]], bursts: Sequence[float]) -> list[str]:
+    lines = []
+    for load in (f"{burst:g}" for burst in bursts):
+        best = max((n for n in rows if n not in OURS), key=lambda n: float(rows[n]["by_burst"][load]))
+        ours = ", ".join(f"{name} {rows[name]['by_burst'][load]:.1f}" for name in OURS)
+        lines.append(f"* burst {load}: {best} {rows[best]['by_burst'][load]:.1f}; {ours}")
+    return lines
 
 
 def _ranked(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -76,9 +92,10 @@ def _digits(found: dict[str, Any]) -> list[str]:
         "share of what the largest subnet sustains, "
         f"{_range([s['capacity_qps'] for s in seeds], '.0f')} pages/s; {len(seeds)} seeds, medians. Client "
         "and server share one process. `fixed` is one subnet behind our batcher, `FIFO` one behind a plain "
-        f"queue that waits {found['fifo_delay_ms']:g} ms for a batch. Every batcher starts from latencies "
+        f"queue that waits {found['fifo_delay_ms']:g} ms for a batch. Each of ours starts from latencies "
         f"learned in service; SlackFit keeps {found['margin_ms']:g} ms in reserve. Attainment %, and "
-        "**effective accuracy** % (digits right and in time, of all), of the trace and of each burst:",
+        "**effective accuracy** % (digits right and in time, of all), of the trace and of each burst; p99 of "
+        "what was answered:",
         "",
         f"| | trace | by seed | {' | '.join(f'burst {b:g}' for b in bursts)} | p99 ms |",
         f"|{'---|' * (len(bursts) + 4)}",
@@ -93,11 +110,15 @@ def _digits(found: dict[str, Any]) -> list[str]:
     ahead = [f"{ours} {_range(gained, '+.1f')}" for ours, gained in points.items()]
     lines += [
         "",
-        f"Ahead of the best fixed contender, {best}, in points: {', '.join(ahead)}.",
+        f"On the whole trace ahead of the best fixed contender, {best}, in points: {', '.join(ahead)}. "
+        "A choice for one burst alone would be another one:",
         "",
-        "**Predicted and real.** The simulator's attainment, with latencies, their noise and the time "
-        "between two batches measured in service on another trace, against the batcher's own on the same "
-        "arrivals; %, by seed. Under overload a few percent of speed are many points.",
+        *_best_of_bursts(rows, bursts),
+        "",
+        "**Predicted and real.** The simulator's attainment, with latencies, their noise (both of all but "
+        "the slowest 3 % of the batches) and the time between two batches measured on another trace, against "
+        "the batcher's own on the same arrivals; %, by seed. Under overload a few percent of speed are many "
+        "points.",
         "",
         "| | predicted | real | largest difference |",
         "|---|---|---|---|",
@@ -109,6 +130,31 @@ def _digits(found: dict[str, Any]) -> list[str]:
         shown = (", ".join(f"{100 * value:.1f}" for value in values) for values in (predicted, real))
         off = max(abs(p - r) for p, r in zip(predicted, real, strict=True))
         lines.append(f"| {name} | {' | '.join(shown)} | {100 * off:.1f} |")
+    return lines
+
+
+def _replay(found: dict[str, Any]) -> list[str]:
+    rows = found["rows"]
+    loads, seeds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("load", "seed"))
+    lines = [
+        "",
+        "The same with an engine that sleeps for the A40 latencies of SuperServe's authors, so that batches "
+        f"take what their table says ({_where(found)}; bursty arrivals of CV^2 {found['cv2']:g} for "
+        f"{found['seconds']:g} s, SLO {found['slo_ms']:g} ms; load is a share of what the largest subnet "
+        f"sustains, {found['capacity_qps']:.0f}/s). Predicted, **real** attainment %, medians of "
+        f"{len(seeds)} seeds, and the median difference in points:",
+        "",
+        f"| | {' | '.join(f'load {load:g}' for load in loads)} |",
+        f"|{'---|' * (len(loads) + 1)}",
+    ]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = []
+        for load in loads:
+            own = [row for row in rows if (row["policy"], row["load"]) == (policy, load)]
+            predicted, real = (median(row[key] for row in own) for key in ("predicted", "real"))
+            off = median(abs(row["predicted"] - row["real"]) for row in own)
+            cells.append(f"{predicted:.1f}, **{real:.1f}**; {off:.2f}")
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
     return lines
 
 

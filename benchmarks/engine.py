@@ -49,7 +49,7 @@ from subnetact.timing import machine, synchronize
 BASE = "extracted_eager"
 ROOMY_MB = 2048.0
 FRUGAL = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
-"""glibc keeps a heap per thread and MKL buffers of tens of MiB per thread, unless told not to."""
+"""glibc keeps a heap for each thread, and more of what was freed in them, unless told not to."""
 BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
 
 
@@ -280,6 +280,7 @@ def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
             command += ["--device", args.device, "--out", str(out)]
             subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
             found[name] = json.loads(out.read_text())["hammer_here"][family]
+            found[name]["environment"] = environment
     return found
 
 
@@ -427,7 +428,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             f"{run['rss_peak_without_budget_MiB']:.0f} |"
             for name, run in found.items()
         ]
-        lines += ["", "Frugal: " + ", ".join(f"`{key}={value}`" for key, value in FRUGAL.items()) + "."]
+        lines += ["", "Frugal: " + ", ".join(f"`{k}={v}`" for k, v in some["environment"].items()) + "."]
     readme = Path(__file__).with_name("README.md")
     head, _, rest = readme.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)

@@ -3,7 +3,8 @@
     python benchmarks/export.py [--families ...] [--subnets 50] [--full] [--out FILE.json]
     python benchmarks/export.py --report
 
-Families have their golden (small) size and upstream's weights; `--full` adds ofa_resnet50 at its full size.
+Families have a small size: that of the golden files with upstream's weights where there are such, else random
+weights; `--full` adds ofa_resnet50 at its full size.
 Outputs are compared before saving and after loading, not frozen and frozen. The file is loaded by a process
 of its own, which has loaded another one before (so growth means little for small files). `--report` writes
 the table in the README from these results and those of export_formats.py.
@@ -237,7 +238,7 @@ def main() -> None:
             torch.manual_seed(0)
             image = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
             supernet, inputs = (load("ofa_resnet50"), image) if full else small_family(family)
-            about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "golden"}
+            about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "small"}
             found = torchscript(supernet, inputs, args.subnets, driver, Path(folder))
             result["rows"].append({"format": "TorchScript", **about, **found})
             if args.out:

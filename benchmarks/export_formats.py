@@ -3,7 +3,8 @@
     python benchmarks/export_formats.py [--families ...] [--formats ...] [--full]
         [--out benchmarks/results/export_formats.json]
 
-Families have their golden (small) size and upstream's weights; `--full` adds ofa_resnet50 at its full size,
+Families have a small size: that of the golden files with upstream's weights where there are such, else random
+weights; `--full` adds ofa_resnet50 at its full size,
 where three subnets share 184 MiB of weights. Files are loaded and run by a fresh process that has torch
 and what loads the format imported, and has run a convolution already: load time, growth of resident memory.
 """
@@ -41,7 +42,7 @@ MIB = 2**20
 BATCHES = (1, 2, 5)
 
 
-def golden_engine(family: str, subnets: int) -> subnetact.Engine:
+def small_engine(family: str, subnets: int) -> subnetact.Engine:
     supernet, inputs = small_family(family)
     return engine_of(supernet, next(iter(inputs.values()))[0], subnets)
 
@@ -201,7 +202,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
     rows = [
-        {"family": family, "size": "golden", **measure(name, golden_engine(family, 2))}
+        {"family": family, "size": "small", **measure(name, small_engine(family, 2))}
         for family in args.families
         for name in args.formats
     ]

@@ -63,10 +63,10 @@ class InService(NamedTuple):
 
     Attributes:
         corrections: a file of what the batcher learned; its own load it to begin with.
-        expected: mean times in service.
+        expected: mean times in service, of all but the slowest 3 %.
         planned: the times that policies plan with, about the 97th percentiles.
         factor: mean time in service over the profiled time.
-        noise: standard deviation of a batch's time, as a share of the expected.
+        noise: standard deviation of a batch's time, as a share of the expected, of all but the slowest 3 %.
         overhead_ms: median time between two batches while requests wait.
     """
 
@@ -89,7 +89,7 @@ def measured_in_service(
 
     Args:
         engine: the subnets.
-        profile: their table, measured with nothing else going on; every batch size up to the largest.
+        profile: their table, measured with nothing else going on.
         inputs: to send.
         arrivals_ms: when they come.
         corrections: the file to write.
@@ -102,7 +102,7 @@ def measured_in_service(
     learned = batcher.corrections.snapshot()
     subnets, sizes, start, end = (np.array(column) for column in zip(*recorder.batches, strict=True))
     typical = profile.latency_ms * learned.mean
-    share = (end - start) / typical[subnets, sizes - 1]
+    share = (end - start) / typical[subnets, np.array(profile.pad_index)[sizes]]
     kept = share[share < np.percentile(share, 97)]
     expected = typical * float(kept.mean())
     more_waited = np.array([d.queued > d.k for d in decided])

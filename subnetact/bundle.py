@@ -181,12 +181,15 @@ def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
     if differing:
         raise FileFormatError(f"{path}: its tensors are not the supernet's; {differing[0]} differs first")
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    if len(kinds) == 1 and not own_dtype:
+    if not own_dtype and len(kinds) == 1:
         supernet.to(kinds.pop())
         own = supernet.state_dict()
     for name, tensor in tensors.items():
         if tensor.dtype != own[name].dtype:
-            raise FileFormatError(f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}")
+            raise FileFormatError(
+                f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
+                "supernet of that dtype: Engine.load(directory, supernet=...)"
+            )
     supernet.load_state_dict(tensors)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.binding import bind
-from subnetact.layers import quicken_
 from subnetact.norm_row import NormRow
 from subnetact.operators import CollectingNorm, SubnetNorm
 from subnetact.shared_forward import NotShareable, SharedForward
@@ -91,7 +90,7 @@ class CalibrationRun:
             norms.append(CollectingNorm(norm, row, self._rule, spread=self._tolerance is not None))
             return norms[-1].module  # type: ignore[no-any-return]
 
-        return quicken_(bind(self._supernet.network, row, collecting), None), norms
+        return bind(self._supernet.network, row, collecting), norms
 
     def _leave_alone(self, spec: SubnetSpec, reason: str) -> None:
         self._steps.pop(spec, None)

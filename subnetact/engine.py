@@ -56,8 +56,9 @@ class Engine:
             named ones. None = the first tensor seen tells.
         device: where to run; None = where the supernet is.
         memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table. A
-            quarter and 32 MiB, at most half, stay free for kernels and for weights while they are packed.
-            Each thread's activations, and what the C allocator and MKL keep per thread, come on top.
+            quarter, on the CPU also 32 MiB for kernels, but at most half stays free for what packing and
+            running need for a moment. Each thread's activations, and what the C allocator and MKL keep per
+            thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         specialise: whether subnets may get programs of their own within the budget; False = slices
@@ -118,7 +119,8 @@ class Engine:
         self._stager = Stager(self.device)
         self._changing = Lock()
         self._budget = int(memory_budget_mb * 2**20)
-        self._cache = ByteCache(self._budget - min(self._budget // 2, self._budget // 4 + KERNELS))
+        room = self._budget // 4 + (KERNELS if self.device.type == "cpu" else 0)
+        self._cache = ByteCache(self._budget - min(self._budget // 2, room))
         slices = SliceCache(self._cache) if self._cache.budget and self.device.type == "cpu" else None
         self._slices = None if compile else slices
         self._compiler = None if compile is None else Compiler(compile)

@@ -150,7 +150,7 @@ class SharedForward:
                     operation,
                     module,
                     norm,
-                    operation is not None or isinstance(module, _FRESH) or (norm is not None and norm.plain),
+                    operation is not None or _is_fresh(module, norm),
                 )
             )
             if norm is not None:
@@ -327,6 +327,12 @@ def _call(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:
         return lambda owner, *args, **kwargs: getattr(owner, name)(*args, **kwargs)
     function: Any = node.target
     return function  # type: ignore[no-any-return]
+
+
+def _is_fresh(module: nn.Module | None, norm: CollectingNorm | None) -> bool:
+    if module is None or any(module.__dict__[name] for name in _HOOKS):
+        return False
+    return isinstance(module, _FRESH) or (norm is not None and norm.plain)
 
 
 def _version(value: Any) -> int:

@@ -85,9 +85,13 @@ class CollectingNorm:
 
     def normalise(self, x: Tensor) -> Tensor:
         """Collect a batch and return it normalised."""
-        mean, var = self.collect(x)
         norm = self.module
+        mean, var = self._as_affine(*self.collect(x))
         return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+    def _as_affine(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.module.weight
+        return (mean, var) if weight is None else (mean.to(weight.dtype), var.to(weight.dtype))
 
     def error(self) -> float:
         """Return the larger standard error of the two averages, relative to the layer.
@@ -113,6 +117,9 @@ def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     One axis after another, in the order of OFA's `set_running_statistics`: rounding grows from layer to
     layer, so another order ends 1e-5 away from upstream's statistics.
     """
+    if x.dtype in (torch.float16, torch.bfloat16):  # whose squares overflow or vanish
+        mean, var = batch_statistics(x.float())
+        return mean.to(x.dtype), var.to(x.dtype)
     mean = _mean(x)
     deviation = x - mean
     return mean.flatten(), _mean(deviation.mul_(deviation)).flatten()
@@ -129,7 +136,7 @@ class _Collecting:
         collector: CollectingNorm = self.collector
         if collector.plain:
             return collector.normalise(x)
-        mean, var = collector.collect(x)
+        mean, var = collector._as_affine(*collector.collect(x))
         self.register_buffer("running_mean", mean)
         self.register_buffer("running_var", var)
         return super().forward(x)  # type: ignore[misc, no-any-return]

@@ -177,12 +177,13 @@ def test_statistics_equal_the_live_upstream_package(family: str) -> None:
     upstream = cls(n_classes=4, dropout_rate=0, **lists).eval()
     arguments = {**lists, "n_classes": 4}
     supernet = load(family, upstream.state_dict(), **arguments)
-    batches = [torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(n)) for n in (7, 12)]
+    batches = [torch.randn(n, 3, 64, 64, generator=torch.Generator().manual_seed(n)) for n in (8, 12)]
     specs = neighbours(supernet, 2)
     rename = family_of(family).rename
-    for dtype, rtol, atol in ((torch.float32, 1e-6, 1e-6), (torch.float64, 1e-9, 1e-9)):
+    exact = (torch.float32, 1, 0.0)  # upstream's average of one batch rounds where its size is no power of 2
+    for dtype, count, tolerance in (exact, (torch.float32, 2, 1e-6), (torch.float64, 2, 1e-9)):
         upstream, supernet = upstream.to(dtype), supernet.to(dtype)
-        data = [batch.to(dtype) for batch in batches]
+        data = [batch.to(dtype) for batch in batches[:count]]
         subnetact.calibrate(supernet, specs, data, False)
         for spec in specs:
             upstream.set_active_subnet(**supernet.space.format(spec))
@@ -192,7 +193,7 @@ def test_statistics_equal_the_live_upstream_package(family: str) -> None:
             for path, (mean, var) in supernet.norms.get(spec).pairs().items():
                 for name, own in (("running_mean", mean), ("running_var", var)):
                     expected = buffers[f"{path}.{name}"][: len(own)]
-                    torch.testing.assert_close(own, expected, rtol=rtol, atol=atol)
+                    torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_an_ordinary_network_with_operators_in_it() -> None:

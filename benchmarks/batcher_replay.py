@@ -1,0 +1,105 @@
+"""The simulator beside the live batcher, on an engine that takes exactly the time its table says.
+
+The engine sleeps for the A40 latencies that SuperServe's authors measured, so what is compared is the
+batcher's and the simulator's behaviour, not the steadiness of this machine's processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from in_service import InService, measured_in_service
+from load_generator import ask_batcher, trace
+from torch import Tensor
+from tqdm import tqdm
+
+from subnetact import Batcher, Fixed, HullFit, LatencyTable, SlackFit, simulate
+from subnetact.serving.context import Policy
+
+__all__ = ["replay_section"]
+
+TABLE = Path(__file__).parents[1] / "profiling" / "tables" / "nvidia-a40_torch2.9.1_ofa_resnet50_224px.json"
+SLO_MS = 36.0
+#: requests a second, as shares of what the largest subnet sustains
+LOADS = (0.7, 1.0, 1.4, 2.0)
+CV2 = 4.0
+
+
+class Sleeper:
+    """Answers every input with itself, after the time the table says."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.keys = table.subnets
+        self._table = table
+
+    def check(self, x: Any) -> None:
+        """Everything can run."""
+
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:
+        """Sleep."""
+        time.sleep(float(self._table.latency_ms[subnet, self._table.pad_index[batch_size]]) / 1e3)
+        return list(inputs)
+
+
+def policies(table: LatencyTable) -> dict[str, Policy]:
+    """Those that choose, and three fixed subnets."""
+    return {
+        "SlackFit": SlackFit(table, slo_ms=SLO_MS, margin_ms=1.0),
+        "HullFit": HullFit(table, slo_ms=SLO_MS),
+        **{f"fixed {i}": Fixed(table, i) for i in (0, len(table.subnets) // 2, len(table.subnets) - 1)},
+    }
+
+
+def replay_section(seeds: Sequence[int], seconds: float = 5.0) -> dict[str, Any]:
+    """Attainment, percent: predicted and live, for every policy, load and seed."""
+    table = LatencyTable.load(TABLE)
+    inputs = list(torch.arange(64.0).unsqueeze(1))
+    capacity = 1e3 * table.batch_sizes[-1] / float(table.latency_ms[-1, -1])
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        learned = trace("bursty", 0.6 * capacity, 5.0, CV2, 99).tolist()
+        live = measured_in_service(Sleeper(table), table, inputs, learned, Path(folder) / "corrections.json")
+        for load, seed in tqdm([(load, seed) for load in LOADS for seed in seeds], desc="replay"):
+            arrivals = [float(t) for t in trace("bursty", load * capacity, seconds, CV2, seed)]
+            for name in policies(table):
+                gc.collect()
+                rows.append(
+                    {"load": load, "seed": seed, "policy": name, **_both(name, table, live, inputs, arrivals)}
+                )
+    return {
+        "slo_ms": SLO_MS,
+        "cv2": CV2,
+        "seconds": seconds,
+        "capacity_qps": capacity,
+        "overhead_ms": live.overhead_ms,
+        "factor": live.factor,
+        "rows": rows,
+    }
+
+
+def _both(
+    name: str, table: LatencyTable, live: InService, inputs: list[Tensor], arrivals: list[float]
+) -> dict[str, float]:
+    with Batcher(Sleeper(table), policy=policies(table)[name], slo_ms=SLO_MS) as batcher:
+        batcher.corrections.load(live.corrections)
+        asyncio.run(ask_batcher(batcher, inputs, arrivals, SLO_MS))
+    predicted = simulate(
+        arrivals,
+        live.expected,
+        policies(live.planned)[name],
+        slo_ms=SLO_MS,
+        workers=1,
+        hopeless="drop",
+        overhead_ms=live.overhead_ms,
+    )
+    return {
+        "real": 100 * batcher.stats().met / len(arrivals),
+        "predicted": 100 * predicted.attainment,
+    }
