@@ -57,7 +57,7 @@ def policies(table: LatencyTable) -> dict[str, Policy]:
     }
 
 
-def replay_section(seeds: Sequence[int], seconds: float = 5.0) -> dict[str, Any]:
+def replay_section(seeds: Sequence[int], seconds: float = 3.0) -> dict[str, Any]:
     """Attainment, percent: predicted and live, for every policy, load and seed."""
     table = LatencyTable.load(TABLE)
     inputs = list(torch.arange(64.0).unsqueeze(1))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any, Protocol
 
 from subnetact.serving.histograms import HistogramSnapshot
 from subnetact.serving.observation import OUTCOMES, BatcherStats
 
-__all__ = ["exposition"]
+__all__ = ["Collector", "exposition"]
 
 _COUNTERS = {
     "submitted": "Requests accepted.",
@@ -59,6 +61,10 @@ def exposition(stats: BatcherStats, accuracy: Mapping[int, float], prefix: str =
         metric(f"{name}_total", "counter", text, [("", getattr(stats, name))])
     for name, text in _GAUGES.items():
         metric(name, "gauge", text, [("", getattr(stats, name))])
+    drifted = [(f'{{subnet="{i}"}}', ratio) for i, ratio in stats.drifted.items()]
+    metric("drifted", "gauge", "Measured latency over the table's, subnets beyond the threshold.", drifted)
+    limits = [(f'{{subnet="{i}"}}', most) for i, most in stats.batch_limits.items()]
+    metric("batch_limit", "gauge", "Largest batch of subnets that ran out of memory.", limits)
     served = [(f'{{subnet="{i}"}}', n) for i, n in stats.served_by.items()]
     metric("served_total", "counter", "Requests answered by subnet.", served)
     percents = [(f'{{subnet="{i}"}}', percent) for i, percent in accuracy.items()]
@@ -72,6 +78,30 @@ def exposition(stats: BatcherStats, accuracy: Mapping[int, float], prefix: str =
     for name, (shown, text, unit) in _HISTOGRAMS.items():
         metric(shown, "histogram", text, _histogram(stats.histograms[name], unit))
     return "\n".join(lines) + "\n"
+
+
+class _Exposed(Protocol):
+    def prometheus(self) -> str: ...
+
+
+class Collector:
+    """A batcher's metrics for a registry of `prometheus_client`: `REGISTRY.register(Collector(batcher))`.
+
+    Args:
+        batcher: a `Batcher`.
+    """
+
+    def __init__(self, batcher: _Exposed) -> None:
+        self._batcher = batcher
+
+    def collect(self) -> Iterable[Any]:
+        """Return the metrics as they are now.
+
+        Raises:
+            ImportError: prometheus_client is not installed.
+        """
+        parser: Any = import_module("prometheus_client.parser")
+        return list(parser.text_string_to_metric_families(self._batcher.prometheus()))
 
 
 def _histogram(histogram: HistogramSnapshot, unit: float) -> list[tuple[str, float]]:

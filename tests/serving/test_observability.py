@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from subnetact.errors import DeadlinePassed, FileFormatError, QueueFull
@@ -18,6 +19,7 @@ from subnetact.serving.batcher import Batcher
 from subnetact.serving.cli import main
 from subnetact.serving.histograms import Histogram
 from subnetact.serving.policies import Fixed
+from subnetact.serving.prometheus import Collector
 from subnetact.serving.replay import LiveRun
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
@@ -128,6 +130,16 @@ def test_prometheus_reads_the_exposition() -> None:
     assert count == counts[-1] == 6
     assert total == pytest.approx(stats.histograms["latency_ms"].total / 1000.0)
     assert len(families) == text.count("# TYPE") == text.count("# HELP")
+
+
+def test_a_registry_takes_the_batcher_as_a_collector() -> None:
+    registry = CollectorRegistry()
+    batcher, _ = served()
+    registry.register(Collector(batcher))
+    batcher.close()
+    text = generate_latest(registry).decode()
+    assert 'subnetact_requests_total{outcome="met"} 5.0' in text
+    assert registry.get_sample_value("subnetact_latency_seconds_count") == 6
 
 
 def test_histogram_edges_are_inclusive() -> None:
