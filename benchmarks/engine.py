@@ -48,8 +48,13 @@ from subnetact.timing import machine, synchronize
 
 BASE = "extracted_eager"
 ROOMY_MB = 2048.0
-FRUGAL = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
-"""glibc keeps a heap for each thread, and more of what was freed in them, unless told not to."""
+FRUGAL = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
+"""glibc keeps a heap for each thread and much of what was freed, oneDNN 1024 kernels, unless told not to."""
 BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
 
 
