@@ -11,6 +11,7 @@ __all__ = ["report"]
 
 BEGIN, END = "<!-- batcher: begin -->", "<!-- batcher: end -->"
 OURS = ("SlackFit", "HullFit")
+STALLED_MS = 5.0
 
 
 def report(result: dict[str, Any], out: Path) -> None:
@@ -134,7 +135,7 @@ def _digits(found: dict[str, Any]) -> list[str]:
 
 
 def _replay(found: dict[str, Any]) -> list[str]:
-    rows = found["rows"]
+    rows = [row for row in found["rows"] if row["client_lag_p99_ms"] <= STALLED_MS]
     loads, seeds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("load", "seed"))
     lines = [
         "",
@@ -142,7 +143,9 @@ def _replay(found: dict[str, Any]) -> list[str]:
         f"take what their table says ({_where(found)}; bursty arrivals of CV^2 {found['cv2']:g} for "
         f"{found['seconds']:g} s, SLO {found['slo_ms']:g} ms; load is a share of what the largest subnet "
         f"sustains, {found['capacity_qps']:.0f}/s). Predicted, **real** attainment %, medians of "
-        f"{len(seeds)} seeds, and the median difference in points:",
+        f"{len(seeds)} seeds, and the median difference in points. Of "
+        f"{len(found['rows'])} runs {len(found['rows']) - len(rows)} are left out, in which the machine stood "
+        f"still: the client itself sent more than {STALLED_MS:g} ms late at p99.",
         "",
         f"| | {' | '.join(f'load {load:g}' for load in loads)} |",
         f"|{'---|' * (len(loads) + 1)}",
