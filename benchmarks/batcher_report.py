@@ -137,15 +137,16 @@ def _digits(found: dict[str, Any]) -> list[str]:
 def _replay(found: dict[str, Any]) -> list[str]:
     rows = [row for row in found["rows"] if row["client_lag_p99_ms"] <= STALLED_MS]
     loads, seeds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("load", "seed"))
+    left_out = len(found["rows"]) - len(rows)
     lines = [
         "",
         "The same with an engine that sleeps for the A40 latencies of SuperServe's authors, so that batches "
         f"take what their table says ({_where(found)}; bursty arrivals of CV^2 {found['cv2']:g} for "
         f"{found['seconds']:g} s, SLO {found['slo_ms']:g} ms; load is a share of what the largest subnet "
         f"sustains, {found['capacity_qps']:.0f}/s). Predicted, **real** attainment %, medians of "
-        f"{len(seeds)} seeds, and the median difference in points. Of "
-        f"{len(found['rows'])} runs {len(found['rows']) - len(rows)} are left out, in which the machine stood "
-        f"still: the client itself sent more than {STALLED_MS:g} ms late at p99.",
+        f"{len(seeds)} seeds, and the median difference in points. Of {len(found['rows'])} runs {left_out} "
+        "are left out, in which the machine stood still: the client itself sent more than "
+        f"{STALLED_MS:g} ms late at p99.",
         "",
         f"| | {' | '.join(f'load {load:g}' for load in loads)} |",
         f"|{'---|' * (len(loads) + 1)}",
