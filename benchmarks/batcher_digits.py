@@ -21,13 +21,13 @@ import torch
 from digits_engine import digits_engine, unseen_digits
 from fifo import FifoBatcher
 from in_service import InService, measured_in_service
-from load_generator import trace
-from open_loop import Refused, Reply, Sent, run_open_loop
+from load_generator import ask_batcher, trace
+from open_loop import Reply, Sent, run_open_loop
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Batcher, Fixed, HullFit, LatencyTable, SlackFit, profile_latency, simulate
-from subnetact.errors import InvalidRequest, RequestError
+from subnetact import Answer, Batcher, Fixed, HullFit, LatencyTable, SlackFit, profile_latency, simulate
+from subnetact.errors import InvalidRequest
 from subnetact.serving.context import Policy
 
 __all__ = ["digits_section"]
@@ -124,7 +124,7 @@ class Contest:
         arrivals = [t for part in parts for t in part]
         with Batcher(self.engine, policy=self.policies(self.profile)[name], slo_ms=SLO_MS) as batcher:
             batcher.corrections.load(live.corrections)
-            sent = asyncio.run(self._ask(batcher, arrivals))
+            sent = asyncio.run(ask_batcher(batcher, self.pages, arrivals, SLO_MS, read=self._read))
         found = self.judged(sent, parts)
         predicted = simulate(
             arrivals,
@@ -140,15 +140,8 @@ class Contest:
         found["predicted_attainment"] = predicted.attainment
         return found
 
-    async def _ask(self, batcher: Batcher, arrivals_ms: list[float]) -> list[Sent]:
-        async def send(i: int, left_ms: float) -> Reply:
-            try:
-                answer = await batcher.infer(self.pages[i % len(self.pages)], left_ms)
-            except RequestError as error:
-                raise Refused(type(error).__name__) from error
-            return self._marked(i, answer.output, answer.subnet)
-
-        return await run_open_loop(arrivals_ms, send, SLO_MS)
+    def _read(self, i: int, answer: Answer) -> Reply:
+        return self._marked(i, answer.output, answer.subnet)
 
     def _marked(self, i: int, output: Tensor, subnet: int) -> Reply:
         right = int((output == self.labels[i % len(self.labels)]).sum())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from open_loop import Refused, Reply, Sent, run_open_loop, summary
 from service import open_service, options
 from torch import Tensor
 
-from subnetact import Batcher
+from subnetact import Answer, Batcher
 from subnetact.errors import RequestError, SubnetActError
 from subnetact.serving.datasets import TRACES, load_trace
 from subnetact.serving.traces import bursty, from_timestamps, poisson, time_varying
@@ -63,14 +63,17 @@ async def ask_batcher(
     arrivals_ms: Sequence[float],
     slo_ms: float,
     min_accuracy: float | None = None,
+    read: Callable[[int, Answer], Reply] | None = None,
 ) -> list[Sent]:
-    """Send a trace to a batcher in this process."""
+    """Send a trace to a batcher in this process; `read` makes request i's reply, else its class is taken."""
 
     async def send(i: int, left_ms: float) -> Reply:
         try:
             answer = await batcher.infer(images[i % len(images)], left_ms, min_accuracy)
         except RequestError as error:
             raise Refused(type(error).__name__) from error
+        if read is not None:
+            return read(i, answer)
         return Reply(int(answer.output.argmax()), answer.subnet, answer.accuracy)
 
     return await run_open_loop(arrivals_ms, send, slo_ms)

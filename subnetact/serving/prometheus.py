@@ -61,13 +61,13 @@ def exposition(stats: BatcherStats, accuracy: Mapping[int, float], prefix: str =
         metric(f"{name}_total", "counter", text, [("", getattr(stats, name))])
     for name, text in _GAUGES.items():
         metric(name, "gauge", text, [("", getattr(stats, name))])
-    drifted = [(f'{{subnet="{i}"}}', ratio) for i, ratio in stats.drifted.items()]
+    drifted = _by_subnet(stats.drifted)
     metric("drifted", "gauge", "Measured latency over the table's, subnets beyond the threshold.", drifted)
-    limits = [(f'{{subnet="{i}"}}', most) for i, most in stats.batch_limits.items()]
+    limits = _by_subnet(stats.batch_limits)
     metric("batch_limit", "gauge", "Largest batch of subnets that ran out of memory.", limits)
-    served = [(f'{{subnet="{i}"}}', n) for i, n in stats.served_by.items()]
+    served = _by_subnet(stats.served_by)
     metric("served_total", "counter", "Requests answered by subnet.", served)
-    percents = [(f'{{subnet="{i}"}}', percent) for i, percent in accuracy.items()]
+    percents = _by_subnet(accuracy)
     metric("subnet_accuracy_percent", "gauge", "Profiled accuracy of each subnet.", percents)
     metric(
         "accuracy_percent_sum_total",
@@ -102,6 +102,10 @@ class Collector:
         """
         parser: Any = import_module("prometheus_client.parser")
         return list(parser.text_string_to_metric_families(self._batcher.prometheus()))
+
+
+def _by_subnet(values: Mapping[int, float]) -> list[tuple[str, float]]:
+    return [(f'{{subnet="{i}"}}', value) for i, value in values.items()]
 
 
 def _histogram(histogram: HistogramSnapshot, unit: float) -> list[tuple[str, float]]:

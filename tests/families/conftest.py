@@ -17,25 +17,8 @@ from ofa_adapters import load
 from subnetact.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-STAGE = {"k": [3, 5], "t": [2, 3], "s": 2, "act_func": "swish", "se": True}
-SMALL: dict[str, dict[str, Any]] = {
-    "attentivenas": {
-        "n_classes": 5,
-        "supernet_cfg": {
-            "use_v3_head": True,
-            "resolutions": [32, 48],
-            "first_conv": {"c": [8, 16], "s": 2, "act_func": "swish"},
-            **{f"mb{i}": {**STAGE, "c": [8, 16, 24], "d": [1, 2], "s": 1 + i % 2} for i in range(1, 8)},
-            "last_conv": {"c": [24, 32], "act_func": "swish"},
-        },
-    },
-    "slimmable_resnet50": {"num_classes": 5, "width_mult_list": [0.0625, 0.125]},
-    "us_mobilenet_v2": {
-        "num_classes": 5,
-        "width_mult_list": [0.5, 0.75, 1.0],
-        "width_mult_range": [0.25, 0.5],
-    },
-}
+SMALL: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "small_families.json").read_text())
+"""Constructor arguments of the families without golden files."""
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,22 @@ class OutOfMemoryError(RuntimeError):
     """Named as torch's."""
 
 
-def core_of(policy: str, hopeless: str, clock: list[float]) -> Core:
+def core_of(
+    policy: str,
+    hopeless: str,
+    clock: list[float],
+    workers: int = WORKERS,
+    watchdog_ms: float | None = WATCHDOG_MS,
+) -> Core:
     return Core(
         POLICIES[policy](),
         TABLE,
-        workers=WORKERS,
+        workers=workers,
         max_queue=BOUND,
         hopeless=hopeless,
         slo_ms=20.0,
         clock_ms=lambda: clock[0],
-        watchdog_ms=WATCHDOG_MS,
+        watchdog_ms=watchdog_ms,
         learn=True,
     )
 
@@ -368,17 +374,7 @@ def test_hopeless_requests_are_answered_while_every_worker_is_busy(clock: list[f
 
 
 def test_the_first_run_of_a_subnet_at_a_size_is_given_time_to_warm_up(clock: list[float]) -> None:
-    core = Core(
-        SlackFit(TABLE, slo_ms=20.0),
-        TABLE,
-        workers=1,
-        max_queue=BOUND,
-        hopeless="drop",
-        slo_ms=20.0,
-        clock_ms=lambda: clock[0],
-        watchdog_ms=None,
-        learn=True,
-    )
+    core = core_of("slackfit", "drop", clock, workers=1, watchdog_ms=None)
     limits = []
     for x in range(2):
         core.admit(x, 500.0, 0.0, 0, None, None)
@@ -391,17 +387,7 @@ def test_the_first_run_of_a_subnet_at_a_size_is_given_time_to_warm_up(clock: lis
 
 
 def test_the_time_to_warm_up_is_each_workers_own(clock: list[float]) -> None:
-    core = Core(
-        SlackFit(TABLE, slo_ms=20.0),
-        TABLE,
-        workers=2,
-        max_queue=BOUND,
-        hopeless="drop",
-        slo_ms=20.0,
-        clock_ms=lambda: clock[0],
-        watchdog_ms=None,
-        learn=True,
-    )
+    core = core_of("slackfit", "drop", clock, workers=2, watchdog_ms=None)
     limits = []
     for worker in (0, 1, 0):
         core.admit(worker, 500.0, 0.0, 0, None, None)
