@@ -1,7 +1,6 @@
 """The module that TorchScript compiles: rows, statistics and decisions around the symbolic network."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ class ScriptedSubnets(nn.Module):
         network: of `trace_network`.
         rows: each subnet's, of its layout.
         statistics: what they point into.
-        sizes: how many numbers of a row are the subnet's sizes.
+        layout: of the rows.
         keys: readable keys.
         accuracy: percent, NaN where not known.
         policy: what `choose` decides by; None = there is no table.
@@ -44,13 +43,14 @@ class ScriptedSubnets(nn.Module):
     latencies: list[list[float]]
     slack_steps: list[list[float]]
     answers: list[list[tuple[int, int]]]
+    legal: list[tuple[int, list[int], bool, list[tuple[int, int]]]]
 
     def __init__(
         self,
         network: nn.Module,
         rows: list[list[int]],
         statistics: Tensor,
-        sizes: int,
+        layout: Layout,
         keys: list[str],
         accuracy: list[float],
         policy: SlackFit | None,
@@ -59,7 +59,18 @@ class ScriptedSubnets(nn.Module):
         self.network = network
         self.register_buffer("statistics", statistics)
         self.rows = rows
-        self.sizes = sizes
+        self.sizes = layout.sizes
+        self.names = list(layout.names)
+        self.normed = len(layout.norms) > 0
+        self.legal = [
+            (
+                dim,
+                [legal[0], legal[-1], legal.step] if isinstance(legal, range) else list(legal),
+                isinstance(legal, range),
+                list(gates),
+            )
+            for dim, legal, gates in sorted(layout.legal, key=str)
+        ]
         self.keys = keys
         self.accuracies = accuracy
         steps = [] if policy is None else policy.steps()
@@ -149,15 +160,34 @@ class ScriptedSubnets(nn.Module):
         return self.rows[self.known(first)]
 
     @torch.jit.export
-    def registered(self, row: list[int]) -> list[int]:
-        """Return the whole row of a registered subnet with these sizes."""
-        for known in self.rows:
-            if known[: self.sizes] == row:
-                return known
-        raise ValueError("no BatchNorm statistics for this row; calibrate its subnet and export it too")
+    def whole(self, row: list[int]) -> list[int]:
+        """Return the whole row of a subnet with these sizes."""
+        if self.normed:
+            for known in self.rows:
+                if known[: self.sizes] == row:
+                    return known
+        if len(row) != self.sizes:
+            raise ValueError("row has " + str(len(row)) + " numbers; this file takes " + str(self.sizes))
+        for dim, legal, stepwise, gates in self.legal:
+            size, kept = row[dim], True
+            for position, value in gates:
+                kept = kept and row[position] == value
+            inside = size in legal
+            if stepwise:
+                inside = size >= legal[0] and size <= legal[1] and (size - legal[0]) % legal[2] == 0
+            if kept and not inside:
+                among = " must be one of " + ", ".join([str(choice) for choice in legal])
+                if stepwise:
+                    among = (
+                        " must be " + str(legal[0]) + " to " + str(legal[1]) + " in steps of " + str(legal[2])
+                    )
+                raise ValueError("row[" + str(dim) + "] (" + self.names[dim] + ")" + among)
+        if self.normed:
+            raise ValueError("no BatchNorm statistics for this row; calibrate its subnet and export it too")
+        return row
 
 
-def forward_source(inputs: Sequence[str], ranks: Sequence[int | None], layout: Layout) -> str:
+def forward_source(inputs: Sequence[str], ranks: Sequence[int | None]) -> str:
     """Write `forward` and `forward_row`, whose arguments depend on the network's, as TorchScript source."""
     names = ", ".join(inputs)
     lines = [f"def forward(self, {names}, subnet):"]
@@ -173,28 +203,5 @@ def forward_source(inputs: Sequence[str], ranks: Sequence[int | None], layout: L
     ]
     run = f"    return self.network({names}, {{}}, self.statistics)"
     lines += [*rank_lines, run.format(f"self.select(subnet, {inputs[0]}.size(0))")]
-    lines += [f"def forward_row(self, {names}, row: List[int]):", *rank_lines]
-    lines += [
-        f"    if len(row) != {layout.sizes}:",
-        f"        raise ValueError('row has ' + str(len(row)) + ' numbers; this file takes {layout.sizes}')",
-    ]
-    for dim, legal, gates in sorted(layout.legal, key=str):
-        kept = [f"row[{position}] == {value}" for position, value in gates]
-        wrong = " and ".join([*kept, _illegal(dim, legal)])
-        lines += [f"    if {wrong}:", f"        raise ValueError({_not_legal(dim, legal, layout)!r})"]
-    lines.append(run.format("self.registered(row)" if layout.norms else "row + [0]"))
+    lines += [f"def forward_row(self, {names}, row: List[int]):", *rank_lines, run.format("self.whole(row)")]
     return "\n".join(lines) + "\n"
-
-
-def _illegal(dim: int, legal: Any) -> str:
-    if not isinstance(legal, range):
-        return f"row[{dim}] not in {list(legal)}"
-    uneven = f" or row[{dim}] % {legal.step} != 0" if legal.step > 1 else ""
-    return f"(row[{dim}] < {legal[0]} or row[{dim}] > {legal[-1]}{uneven})"
-
-
-def _not_legal(dim: int, legal: Iterable[int], layout: Layout) -> str:
-    if isinstance(legal, range):
-        step = f" in steps of {legal.step}" if legal.step > 1 else ""
-        return f"row[{dim}] ({layout.names[dim]}) must be {legal[0]} to {legal[-1]}{step}"
-    return f"row[{dim}] ({layout.names[dim]}) must be one of {', '.join(map(str, legal))}"

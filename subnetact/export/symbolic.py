@@ -3,10 +3,14 @@
 A view is traced whose row holds graph nodes instead of integers: the operators slice, the network's own
 forward runs, and every size that depends on the subnet becomes an expression of the argument `row`.
 So there is one slicing rule, `Operator.tensors`, for views and for what is exported.
+
+TorchScript keeps about a KiB in memory for every operation of every class. So layers of equal code share
+one class: tensors are named from the layer on, and positions in the row and widths are attributes.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +32,7 @@ __all__ = ["Layout", "Traced", "trace_network"]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _Gate = tuple[int, int]
 _TENSOR = object()
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Layout:
     """Where an exported row has what.
 
     A row is a subnet's sizes (`SubnetSpace.resolve`), then for each norm where its means start in the
-    flat statistics, then how far behind the means the variances are.
+    flat statistics; its variances follow them.
 
     Attributes:
         names: of the sizes, in order (`SubnetSpace.dimensions`).
@@ -63,7 +69,7 @@ def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout) -> 
     Raises:
         ExportError: the forward cannot be traced; it names the module.
     """
-    return _Scope("", layout).trace(network, (), dict.fromkeys(inputs, _TENSOR))
+    return _Scope("", layout, {}).trace(network, (), dict.fromkeys(inputs, _TENSOR))
 
 
 class Traced(nn.Module):
@@ -73,22 +79,71 @@ class Traced(nn.Module):
     """
 
     @classmethod
-    def of(cls, module: fx.GraphModule, paths: dict[str, str]) -> Traced:
-        """Take over a graph module's code, tensors and submodules."""
-        kind = type(type(module).__name__, (cls,), {"forward": type(module).forward, "__module__": __name__})
+    def of(
+        cls, module: fx.GraphModule, numbers: dict[str, int], paths: dict[str, str], kinds: _Kinds
+    ) -> Traced:
+        """Take over a graph module's code, tensors and submodules, in the one class that has this code."""
+        name = type(module).__name__
+        contents = {"forward": type(module).forward, "__module__": __name__}
+        kind = kinds.setdefault((name, module.code), type(name, (cls,), contents))
         traced: Any = kind()
-        traced.paths = paths
         traced._modules.update(module._modules)
         traced._buffers.update(module._buffers)
+        traced.__dict__.update(numbers, paths=paths)
         return traced  # type: ignore[no-any-return]
 
 
+_Kinds = dict[tuple[str, str], type[Traced]]
+
+
 class _Tracer(GraphAppendingTracer):
-    """Records into one graph; tensors that no module registered become constants of it."""
+    """Records into one graph; tensors that no module registered become constants of it.
+
+    What depends on the row alone is recorded once. Numbers in that, and in slices of tensors that are
+    attributes, become attributes themselves.
+    """
 
     def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
         super().__init__(graph)
         self.tensors = tensors
+        self.numbers: dict[str, int] = {}
+        self.scalars: set[Any] = set()
+        self.held: set[Any] = set()
+        self._recorded: dict[Any, fx.Node] = {}
+
+    def begin(self, row: fx.Node, statistics: fx.Node) -> None:
+        """Note the two arguments that are no inputs of the network."""
+        self.row = row
+        self.held.add(statistics)
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
+        """Record a node, or return the equal one that is there."""
+        if kind == "get_attr":
+            return self._once(kind, target, (), self.held if target in self.tensors else set())
+        if target is operator.getitem and args[0] is self.row:
+            return self._once(kind, target, (self.row, self._number(args[1])), self.scalars)
+        if target in _ARITHMETIC and all(map(self._is_size, args)):
+            return self._once(kind, target, tuple(map(self._number, args)), self.scalars)
+        if target is operator.getitem and args[0] in self.held:
+            return self._once(kind, target, (args[0], map_aggregate(args[1], self._number)), self.held)
+        return super().create_node(kind, target, args, kwargs, *more)
+
+    def _once(self, kind: str, target: Any, args: tuple[Any, ...], group: set[Any]) -> fx.Node:
+        key = kind, target, str(args)
+        if key not in self._recorded:
+            self._recorded[key] = super().create_node(kind, target, args, {})
+            group.add(self._recorded[key])
+        return self._recorded[key]
+
+    def _is_size(self, value: Any) -> bool:
+        return type(value) is int or (isinstance(value, fx.Node) and value in self.scalars)
+
+    def _number(self, value: Any) -> Any:
+        if type(value) is not int:
+            return value
+        name = next((n for n, v in self.numbers.items() if v == value), f"number_{len(self.numbers)}")
+        self.numbers[name] = value
+        return self._once("get_attr", name, (), set())
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
@@ -104,12 +159,14 @@ class _Scope:
     Args:
         path: of the module.
         layout: of the rows.
+        kinds: the classes there are, by their code.
         gates: what keeps the module, from the outermost.
     """
 
-    def __init__(self, path: str, layout: Layout, gates: tuple[_Gate, ...] = ()) -> None:
+    def __init__(self, path: str, layout: Layout, kinds: _Kinds, gates: tuple[_Gate, ...] = ()) -> None:
         self.path = path
         self.layout = layout
+        self.kinds = kinds
         self.gates = gates
         self.graph = fx.Graph()
         self.tensors: dict[str, Tensor] = {}
@@ -127,6 +184,7 @@ class _Scope:
         named = {name: self._argument(a, name) for name, a in kwargs.items()}
         self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
         self.statistics: Any = fx.Proxy(self.graph.placeholder("statistics"), self.tracer)
+        self.tracer.begin(self.row.node, self.statistics.node)
         try:
             output = self.bind(module, self.path)(*given, **named)
         except ExportError:
@@ -138,17 +196,21 @@ class _Scope:
                 "if has_torch_function(...): return handle_torch_function(...)"
             ) from error
         self.graph.output(self.tracer.create_arg(output))
+        pure = self.tracer.scalars | self.tracer.held
         for node in reversed(self.graph.nodes):
-            if node.op == "get_attr" and not node.users:
+            if not node.users and (node.op == "get_attr" or node in pure) and node.op != "placeholder":
                 self.graph.erase_node(node)
-        if gate is not None:
-            first = next(iter(self.graph.nodes)).name
-            skip = f"if row[{gate[0]}] != {gate[1]}:\n    return {first}\n"
-            self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
         used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
+        numbers = {name: number for name, number in self.tracer.numbers.items() if name in used}
         held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
-        traced = fx.GraphModule({**self.modules, **held}, self.graph, type(module).__name__)
-        return Traced.of(traced, {name: path for name, path in self.paths.items() if name in used})
+        if gate is not None:
+            numbers["number_gate"] = gate[0]
+            first = next(iter(self.graph.nodes)).name
+            skip = f"if row[self.number_gate] != {gate[1]}:\n    return {first}\n"
+            self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
+        traced = fx.GraphModule({**self.modules, **held, **numbers}, self.graph, type(module).__name__)
+        paths = {name: path for name, path in self.paths.items() if name in used}
+        return Traced.of(traced, numbers, paths, self.kinds)
 
     def _argument(self, given: Any, name: str) -> Any:
         if given is _TENSOR or isinstance(given, fx.Proxy):
@@ -199,10 +261,10 @@ class _Scope:
         symbolic: Any = _with(module, **own, template=template, checks=False)
         if not isinstance(module, SubnetNorm):
             return symbolic.bind(self.row, trainable=True)  # type: ignore[no-any-return]
-        sizes, norms = self.layout.sizes, self.layout.norms
-        start, behind = self.row[sizes + norms.index(module.path)], self.row[sizes + len(norms)]
-        end = start + symbolic.size("channels", self.row)
-        mean, var = self.statistics[start:end], self.statistics[start + behind : end + behind]
+        start = self.row[self.layout.sizes + self.layout.norms.index(module.path)]
+        channels = symbolic.size("channels", self.row)
+        mean = self.statistics[start : start + channels]
+        var = self.statistics[start + channels : start + channels + channels]
         bound: nn.Module = symbolic.bind_with(self.row, mean, var, trainable=True)
         for check in ("_check_input_dim", "_check_non_zero_input_channels"):
             object.__setattr__(bound, check, lambda _: None)
@@ -220,9 +282,9 @@ class _Scope:
 
     def _tensor(self, name: str, tensor: Tensor) -> fx.Proxy:
         # Flat names: TorchScript is slow with many modules that only hold tensors.
-        flat = name.replace(".", "_")
-        while flat in self.tensors:
-            flat += "_"
+        flat = name.removeprefix(f"{self.path}.").replace(".", "_")
+        while flat in self.tensors or flat.startswith("number_") or hasattr(Traced, flat):
+            flat = f"own_{flat}"
         self.tensors[flat] = tensor
         return self.tracer.create_proxy("get_attr", flat, (), {})
 
@@ -243,7 +305,9 @@ class _Scope:
                 gates = self.gates if gate is None else (*self.gates, gate)
                 made[call] = f"layer_{len(self.modules)}"
                 self.paths[made[call]] = path
-                self.modules[made[call]] = _Scope(path, self.layout, gates).trace(layer, args, kwargs, gate)
+                self.modules[made[call]] = _Scope(path, self.layout, self.kinds, gates).trace(
+                    layer, args, kwargs, gate
+                )
             inputs = (*tensors, self.row, self.statistics)
             return self.tracer.create_proxy("call_module", made[call], inputs, {})
 

@@ -32,7 +32,6 @@ from subnetact.export.symbolic import Layout, Traced, trace_network
 from subnetact.files import replacing
 from subnetact.hot import agree
 from subnetact.latency import LatencyTable
-from subnetact.norm_table import NormRow
 from subnetact.operators import SubnetNorm
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.space import Row
@@ -125,10 +124,10 @@ def to_torchscript(
     else:
         known = dict(zip(source.keys, source.accuracy, strict=True)) if isinstance(source, Engine) else {}
         accuracy = [math.nan if (a := known.get(key)) is None else a for key in keys]
-    whole = ScriptedSubnets(network, rows, statistics, layout.sizes, keys, accuracy, policy)
+    whole = ScriptedSubnets(network, rows, statistics, layout, keys, accuracy, policy)
     _pack(whole)
     ranks: list[int | None] = [x.dim() for x in examples]
-    scripted = _script(whole, forward_source(names, ranks or [None] * len(names), layout))
+    scripted = _script(whole, forward_source(names, ranks or [None] * len(names)))
     if freeze:
         with _quiet():
             scripted = torch.jit.freeze(scripted, preserved_attrs=METHODS[1:], optimize_numerics=False)
@@ -230,7 +229,7 @@ def _scripted(module: Any, path: str) -> Any:
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[list[list[int]], Tensor]:
     """Return every subnet's row, and the statistics of all of them one after another."""
-    rows, flats, end = [], [], 0
+    rows, flats, start = [], list[Tensor](), 0
     for spec in specs:
         sizes = supernet.space.resolve(spec)
         calibrated = supernet.norms.get(spec)
@@ -242,15 +241,13 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
             return norm.bind_with(row, *used[norm.path])
 
         bind(supernet.network, sizes, take)
-        own = NormRow.of(used)
-        starts, start = {}, end
-        for name, channels in own.channels.items():
+        starts = {}
+        for name, (mean, var) in used.items():
             starts[name] = start
-            start += channels
-        rows.append([*sizes, *(starts.get(name, 0) for name in layout.norms), start - end])
-        flats.append(own.flat)
-        end += own.flat.numel()
-    return rows, torch.cat(flats)
+            start += 2 * mean.numel()
+            flats += [mean, var]
+        rows.append([*sizes, *(starts.get(name, 0) for name in layout.norms)])
+    return rows, torch.cat(flats) if flats else torch.empty(0)
 
 
 def _pack(whole: nn.Module) -> None:

@@ -175,6 +175,55 @@ class Elastic(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Stack(nn.Module):
+    """Layers of equal code and different sizes, whose tensors have inconvenient names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Shift(20 - i) for i in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Shift(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.number_0 = nn.Parameter(torch.randn(width + 1))
+        self.shift = nn.Parameter(torch.randn(width))
+        self.widen = nn.Linear(9, 8)
+        self.narrow = nn.Linear(8, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.widen(x)) + (self.number_0[: self.width] * self.shift).sum()
+
+
+def test_layers_of_equal_code_share_a_class(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names = [str(i) for i in range(4)]
+    space = SubnetSpace(
+        "stack",
+        [Axis.uniform("keep", names, [0, 1]), Axis.uniform("width", names, [3, 8])],
+        lambda v: {
+            **{f"keep{i}": keep for i, keep in enumerate(v["keep"])},
+            **{f"width{i}": width for i, width in enumerate(v["width"])},
+        },
+    )
+    elastic = {"layers": LayerSelect.on(**{i: f"keep{i}" for i in names})}
+    for i in names:
+        elastic[f"layers.{i}.widen"] = WeightSlice.on(out=f"width{i}")
+        elastic[f"layers.{i}.narrow"] = WeightSlice.on(in_=f"width{i}")
+    supernet = subnetact.insert_(Stack().eval(), space, elastic)
+    specs, x = list(dict.fromkeys(space.sample(seed) for seed in range(40))), torch.randn(2, 9)
+    scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs, example=x)
+    assert differing(torch.jit.load(tmp_path / "m.pt"), supernet, specs, {"x": x}) == []
+    layers = [m for m in scripted.network.children() if hasattr(m, "number_gate")]
+    assert len(layers) == 4
+    assert len({str(layer._c._type()) for layer in layers}) == 1
+    assert [layer.number_gate for layer in layers] == [space.dimensions.index(f"keep{i}") for i in names]
+
+
 def own_supernet(network: nn.Module, **extra: Any) -> Supernet:
     space = SubnetSpace(
         "own",
