@@ -6,9 +6,9 @@
 Families have a small size: that of the golden files with upstream's weights where there are such, else random
 weights; `--full` adds ofa_resnet50 at its full size.
 Outputs are compared before saving and after loading, not frozen and frozen. The file is loaded by a process
-of its own, which keeps a module of one parameter that it has loaded before; its resident memory is what it
-has allocated, without pages of libraries. TorchScript's own, a KiB or two for every operation of every class,
-is `resident_MiB_beyond_file`; `methods_alone` has that of a file whose network does nothing.
+of its own, which keeps a file that it has loaded before, one whose network does nothing; its resident memory
+is what it has allocated, without pages of libraries. TorchScript's own, a KiB or two for every operation of
+every class, is `resident_MiB_beyond_file`; `methods_alone` has that of one more network that does nothing.
 `--report` writes the table in the README from these results and those of export_formats.py.
 """
 
@@ -109,11 +109,9 @@ def loaded(path: Path) -> Any:
     return torch.jit.load(path)  # type: ignore[no-untyped-call]
 
 
-def load_alone(path: Path) -> dict[str, Any]:
-    """Load a file in a process of its own: ms, and what it adds to its resident memory."""
-    trivial, size = path.with_name("trivial.pt"), path.stat().st_size
-    torch.jit.script(nn.Linear(1, 1)).save(str(trivial))  # type: ignore[no-untyped-call]
-    command = [sys.executable, "-c", LOAD, str(trivial), str(path)]
+def load_alone(path: Path, before: Path) -> dict[str, Any]:
+    """Load a file in a process of its own, after another one: ms, and what it adds to its resident memory."""
+    size, command = path.stat().st_size, [sys.executable, "-c", LOAD, str(before), str(path)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {
         "load_ms": found["load_ms"],
@@ -130,13 +128,12 @@ class Nothing(nn.Module):
         return x
 
 
-def methods_alone(folder: Path) -> dict[str, Any]:
-    """Load a file that is all a file is, but for a network."""
+def write_nothing(path: Path) -> None:
+    """Write a file that is all a file is, but for a network."""
     space = SubnetSpace("nothing", [Axis.uniform("keep", ["all"], [1])], lambda _: {"keep": 1})
-    network = nn.Sequential(Nothing())
-    supernet = subnetact.insert_(network, space, {"": LayerSelect.on(**{"0": "keep"})})
-    to_torchscript(supernet, folder / "nothing.pt", list(space.enumerate()))
-    return load_alone(folder / "nothing.pt")
+    network = nn.Sequential(nn.Sequential(Nothing()))
+    supernet = subnetact.insert_(network, space, {"0": LayerSelect.on(**{"0": "keep"})})
+    to_torchscript(supernet, path, list(space.enumerate()))
 
 
 def in_cpp(driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor]) -> dict[str, Any]:
@@ -184,7 +181,7 @@ def torchscript(
         word = "frozen" if freeze else "plain"
         matches[f"{word}, before saving"] = equal(scripted, supernet, specs, inputs)
         matches[f"{word}, after loading"] = equal(loaded(path), supernet, specs, inputs)
-    fresh = load_alone(path)
+    fresh = load_alone(path, folder / "nothing.pt")
     with torch.no_grad():
         outputs = [supernet.subnet(spec)(**inputs) for spec in specs]
     weights, table = weight_bytes(supernet), supernet.norms.nbytes()
@@ -261,7 +258,9 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         driver = build_driver(Path(folder) / "build")
-        result["methods_alone"] = methods_alone(Path(folder))
+        nothing = Path(folder) / "nothing.pt"
+        write_nothing(nothing)
+        result["methods_alone"] = load_alone(nothing, nothing)
         for family in [*args.families, *(["full"] if args.full else [])]:
             full = family == "full"
             torch.manual_seed(0)

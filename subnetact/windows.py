@@ -14,13 +14,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CLOCKS", "Window", "median_interval", "quantile_name", "stable", "statistics_of"]
+__all__ = ["BLOCKS", "CLOCKS", "Window", "median_interval", "quantile_name", "stable", "statistics_of"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Window: TypeAlias = Mapping[str, Floats]
 """Times of one visit by clock: `host_ms`, on cuda also `device_ms`; each of shape (runs,)."""
 
 CONFIDENCE = 0.9
+BLOCKS = 8
+"""How many blocks of at least three windows many are put together to, at least: what slows a machine down
+lasts for more than a window, so windows that follow each other are no independent samples."""
 CLOCKS = {"host_ms": "", "device_ms": "device_"}
 
 
@@ -42,12 +45,16 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def stable(windows: Sequence[Window], stability: float) -> bool:
     """Tell whether the median of a cell is known: half its interval's width is at most `stability` of it.
 
+    The interval is of the medians of windows, or of blocks of them where there are many; see `BLOCKS`.
+
     Args:
-        windows: of one cell, at least one.
+        windows: of one cell, at least one, in the order they were measured in.
         stability: relative to the median; 0.05 for 5 %.
     """
     medians = [float(np.median(window["host_ms"])) for window in windows]
-    low, high = median_interval(medians)
+    size = len(medians) // BLOCKS
+    blocks = np.array_split(medians, len(medians) // size if size > 2 else len(medians))
+    low, high = median_interval([float(np.median(block)) for block in blocks])
     return (high - low) / 2 <= stability * float(np.median(medians))
 
 

@@ -48,6 +48,21 @@ def test_a_cell_is_stable_when_its_median_is_known() -> None:
     assert statistics_of(disturbed, 0.03, [50])["p50"] == pytest.approx(1.0, rel=0.05)
 
 
+def test_windows_of_slow_minutes_are_no_independent_samples() -> None:
+    slow = [1.2 if 10 <= i % 30 < 20 else 1.0 for i in range(60)]
+    spread = [1.2 if i % 3 == 0 else 1.0 for i in range(60)]
+    assert sorted(slow) == sorted(spread)
+    assert stable(windows(*spread), 0.05)
+    assert not stable(windows(*slow), 0.05)
+
+
+@pytest.mark.parametrize("count", [11, 15, 16, 23, 24, 31, 60])
+def test_a_few_disturbed_windows_do_not_make_a_cell_unstable(count: int) -> None:
+    values = [1.0] * count
+    values[2] = values[-2] = 3.0
+    assert stable(windows(*values), 0.03)
+
+
 def test_statistics_are_of_all_runs_by_clock() -> None:
     one = {"host_ms": np.array([2.0, 3.0]), "device_ms": np.array([1.0, 1.5])}
     found = statistics_of([one] * 5, 0.05, [50, 99.9])

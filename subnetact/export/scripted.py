@@ -43,7 +43,8 @@ class ScriptedSubnets(nn.Module):
     latencies: list[list[float]]
     slack_steps: list[list[float]]
     answers: list[list[tuple[int, int]]]
-    legal: list[tuple[int, list[int], bool, list[tuple[int, int]]]]
+    rows: list[list[int]]
+    legal: list[tuple[int, list[int], int, list[tuple[int, int]], str]]
 
     def __init__(
         self,
@@ -60,14 +61,14 @@ class ScriptedSubnets(nn.Module):
         self.register_buffer("statistics", statistics)
         self.rows = rows
         self.sizes = layout.sizes
-        self.names = list(layout.names)
         self.normed = len(layout.norms) > 0
         self.legal = [
             (
                 dim,
-                [legal[0], legal[-1], legal.step] if isinstance(legal, range) else list(legal),
-                isinstance(legal, range),
+                [legal[0], legal[-1]] if isinstance(legal, range) else list(legal),
+                legal.step if isinstance(legal, range) else 0,
                 list(gates),
+                _not_legal(dim, legal, layout),
             )
             for dim, legal, gates in sorted(layout.legal, key=str)
         ]
@@ -168,20 +169,16 @@ class ScriptedSubnets(nn.Module):
                     return known
         if len(row) != self.sizes:
             raise ValueError("row has " + str(len(row)) + " numbers; this file takes " + str(self.sizes))
-        for dim, legal, stepwise, gates in self.legal:
+        for dim, legal, step, gates, message in self.legal:
             size, kept = row[dim], True
             for position, value in gates:
                 kept = kept and row[position] == value
-            inside = size in legal
-            if stepwise:
-                inside = size >= legal[0] and size <= legal[1] and (size - legal[0]) % legal[2] == 0
+            if step == 0:
+                inside = size in legal
+            else:
+                inside = size >= legal[0] and size <= legal[1] and (size - legal[0]) % step == 0
             if kept and not inside:
-                among = " must be one of " + ", ".join([str(choice) for choice in legal])
-                if stepwise:
-                    among = (
-                        " must be " + str(legal[0]) + " to " + str(legal[1]) + " in steps of " + str(legal[2])
-                    )
-                raise ValueError("row[" + str(dim) + "] (" + self.names[dim] + ")" + among)
+                raise ValueError(message)
         if self.normed:
             raise ValueError("no BatchNorm statistics for this row; calibrate its subnet and export it too")
         return row
@@ -205,3 +202,11 @@ def forward_source(inputs: Sequence[str], ranks: Sequence[int | None]) -> str:
     lines += [*rank_lines, run.format(f"self.select(subnet, {inputs[0]}.size(0))")]
     lines += [f"def forward_row(self, {names}, row: List[int]):", *rank_lines, run.format("self.whole(row)")]
     return "\n".join(lines) + "\n"
+
+
+def _not_legal(dim: int, legal: range | tuple[int, ...], layout: Layout) -> str:
+    among = f"one of {', '.join(map(str, legal))}"
+    if isinstance(legal, range):
+        steps = f" in steps of {legal.step}" if legal.step > 1 else ""
+        among = f"{legal[0]} to {legal[-1]}{steps}"
+    return f"row[{dim}] ({layout.names[dim]}) must be {among}"

@@ -10,7 +10,6 @@ one class: tensors are named from the layer on, and positions in the row and wid
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
-from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves
 
 from subnetact.errors import ExportError
+from subnetact.export.recorder import Recorder
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.view import shell
 from subnetact.tracing import leaf_class
@@ -32,7 +30,6 @@ __all__ = ["Layout", "Traced", "trace_network"]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _Gate = tuple[int, int]
 _TENSOR = object()
-_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,9 @@ class Traced(nn.Module):
         """Take over a graph module's code, tensors and submodules, in the one class that has this code."""
         name = type(module).__name__
         contents = {"forward": type(module).forward, "__module__": __name__}
-        kind = kinds.setdefault((name, module.code), type(name, (cls,), contents))
+        # Functions of one name may differ: closures that one factory made.
+        called = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
+        kind = kinds.setdefault((name, module.code, called), type(name, (cls,), contents))
         traced: Any = kind()
         traced._modules.update(module._modules)
         traced._buffers.update(module._buffers)
@@ -93,64 +92,7 @@ class Traced(nn.Module):
         return traced  # type: ignore[no-any-return]
 
 
-_Kinds = dict[tuple[str, str], type[Traced]]
-
-
-class _Tracer(GraphAppendingTracer):
-    """Records into one graph; tensors that no module registered become constants of it.
-
-    What depends on the row alone is recorded once. Numbers in that, and in slices of tensors that are
-    attributes, become attributes themselves.
-    """
-
-    def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
-        super().__init__(graph)
-        self.tensors = tensors
-        self.numbers: dict[str, int] = {}
-        self.scalars: set[Any] = set()
-        self.held: set[Any] = set()
-        self._recorded: dict[Any, fx.Node] = {}
-
-    def begin(self, row: fx.Node, statistics: fx.Node) -> None:
-        """Note the two arguments that are no inputs of the network."""
-        self.row = row
-        self.held.add(statistics)
-
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
-        """Record a node, or return the equal one that is there."""
-        if kind == "get_attr":
-            return self._once(kind, target, (), self.held if target in self.tensors else set())
-        if target is operator.getitem and args[0] is self.row:
-            return self._once(kind, target, (self.row, self._number(args[1])), self.scalars)
-        if target in _ARITHMETIC and all(map(self._is_size, args)):
-            return self._once(kind, target, tuple(map(self._number, args)), self.scalars)
-        if target is operator.getitem and args[0] in self.held:
-            return self._once(kind, target, (args[0], map_aggregate(args[1], self._number)), self.held)
-        return super().create_node(kind, target, args, kwargs, *more)
-
-    def _once(self, kind: str, target: Any, args: tuple[Any, ...], group: set[Any]) -> fx.Node:
-        key = kind, target, str(args)
-        if key not in self._recorded:
-            self._recorded[key] = super().create_node(kind, target, args, {})
-            group.add(self._recorded[key])
-        return self._recorded[key]
-
-    def _is_size(self, value: Any) -> bool:
-        return type(value) is int or (isinstance(value, fx.Node) and value in self.scalars)
-
-    def _number(self, value: Any) -> Any:
-        if type(value) is not int:
-            return value
-        name = next((n for n, v in self.numbers.items() if v == value), f"number_{len(self.numbers)}")
-        self.numbers[name] = value
-        return self._once("get_attr", name, (), set())
-
-    def create_arg(self, a: Any) -> Any:
-        if isinstance(a, Tensor):
-            name = next((n for n, t in self.tensors.items() if t is a), f"constant_{len(self.tensors)}")
-            self.tensors[name] = a
-            return self.create_node("get_attr", name, (), {})
-        return super().create_arg(a)
+_Kinds = dict[tuple[Any, ...], type[Traced]]
 
 
 class _Scope:
@@ -171,7 +113,7 @@ class _Scope:
         self.graph = fx.Graph()
         self.tensors: dict[str, Tensor] = {}
         self.modules: dict[str, nn.Module] = {}
-        self.tracer = _Tracer(self.graph, self.tensors)
+        self.tracer = Recorder(self.graph, self.tensors)
         self.paths: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.done: dict[int, nn.Module] = {}
@@ -196,17 +138,14 @@ class _Scope:
                 "if has_torch_function(...): return handle_torch_function(...)"
             ) from error
         self.graph.output(self.tracer.create_arg(output))
-        pure = self.tracer.scalars | self.tracer.held
-        for node in reversed(self.graph.nodes):
-            if not node.users and (node.op == "get_attr" or node in pure) and node.op != "placeholder":
-                self.graph.erase_node(node)
+        self.tracer.drop_unused()
         used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
         numbers = {name: number for name, number in self.tracer.numbers.items() if name in used}
         held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
         if gate is not None:
-            numbers["number_gate"] = gate[0]
+            numbers["number_gate"], numbers["number_kept"] = gate
             first = next(iter(self.graph.nodes)).name
-            skip = f"if row[self.number_gate] != {gate[1]}:\n    return {first}\n"
+            skip = f"if row[self.number_gate] != self.number_kept:\n    return {first}\n"
             self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
         traced = fx.GraphModule({**self.modules, **held, **numbers}, self.graph, type(module).__name__)
         paths = {name: path for name, path in self.paths.items() if name in used}
@@ -282,9 +221,9 @@ class _Scope:
 
     def _tensor(self, name: str, tensor: Tensor) -> fx.Proxy:
         # Flat names: TorchScript is slow with many modules that only hold tensors.
-        flat = name.removeprefix(f"{self.path}.").replace(".", "_")
-        while flat in self.tensors or flat.startswith("number_") or hasattr(Traced, flat):
-            flat = f"own_{flat}"
+        flat = "tensor_" + name.removeprefix(f"{self.path}.").replace(".", "_")
+        while flat in self.tensors:
+            flat += "_"
         self.tensors[flat] = tensor
         return self.tracer.create_proxy("get_attr", flat, (), {})
 

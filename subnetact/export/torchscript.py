@@ -195,11 +195,11 @@ def _inputs(supernet: Supernet, given: Sequence[str] | None) -> list[str]:
     }
     needed = [name for name, required in known.items() if required]
     names = needed if given is None else list(given)
-    reserved = {"self", "subnet", "row"} & set(names)
+    reserved = {"self", "subnet", "row", "statistics"} & set(names)
     if not names or reserved or set(names) - set(known) or set(needed) - set(names):
         raise ExportError(
             f"inputs: the network takes {', '.join(known) or 'none by name'}, of which {', '.join(needed)} "
-            f"must be given, and none may be called subnet or row; got {', '.join(names)}"
+            f"must be given, and none may be called subnet, row or statistics; got {', '.join(names)}"
         )
     return names
 
@@ -247,6 +247,12 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
             start += 2 * mean.numel()
             flats += [mean, var]
         rows.append([*sizes, *(starts.get(name, 0) for name in layout.norms)])
+    dtypes = {str(flat.dtype) for flat in flats}
+    if len(dtypes) > 1:
+        raise ExportError(
+            f"BatchNorm statistics are {' and '.join(sorted(dtypes))}; a file holds them in one dtype: "
+            "convert the supernet, supernet.float() for example"
+        )
     return rows, torch.cat(flats) if flats else torch.empty(0)
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import subnetact
 from ofa_adapters import load
@@ -142,7 +143,7 @@ def test_a_row_is_a_subnet_where_nothing_is_calibrated(family: Any, inputs_of: A
                 assert torch.equal(got, supernet.subnet(spec)(**inputs))
         dim = supernet.space.dimensions.index({"autoformer": "embed", "dynabert": "neurons"}[name])
         row[dim] = 100_000
-        with pytest.raises(Exception, match=rf"row\[{dim}\] \(\w+\) must be 1 to \d+"):
+        with pytest.raises(Exception, match=rf"row\[{dim}\] \(\w+\) must be 1 to \d+\s"):
             scripted.forward_row(*inputs.values(), row)
 
 
@@ -222,6 +223,94 @@ def test_layers_of_equal_code_share_a_class(tmp_path: Path) -> None:
     assert len(layers) == 4
     assert len({str(layer._c._type()) for layer in layers}) == 1
     assert [layer.number_gate for layer in layers] == [space.dimensions.index(f"keep{i}") for i in names]
+
+
+class Gathering(nn.Module):
+    """Writes into what it took out of a buffer, and what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(5, 4))
+        self.constant_1 = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x > 0).long().sum(1)
+        taken = self.table[rows]
+        taken.mul_(x)
+        made = torch.ones(4)
+        made.add_(x.sum(0))
+        return taken + self.table[rows] + made * self.constant_1 + torch.arange(4.0)
+
+
+def closure(function: Any) -> Any:
+    def called(x: Tensor) -> Tensor:
+        if has_torch_function_unary(x):
+            return handle_torch_function(called, (x,), x)
+        return function(x)
+
+    return called
+
+
+class Activated(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.called = closure(function)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(x) * self.scale
+
+
+class Named(nn.Module):
+    """Tensors with the names of modules, of what holds the graph, and of words of the language."""
+
+    names = ("module_0", "layer_0", "graph", "code", "torch", "in", "lambda", "number_0", "statistics")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.randn(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for name in self.names:
+            x = x + self._parameters[name] * x
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: Gathering(), lambda i: Activated((torch.relu, torch.sigmoid)[i]), lambda _: Named()],
+)
+def test_layers_that_only_look_alike(make: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Sequential(make(0), make(1))).eval()
+    space = SubnetSpace(
+        "two",
+        [Axis.uniform("keep", ["0", "1"], [0, 1])],
+        lambda v: {f"keep{i}": keep for i, keep in enumerate(v["keep"])},
+    )
+    supernet = subnetact.insert_(network, space, {"0": LayerSelect.on(**{"0": "keep0", "1": "keep1"})})
+    specs, x = list(space.enumerate()), torch.randn(3, 4)
+    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs)
+    assert differing(scripted, supernet, specs, {"input": x}) == []
+    assert differing(torch.jit.load(tmp_path / "m.pt"), supernet, specs, {"input": x}) == []
+
+
+def test_a_space_without_dimensions(tmp_path: Path) -> None:
+    space = SubnetSpace("none", [Axis.uniform("a", ["all"], [1])], lambda _: {})
+    supernet = subnetact.insert_(nn.Sequential(nn.Linear(4, 4)).eval(), space, {})
+    x = torch.randn(2, 4)
+    scripted = to_torchscript(supernet, tmp_path / "m.pt", [space.largest()])
+    assert torch.equal(scripted(x, torch.tensor([0])), supernet(x, subnet=space.largest()))
+
+
+def test_statistics_of_two_dtypes_are_refused(digits: Supernet, tmp_path: Path) -> None:
+    norm = next(iter(digits.norm_operators().values()))
+    norm.running_mean, norm.running_var = norm.running_mean.double(), norm.running_var.double()
+    with pytest.raises(ExportError, match=r"statistics are torch.float32 and torch.float64; .* one dtype"):
+        to_torchscript(digits, tmp_path / "m.pt", [digits.space.smallest()], allow_uncalibrated=True)
 
 
 def own_supernet(network: nn.Module, **extra: Any) -> Supernet:
