@@ -48,7 +48,7 @@ class Command:
         self.arguments = [
             "--family", "ofa_resnet50", "--checkpoint", str(checkpoint), "--subnets", str(subnets),
             "--input-shape", "3", str(pixels), str(pixels), "--batch-sizes", *map(str, BATCH_SIZES),
-            "--random-images", "16", "--threads", "1", "--min-time-s", "0.25", "--resume",
+            "--random-images", "16", "--threads", "1", "--min-time-s", "0.25", "--max-windows", "5", "--resume",
             "--out", str(folder / "table.json"), "--save-bundle", str(folder / "bundle"),
         ]  # fmt: skip
 
@@ -79,7 +79,7 @@ def run_killed(command: Command, twin: Path, rng: random.Random) -> dict[str, An
     while True:
         start, process = time.perf_counter(), command.start()
         try:
-            status = process.wait(timeout=rng.uniform(10, 120))
+            status = process.wait(timeout=rng.uniform(20, 200))
             seconds += time.perf_counter() - start
             if status:
                 raise SystemExit(f"the command failed with {status}")

@@ -17,9 +17,11 @@ from tqdm import tqdm
 from subnetact.errors import SpecError
 from subnetact.journal import Journal
 from subnetact.latency_predictor import LatencyPredictor
+from subnetact.norm_table import NormTable
 from subnetact.pareto_set import Measure, accuracy_of, find_pareto_set, fitted_latencies, searched_sizes
 from subnetact.spec import SubnetSpec
 from subnetact.subject import Subject, read_specs
+from subnetact.supernet import Supernet
 
 __all__ = ["Chosen", "Request", "choose", "expected"]
 
@@ -62,6 +64,10 @@ class Request:
             raise SpecError(f"subnets: {self.subnets} must be at least 1")
         if self.accuracy and self.accuracy_predictor:
             raise SpecError("accuracy: give numbers, a callable or a predictor, only one of them")
+        if self.accuracy_encoding and not self.accuracy_predictor:
+            raise SpecError("accuracy-encoding: it is what --accuracy-predictor reads; give that too")
+        if self.accuracy_predictor and not Path(self.accuracy_predictor).is_file():
+            raise SpecError(f"accuracy-predictor: {self.accuracy_predictor} is no file")
         if self.fitted < 8 or self.evaluations < 2:
             raise SpecError(
                 f"a search fits to at least 8 subnets and tries at least 2, got {self.fitted} and "
@@ -128,6 +134,7 @@ def choose(
     *,
     journal: Journal,
     batch_sizes: Sequence[int],
+    fit: Measure,
     measure: Measure,
     progress: bool = True,
 ) -> Chosen:
@@ -138,15 +145,19 @@ def choose(
         request: which ones.
         journal: where the choice is kept, and beside it the state of a search.
         batch_sizes: what they will be measured at.
-        measure: measures the subnets that latencies are fitted to.
+        fit: measures the subnets that latencies are fitted to.
+        measure: measures what a search has chosen.
         progress: whether to show progress bars.
 
     Raises:
         SpecError: the request makes no sense for this supernet.
     """
     space = subject.supernet.space
+    statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
         specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
+        if statistics.exists():
+            subject.supernet.norms = NormTable.load(statistics)
         return Chosen(specs, line["accuracy"], line["facts"])
     if subject.specs and request.subnets == "all":
         known = list(subject.accuracy)
@@ -154,12 +165,13 @@ def choose(
             known = _accuracies(subject, request, subject.specs, progress)
         chosen = Chosen(list(subject.specs), known, {"subnets_chosen": "the bundle's"})
     elif request.searches(space.size()):
-        chosen = _pareto_set(subject, request, journal, batch_sizes, measure, progress)
+        chosen = _pareto_set(subject, request, journal, batch_sizes, fit, measure, progress)
     else:
         specs = _listed(subject, request)
         chosen = Chosen(
             specs, _accuracies(subject, request, specs, progress), {"subnets_chosen": request.subnets}
         )
+    _keep_statistics(subject.supernet, chosen.specs, statistics)
     journal.append(
         "chosen",
         specs=[spec.to_json() for spec in chosen.specs],
@@ -167,6 +179,15 @@ def choose(
         facts=chosen.facts,
     )
     return chosen
+
+
+def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path) -> None:
+    """Leave statistics to the chosen subnets only, and keep what evaluating them has calibrated."""
+    rows = {spec: row for spec in specs if (row := supernet.norms.get(spec)) is not None}
+    supernet.norms = NormTable(supernet.space.id)
+    supernet.norms.update(rows)
+    if rows:
+        supernet.norms.save(path)
 
 
 def _listed(subject: Subject, request: Request) -> list[SubnetSpec]:
@@ -216,6 +237,7 @@ def _pareto_set(
     request: Request,
     journal: Journal,
     batch_sizes: Sequence[int],
+    fit: Measure,
     measure: Measure,
     progress: bool,
 ) -> Chosen:
@@ -227,7 +249,7 @@ def _pareto_set(
     latencies: list[LatencyPredictor] = []
     if request.search_latency == "measured":
         some = _random(subject, request.fitted, request.seed)
-        latencies = fitted_latencies(subject, some, searched_sizes(batch_sizes), measure)
+        latencies = fitted_latencies(subject, some, searched_sizes(batch_sizes), fit)
     size = request.size(subject.supernet.space.size())
     found, facts = find_pareto_set(
         subject,
@@ -236,6 +258,7 @@ def _pareto_set(
         size,
         request.evaluations,
         request.seed,
+        measure,
         journal.path.with_name(f"search-{_digest(journal, latencies)}.json"),
         progress,
     )

@@ -10,6 +10,7 @@ import copy
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class CoRunners:
     """Background processes, of which the first few run at a time.
 
     Processes, not threads: they share the device, its caches and memory bandwidth, but no interpreter.
-    They end with the context, and soon after this process if it is killed.
+    When the context begins each has run the network, and all pause. They end with the context, and soon
+    after this process if it is killed.
 
     Args:
         network: what each of them runs, a copy of its own.
@@ -42,14 +44,15 @@ class CoRunners:
     def __init__(self, network: nn.Module, x: Any, count: int) -> None:
         self._context: Any = torch.multiprocessing.get_context("spawn")
         self._turns = [self._context.Event() for _ in range(count)]
+        self._busy = [self._context.Lock() for _ in range(count)]
         self._passes = [self._context.Value("q", 0) for _ in range(count)]
         self._processes = [
             self._context.Process(
                 target=_work,
-                args=(network, x, turn, passes, os.getpid(), torch.get_num_threads()),
+                args=(network, x, turn, busy, passes, os.getpid(), torch.get_num_threads()),
                 daemon=True,
             )
-            for turn, passes in zip(self._turns, self._passes, strict=True)
+            for turn, busy, passes in zip(self._turns, self._busy, self._passes, strict=True)
         ]
 
     def __enter__(self) -> CoRunners:
@@ -57,6 +60,7 @@ class CoRunners:
             for process in self._processes:
                 process.start()
             self.run(len(self._processes))
+            self.run(0)
         except BaseException:
             self.__exit__()
             raise
@@ -68,16 +72,27 @@ class CoRunners:
                 process.terminate()
                 process.join()
 
+    @property
+    def passes(self) -> int:
+        """How many passes all of them have done."""
+        return sum(passes.value for passes in self._passes)
+
     def run(self, count: int) -> None:
-        """Let the first `count` of them run and the others pause; return when the first ones are at it."""
+        """Let the first `count` of them run and the others pause; return when all are at that."""
         for i, turn in enumerate(self._turns):
             turn.set() if i < count else turn.clear()
         before = [passes.value for passes in self._passes]
+        self._wait(lambda: all(self._passes[i].value >= before[i] + 2 for i in range(count)))
+        for busy in self._busy[count:]:
+            self._wait(lambda busy=busy: busy.acquire(timeout=0.05))  # type: ignore[misc]
+            busy.release()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + STARTS_WITHIN_S
-        while any(self._passes[i].value < before[i] + 2 for i in range(count)):
+        while not done():
             self.check()
             if time.monotonic() > end:
-                raise DeviceError(f"co-runners did not run within {STARTS_WITHIN_S:g} s; use fewer")
+                raise DeviceError(f"co-runners did not follow within {STARTS_WITHIN_S:g} s; use fewer")
             time.sleep(0.005)
 
     def check(self) -> None:
@@ -94,14 +109,16 @@ class CoRunners:
                 )
 
 
-def _work(network: nn.Module, x: Any, turn: Any, passes: Any, parent: int, threads: int) -> None:
+def _work(network: nn.Module, x: Any, turn: Any, busy: Any, passes: Any, parent: int, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
     torch.set_num_threads(threads)
     network = copy.deepcopy(network)  # what is sent to a process shares memory with the sender's
     with torch.inference_mode():
         device = next(network.parameters()).device
         while os.getppid() == parent:
-            if turn.wait(0.2):
-                call_with(network, x)
-                synchronize(device)
-                passes.value += 1
+            with busy:
+                if turn.is_set():
+                    call_with(network, x)
+                    synchronize(device)
+                    passes.value += 1
+            turn.wait(0.2)

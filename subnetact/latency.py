@@ -36,6 +36,8 @@ from subnetact.superserve import read_superserve
 __all__ = ["LatencyTable"]
 
 Floats = npt.NDArray[np.float64]
+NO_TIMES = ("stable", "windows", "runs")
+"""Statistics of a profile that are not in ms."""
 
 
 class LatencyTable:
@@ -49,7 +51,8 @@ class LatencyTable:
         batch_sizes: profiled batch sizes, ascending.
         latency_ms: read-only float64 array, shape (subnets, batch sizes).
         statistics: further read-only arrays of that shape: "std", "p50" or "p99", ms; of a profile also
-            "stable" (1 or 0), "windows" and "runs" (counts).
+            "stable" (1 or 0), "windows" and "runs" (counts), and all of them beside 2 co-runners as
+            "std_beside_2" and so on.
         interference: pressure of co-runners at each measured level, ascending; empty where not measured.
         contended_ms: latencies under each level, shape (levels, subnets, batch sizes).
         stamp: JSON facts about the machine and the measurement.
@@ -202,12 +205,9 @@ class LatencyTable:
         """The same table with latencies that never fall as the batch grows.
 
         Each cell becomes the largest latency of its subnet at any batch size up to it, so no cell ever
-        promises less time than was measured. Cells that cannot run stay NaN.
+        promises less time than was measured, beside co-runners neither. Cells that cannot run stay NaN.
         """
-        filled = np.where(np.isnan(self.latency_ms), -np.inf, self.latency_ms)
-        rising = np.maximum.accumulate(filled, axis=1)
-        rising[np.isnan(self.latency_ms)] = np.nan
-        return self._with(latency_ms=rising)
+        return self._with(_rising(self.latency_ms), _rising(self.contended_ms), self.statistics)
 
     def select(
         self, indices: Sequence[int] | None = None, *, batch_sizes: Sequence[int] | None = None
@@ -242,23 +242,29 @@ class LatencyTable:
         """Every latency multiplied by `factor` > 0: a derated (or another machine's) profile."""
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
-        return self._with(
-            latency_ms=self.latency_ms * factor,
-            contended_ms=self.contended_ms * factor if self.interference else None,
-        )
+        statistics = {
+            name: values if name.split("_beside_")[0] in NO_TIMES else values * factor
+            for name, values in self.statistics.items()
+        }
+        return self._with(self.latency_ms * factor, self.contended_ms * factor, statistics)
 
     def at_interference(self, pressure: float) -> LatencyTable:
         """The table for one level of pressure from co-runners, linear between measured levels.
 
         Pressure outside the measured levels takes the nearest one. The result has no interference
-        dimension of its own.
+        dimension of its own; statistics it has at measured levels only.
 
         Raises:
             TableError: the table has no interference dimension, or `pressure` is not finite.
         """
         cells = between_levels(self, pressure)
+        statistics = {
+            name.split("_beside_")[0]: values
+            for name, values in self.statistics.items()
+            if pressure == (float(name.split("_beside_")[1]) if "_beside_" in name else 0)
+        }
         return LatencyTable.from_arrays(
-            self.subnets, self.accuracy, self.batch_sizes, cells, self.statistics, self.stamp
+            self.subnets, self.accuracy, self.batch_sizes, cells, statistics, self.stamp
         )
 
     def latency_at(self, subnet: int | str, batch_size: float) -> float:
@@ -298,18 +304,18 @@ class LatencyTable:
         """
         return compare(self, other, statistic)
 
-    def _with(self, latency_ms: Floats, contended_ms: Floats | None = None) -> LatencyTable:
-        if contended_ms is None and self.interference:
-            contended_ms = self.contended_ms
+    def _with(
+        self, latency_ms: Floats, contended_ms: Floats, statistics: Mapping[str, Floats]
+    ) -> LatencyTable:
         return LatencyTable.from_arrays(
             self.subnets,
             self.accuracy,
             self.batch_sizes,
             latency_ms,
-            self.statistics,
+            statistics,
             self.stamp,
             self.interference,
-            contended_ms,
+            contended_ms if self.interference else None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -366,6 +372,13 @@ class LatencyTable:
             TableError: the stage is unknown, or the numbers make no table.
         """
         return cls.from_arrays(**read_superserve(path, stage))
+
+
+def _rising(cells: Floats) -> Floats:
+    """Each cell, or the largest before it on the last axis; NaN stays NaN."""
+    missing = np.isnan(cells)
+    rising: Floats = np.maximum.accumulate(np.where(missing, -np.inf, cells), axis=-1)
+    return np.where(missing, np.nan, rising)
 
 
 def _selected(stamp: Mapping[str, Any], rows: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:

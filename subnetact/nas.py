@@ -23,6 +23,8 @@ from subnetact.supernet import Supernet
 __all__ = ["Candidate", "SearchResult", "search"]
 
 Latency: TypeAlias = Callable[[SubnetSpec], float]
+MOST = 10_000_000
+"""Subnets that `exhaustive` evaluates at the most."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def search(
     method = method or ("exhaustive" if supernet.space.size() <= evaluations else "evolution")
     if population is None:
         population = min(max(evaluations // 10, 16), 100)
-    _check(method, evaluations, population, size, functions, sizes)
+    _check(supernet.space.size(), method, evaluations, population, size, functions, sizes)
     if accuracy is None:
         if input_shape is None:
             raise SearchError(
@@ -171,6 +173,7 @@ def search(
 
 
 def _check(
+    subnets: int,
     method: str,
     evaluations: int,
     population: int,
@@ -180,6 +183,8 @@ def _check(
 ) -> None:
     if method not in METHODS:
         raise SearchError(f"method: {method!r} is unknown; choose from {', '.join(METHODS)}")
+    if method == "exhaustive" and subnets > MOST:
+        raise SearchError(f"method: exhaustive would evaluate all {subnets:.3g} subnets; use evolution")
     if evaluations < 2:
         raise SearchError(f"evaluations: {evaluations} subnets cannot make a front; give at least 2")
     if population < 2 or size < 1:

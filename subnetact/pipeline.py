@@ -29,7 +29,7 @@ from subnetact.plotting import need_matplotlib, plot_front, plot_heat_map
 from subnetact.readings import Cell, Readings
 from subnetact.runners import Runner, check_running, engine_for, running
 from subnetact.spec import SubnetSpec
-from subnetact.subject import Subject, batches_of
+from subnetact.subject import Subject, batches_of, check_batches
 from subnetact.sweep import environment, measured_at, sweep, table_of
 from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import find_device
@@ -85,7 +85,7 @@ class Job:
     @property
     def scheduler_out(self) -> Path:
         """Where the monotone table goes."""
-        return self.out.with_suffix(".scheduler.json")
+        return self.out.with_name(f"{self.out.name.removesuffix('.json')}.scheduler.json")
 
     @property
     def work(self) -> Path:
@@ -109,6 +109,7 @@ class Profile:
         unstable: how many of them have a median that is not known well enough.
         beaten: how many subnets another one beats by the medians measured without co-runners; None where
             accuracies are not known.
+        calibrated: what their BatchNorm statistics are from, in words.
     """
 
     table: LatencyTable
@@ -116,6 +117,7 @@ class Profile:
     cells: int
     unstable: int
     beaten: int | None
+    calibrated: str
 
 
 def check(job: Job, subject: Subject) -> None:
@@ -147,6 +149,8 @@ def check(job: Job, subject: Subject) -> None:
         raise TableError("random-images must be >= 0 and calibration-batch >= 1")
     if job.calibrate_on and job.random_images:
         raise TableError("calibrate on data or on random images, not on both")
+    if job.calibrate_on:
+        check_batches(job.calibrate_on, subject.example.shape)
 
 
 def plan(job: Job, subject: Subject) -> str:
@@ -222,7 +226,8 @@ def profile(job: Job, subject: Subject) -> Profile:
             job.request,
             journal=journal,
             batch_sizes=job.batch_sizes,
-            measure=partial(_measure, job, subject, journal),
+            fit=partial(_measure, job, subject, Readings(journal, "fit")),
+            measure=lambda specs, sizes: _measure(job, subject, Readings(), specs, sizes),
             progress=job.progress,
         )
         accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
@@ -237,7 +242,8 @@ def profile(job: Job, subject: Subject) -> Profile:
     if beaten is not None:
         facts["beaten"] = beaten
     table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
-    found = Profile(table, table.monotone(), *_unstable(job, readings, len(accuracy)), beaten)
+    unstable = _unstable(job, readings, len(accuracy))
+    found = Profile(table, table.monotone(), *unstable, beaten, calibrated)
     _write(job, found, runner.engine)
     (job.work / "done").touch()
     return found
@@ -270,13 +276,13 @@ def _runner(
 
 
 def _measure(
-    job: Job, subject: Subject, journal: Journal, specs: Sequence[SubnetSpec], sizes: Sequence[int]
+    job: Job, subject: Subject, readings: Readings, specs: Sequence[SubnetSpec], sizes: Sequence[int]
 ) -> list[list[float]]:
-    """Measure the subnets that a search's latencies are fitted to; NaN where the memory runs out."""
+    """Measure subnets quickly, for a search; NaN where the memory runs out."""
     few = min(3, job.settings.windows)
     settings = replace(job.settings, colocate=(), windows=few, max_windows=few)
-    readings = Readings(journal, "fit")
-    sweep(_runner(job, subject, specs), sizes, settings, readings, job.progress, "measuring a few subnets")
+    progress = job.progress and len(specs) > 1
+    sweep(_runner(job, subject, specs), sizes, settings, readings, progress, "measuring a few subnets")
 
     def latency(i: int, size: int) -> float:
         if readings.impossible((0, i, size)):
@@ -315,7 +321,9 @@ def _calibrate(job: Job, subject: Subject, chosen: Chosen) -> str:
         return "nothing to calibrate"
     if not job.calibrate_on and not job.random_images:
         bare = [spec for spec in chosen.specs if not supernet.calibrated(spec)]
-        return f"nothing: {len(bare)} subnets have shared statistics" if bare else "their own statistics"
+        if not bare:
+            return "their own statistics"
+        return f"nothing: {len(bare)} of {len(chosen.specs)} subnets have the shared statistics, latency only"
     supernet.to(find_device(job.device))  # a resumed job has built no engine that would have moved it
     source = job.calibrate_on or f"{job.random_images} random images: latency only, no accuracy"
     batches = (

@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
         print(f"subnetact.profile: {error}", file=sys.stderr)
         return USAGE
+    except Exception:  # in what the user's own factory or function does
+        traceback.print_exc()
+        return USAGE
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -69,7 +73,7 @@ def _profile(args: argparse.Namespace) -> int:
         print(plan(job, subject))
         return DONE
     found = profile(job, subject)
-    _print(job, found)
+    _print(job, found, subject.supernet.origin is None)
     return UNSTABLE if args.strict and found.unstable else DONE
 
 
@@ -87,7 +91,7 @@ def _compare(args: argparse.Namespace) -> int:
     return DONE if comparison.within(args.tolerance) else UNSTABLE
 
 
-def _print(job: Job, found: Profile) -> None:
+def _print(job: Job, found: Profile, own_network: bool) -> None:
     table, shown = found.table, 24
     print(f"{job.out}: {table}")
     print(f"{job.scheduler_out}: the same for schedulers, never falling as the batch grows")
@@ -101,8 +105,10 @@ def _print(job: Job, found: Profile) -> None:
         )
     if step > 1:
         print(f"  (every {step}. of {len(table.subnets)} subnets)")
+    print(f"calibrated on {found.calibrated}")
     if job.bundle is not None:
-        print(f"{job.bundle}: the bundle; subnetact.Engine.load({str(job.bundle)!r})")
+        own = ", supernet=yours" if own_network else ""
+        print(f"{job.bundle}: the bundle; subnetact.Engine.load({str(job.bundle)!r}{own})")
     cells_out = int(sum(ms != ms for ms in table.latency_ms.ravel()))
     if cells_out:
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
@@ -162,7 +168,7 @@ def _job(args: argparse.Namespace) -> Job:
             warmup_ms=args.warmup_ms,
             min_time_ms=1e3 * args.min_time_s,
             windows=args.windows,
-            max_windows=max(args.windows, args.max_windows),
+            max_windows=args.max_windows or max(args.windows, 10),
             stability=args.stability / 100,
             order=args.order,
             quantiles=tuple(args.quantiles),
@@ -213,8 +219,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--subnets",
         metavar="N|FILE|all|random:N",
-        help="a number: the Pareto set of that size that a search finds; a JSON list of subnets; all; or "
-        "random ones with the smallest and the largest (default: 8, of a bundle all)",
+        help="a number: the Pareto set of that size that a search of the whole space finds, all where it has "
+        "no more; a JSON list of subnets; all; or random ones with the smallest and the largest (default: 8, "
+        "of a bundle all its own)",
     )
     group.add_argument(
         "--accuracy",
@@ -287,7 +294,9 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--warmup-ms", type=float, default=20.0, help="untimed, before each window")
     group.add_argument("--min-time-s", type=float, default=0.5, help="timed, per cell, over its windows")
     group.add_argument("--windows", type=int, default=5, metavar="N", help="visits to each cell")
-    group.add_argument("--max-windows", type=int, default=10, metavar="N", help="to a cell that is unstable")
+    group.add_argument(
+        "--max-windows", type=int, metavar="N", help="to a cell that is unstable (default: 10, or --windows)"
+    )
     group.add_argument(
         "--stability",
         type=float,

@@ -18,7 +18,7 @@ from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
-__all__ = ["Subject", "batches_of", "find", "load_subject", "read_specs"]
+__all__ = ["Subject", "batches_of", "check_batches", "find", "load_subject", "read_specs"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def load_subject(
     dtype: str | None = None,
     seed: int = 0,
 ) -> Subject:
-    """Load one of a model, a family or a bundle; the embedded digits supernet where none is given.
+    """Load a model, a family or a bundle; the embedded digits supernet where none is given.
+
+    A bundle of an own network needs the model too: it gives the network, the bundle its weights.
 
     Args:
         model: `pkg.mod:factory`; called with `constructor`, it returns a `Supernet`.
@@ -64,13 +66,16 @@ def load_subject(
         seed: of random weights.
 
     Raises:
-        SpecError: the model is no supernet, its input is no single tensor, or more than one subject is given.
+        SpecError: the model is no supernet, its input is no single tensor, or the arguments do not go
+            together.
     """
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
-    if len(given) > 1:
+    if len(given) > 1 and given != ["model", "bundle"]:
         raise SpecError(f"{' and '.join(given)} were given; give one of them")
     if checkpoint and not family:
         raise SpecError("checkpoint: say with --family what it is a checkpoint of")
+    if constructor and not (model or family):
+        raise SpecError("constructor: its arguments are those of --family or --model; give one of them")
     torch.manual_seed(seed)
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
@@ -78,7 +83,8 @@ def load_subject(
     cast = _dtype(dtype or "float32")
     input_cast = cast
     if bundle:
-        engine = Engine.load(bundle, device="cpu", allow_uncalibrated=True)
+        own = _built(model, constructor) if model else None
+        engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
         supernet = engine.supernet
         specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
         if not isinstance(engine.example, Tensor):
@@ -90,12 +96,7 @@ def load_subject(
         if dtype is None or not engine.example.is_floating_point():
             input_cast = engine.example.dtype
     elif model:
-        supernet = find(model)(**(constructor or {}))
-        if not isinstance(supernet, Supernet):
-            raise SpecError(
-                f"model {model!r} gave a {type(supernet).__name__}; it must return a Supernet, as "
-                "subnetact.insert_(network, ...) does"
-            )
+        supernet = _built(model, constructor)
     elif family:
         supernet = import_module("ofa_adapters").load(family, checkpoint, **(constructor or {}))
     else:
@@ -107,6 +108,16 @@ def load_subject(
         input_cast = _dtype(input_dtype)
     example = torch.zeros(list(input_shape or shape), dtype=input_cast)
     return Subject(supernet, example, specs, accuracy)
+
+
+def _built(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
+    supernet = find(model)(**(constructor or {}))
+    if not isinstance(supernet, Supernet):
+        raise SpecError(
+            f"model {model!r} gave a {type(supernet).__name__}; it must return a Supernet, as "
+            "subnetact.insert_(network, ...) does"
+        )
+    return supernet
 
 
 def find(name: str) -> Any:
@@ -158,16 +169,39 @@ def batches_of(source: str, batch_size: int, dtype: torch.dtype) -> Iterator[Any
         for batch in find(source)():
             yield _converted(batch, source, dtype)
         return
+    images = _images(source)
+    for start in range(0, len(images), batch_size):
+        yield _converted(torch.from_numpy(np.array(images[start : start + batch_size])), source, dtype)
+
+
+def check_batches(source: str, shape: Sequence[int]) -> None:
+    """Refuse a source of calibration batches that does not exist, or images of another shape.
+
+    Args:
+        source: see `batches_of`; a function is found but not called.
+        shape: of one input.
+
+    Raises:
+        SpecError: what is wrong with it.
+    """
+    if not source.endswith(".npy"):
+        find(source)
+        return
+    images = _images(source)
+    if list(images.shape[1:]) != list(shape):
+        raise SpecError(f"{source}: images are {list(images.shape[1:])}, --input-shape is {list(shape)}")
+
+
+def _images(source: str) -> np.ndarray:
     try:
-        images = np.load(source, mmap_mode="r", allow_pickle=False)
+        images: np.ndarray = np.load(source, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise SpecError(f"{source}: not readable as an array of images ({error})") from error
-    if images.ndim < 2 or images.dtype.kind not in "fiu":
+    if images.ndim < 2 or images.dtype.kind not in "fiu" or not len(images):
         raise SpecError(
             f"{source}: expected numbers of shape (N, C, H, W), got {images.dtype} {images.shape}"
         )
-    for start in range(0, len(images), batch_size):
-        yield _converted(torch.from_numpy(np.array(images[start : start + batch_size])), source, dtype)
+    return images
 
 
 def _converted(batch: Any, source: str, dtype: torch.dtype) -> Any:

@@ -190,10 +190,13 @@ def table_of(
     alone = statistics(0)
     if settings.statistic not in alone:
         raise TableError("no cell could be measured: the memory ran out in all of them; use smaller batches")
-    for count in ("windows", "runs"):
-        alone[count] = np.nan_to_num(alone[count])
     levels = (0, *settings.colocate) if settings.colocate else ()
     contended = [statistics(n).get(settings.statistic, np.full(shape, math.nan)) for n in levels]
+    for n in levels[1:]:
+        alone |= {f"{name}_beside_{n}": values for name, values in statistics(n).items()}
+    for name in alone:
+        if name.startswith(("windows", "runs")):
+            alone[name] = np.nan_to_num(alone[name])
     return LatencyTable.from_arrays(
         runner.keys,
         accuracy,

@@ -61,6 +61,8 @@ class SweepSettings:
         for name in ("warmup_ms", "min_time_ms", "stability"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
+        if self.colocated and not self.colocate:
+            raise TableError("colocated: nothing runs beside; give --colocate numbers of co-runners too")
         if list(self.colocate) != sorted(set(self.colocate)) or any(n < 1 for n in self.colocate):
             raise TableError(f"colocate: {list(self.colocate)} must be ascending numbers of co-runners, >= 1")
 

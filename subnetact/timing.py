@@ -17,19 +17,23 @@ __all__ = ["find_device", "machine", "measure", "ran_out_of_memory", "synchroniz
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Return a device that exists.
+    """Return a device that exists and whose work can be waited for: a CPU or a CUDA device.
 
     Raises:
-        DeviceError: it is no device, or torch cannot reach it here.
+        DeviceError: it is another one, or torch cannot reach it here.
     """
+    here = f"torch {torch.__version__} here has cpu" + (
+        " and cuda" if torch.cuda.is_available() else ", and no cuda device"
+    )
     try:
-        torch.empty(0, device=device)
+        found = torch.device(device)
+        if found.type in ("cpu", "cuda"):
+            torch.empty(0, device=found)
+            return found
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(
-            f"device {device!r} cannot be used ({error}); torch {torch.__version__} here has cpu"
-            f"{' and cuda' if torch.cuda.is_available() else ', and no cuda device'}"
-        ) from error
-    return torch.device(device)
+        first = str(error).strip().splitlines()[0]
+        raise DeviceError(f"device {str(device)!r} cannot be used ({first}); {here}") from error
+    raise DeviceError(f"device {str(device)!r} cannot be timed, only cpu and cuda can; {here}")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -69,11 +73,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error is that of a device, or a host, without the memory asked for."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def measure(

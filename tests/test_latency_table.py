@@ -86,6 +86,28 @@ def test_statistics_stamp_and_interference_round_trip(tmp_path):
     assert again.at_interference(0.0).interference == ()
 
 
+def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statistics() -> None:
+    table = LatencyTable.from_arrays(
+        ["a"], [50.0], [1, 2], [[2.0, 3.0]],
+        statistics={
+            "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_beside_2": [[9.0, 7.0]], "stable_beside_2": [[0, 1]]
+        },
+        interference=[0, 2], contended_ms=[[[2.0, 3.0]], [[8.0, 6.0]]],
+    )  # fmt: skip
+    assert table.monotone().contended_ms.tolist() == [[[2.0, 3.0]], [[8.0, 8.0]]]
+    assert table.monotone().at_interference(2).latency_ms.tolist() == [[8.0, 8.0]]
+    twice = table.scaled(2)
+    assert twice.contended_ms[1].tolist() == [[16.0, 12.0]]
+    assert {name: values.tolist() for name, values in twice.statistics.items()} == {
+        "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_beside_2": [[18.0, 14.0]], "stable_beside_2": [[0, 1]],
+    }  # fmt: skip
+    shown = {level: table.at_interference(level).statistics for level in (0, 1, 2)}
+    assert shown[0]["p99"].tolist() == [[4.0, 5.0]]
+    assert shown[1] == {}
+    assert shown[2]["p99"].tolist() == [[9.0, 7.0]]
+    assert shown[2]["stable"].tolist() == [[0, 1]]
+
+
 def test_interference_must_be_measured():
     with pytest.raises(TableError, match="measured alone"):
         small().at_interference(1.0)

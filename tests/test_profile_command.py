@@ -92,7 +92,7 @@ def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
     assert table.stamp["accuracy_source"].startswith("not known")
     assert "each predicted from" in table.stamp["search_latency"]["batch 1"]
     assert table.stamp["evaluated"] == 864
-    assert table.stamp["calibrated_on"] == "nothing: 4 subnets have shared statistics"
+    assert table.stamp["calibrated_on"] == "nothing: 4 of 4 subnets have the shared statistics, latency only"
 
 
 def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +218,14 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--dry-run", "--include-h2d"], "include_h2d"),
         (["--dry-run", "--colocate", "1", "--colocated", "8"], "it has 0 to 7"),
         (["--accuracy", "70", "--accuracy-predictor", "p.pth"], "only one of them"),
-        (["--subnets", "random:2", "--accuracy-predictor", "/none.pth"], "not readable"),
+        (["--dry-run", "--accuracy-predictor", "/none.pth"], "/none.pth is no file"),
+        (["--accuracy-encoding", "tutorial"], "give that too"),
+        (["--bundle", "b", "--constructor", '{"a": 1}'], "those of --family or --model"),
+        (["--colocated", "1"], "give --colocate"),
+        (["--windows", "5", "--max-windows", "4"], "at most max_windows"),
+        (["--dry-run", "--calibrate-on", "nowhere:f"], "cannot be imported"),
+        (["--dry-run", "--calibrate-on", "wide.npy"], "images are [1, 16, 17], --input-shape is [1, 16, 16]"),
+        (["--model", f"{FACTORY}:broken"], "KeyError: 'own'"),
     ],
 )
 def test_wrong_arguments_are_explained(
@@ -226,6 +233,7 @@ def test_wrong_arguments_are_explained(
 ) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "thesis.txt").touch()
+    np.save(tmp_path / "here" / "wide.npy", np.zeros((2, 1, 16, 17), np.float32))
     monkeypatch.chdir(tmp_path / "here")
     assert command.main([*QUICK, "--quiet", "--batch-sizes", "1", *arguments]) == 2
     assert words in capsys.readouterr().err
@@ -262,6 +270,84 @@ def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
     assert run(tmp_path, *arguments, "--resume") == 0
     assert table_in(tmp_path).statistics["windows"].tolist() == [[3.0]] * 3
     assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh
+
+
+def test_statistics_of_an_evaluation_survive_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--subnets", 3, "--search-latency", "macs", "--evaluations", 8, "--batch-sizes", 1,
+                 "--accuracy", f"{FACTORY}:calibrated_accuracy")  # fmt: skip
+    (tmp_path / "whole").mkdir()
+    assert run(tmp_path / "whole", *arguments, "--save-bundle", tmp_path / "whole" / "bundle") == 0
+    (tmp_path / "cut").mkdir()
+    visit = sweep._visit
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "_visit", interrupted)
+    bundle = ("--save-bundle", tmp_path / "cut" / "bundle")
+    assert run(tmp_path / "cut", *arguments, *bundle) == 130
+    monkeypatch.setattr(sweep, "_visit", visit)
+    assert run(tmp_path / "cut", *arguments, *bundle, "--resume") == 0
+    whole, cut = (subnetact.Engine.load(tmp_path / name / "bundle") for name in ("whole", "cut"))
+    for engine in (whole, cut):
+        assert set(engine.supernet.norms) == set(engine.specs)
+        assert engine.tables["measured"].stamp["calibrated_on"] == "their own statistics"
+    for spec in whole.specs:
+        rows = [engine.supernet.norms.get(spec) for engine in (whole, cut)]
+        assert rows[0] is not None
+        assert rows[1] is not None
+        assert torch.equal(rows[0].flat, rows[1].flat)
+
+
+def test_a_bundle_of_an_own_network_is_profiled_again(tmp_path: Path, capsys: Any) -> None:
+    model, bundle = ("--model", f"{FACTORY}:own_network"), tmp_path / "bundle"
+    assert (
+        run(
+            tmp_path,
+            *model,
+            "--subnets",
+            "all",
+            "--input-shape",
+            4,
+            "--batch-sizes",
+            1,
+            "--save-bundle",
+            bundle,
+        )
+        == 0
+    )
+    assert f"Engine.load({str(bundle)!r}, supernet=yours)" in capsys.readouterr().out
+    assert run(tmp_path, "--bundle", bundle, "--batch-sizes", 1) == 2
+    (tmp_path / "again").mkdir()
+    assert run(tmp_path / "again", *model, "--bundle", bundle, "--batch-sizes", 1, 2) == 0
+    first, again = table_in(tmp_path), table_in(tmp_path / "again")
+    assert first.subnets == again.subnets
+    assert first.stamp["supernet"] == again.stamp["supernet"]
+
+
+def test_a_search_measures_before_it_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    whole = pipeline._measure
+
+    def noted(job: Any, subject: Any, readings: Any, specs: Any, sizes: Any) -> list[list[float]]:
+        measured.append(len(specs))
+        return whole(job, subject, readings, specs, sizes)
+
+    monkeypatch.setattr(pipeline, "_measure", noted)
+    arguments = ("--subnets", 3, "--batch-sizes", 1, 2, "--fitted", 8, "--evaluations", 40)
+    assert run(tmp_path, *arguments, "--accuracy", f"{FACTORY}:accuracy") == 0
+    table = table_in(tmp_path)
+    assert table.stamp["measured_before_trusted"] is True
+    assert measured[0] == 8
+    assert len(measured) > 3
+    assert set(measured[1:]) == {1}
+
+
+def test_files_beside_a_table_have_its_name() -> None:
+    names = [pipeline.Job(out=Path(name)).scheduler_out.name for name in ("t.json", "a.v1", "a.v2")]
+    assert names == ["t.scheduler.json", "a.v1.scheduler.json", "a.v2.scheduler.json"]
 
 
 def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supernet, capsys: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from subnetact.runners import MODES, Runner, TimedCall, engine_for
 from subnetact.supernet import Supernet
 from subnetact.sweep import sweep, table_of
 from subnetact.sweep_settings import SweepSettings
-from subnetact.timing import measure
+from subnetact.timing import find_device, measure, ran_out_of_memory
 
 EXAMPLE = torch.zeros(1, 16, 16)
 CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
@@ -250,7 +251,73 @@ def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact
     assert table.contended_ms.shape == (2, 2, 1)
     assert table.contended_ms[0].tolist() == table.latency_ms.tolist()
     assert np.isfinite(table.contended_ms).all()
-    assert table.at_interference(1.0).latency_ms.tolist() == table.contended_ms[1].tolist()
+    beside = table.at_interference(1.0)
+    assert beside.latency_ms.tolist() == table.contended_ms[1].tolist()
+    assert set(beside.statistics) == {name for name in table.statistics if "beside" not in name}
+    assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
+
+
+@pytest.mark.parametrize("order", ["interleaved", "sequential"])
+def test_co_runners_run_in_their_cells_only(
+    order: str, made_up: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Company:
+        running = 0
+
+        def __enter__(self) -> Company:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def run(self, count: int) -> None:
+            self.running = count
+
+        def check(self) -> None:
+            pass
+
+    company, beside = Company(), []
+    monkeypatch.setattr(sweeping, "_co_runners", lambda *_: company)
+    visit = sweeping._visit
+    monkeypatch.setattr(
+        sweeping,
+        "_visit",
+        lambda runner, cell, *more: (beside.append((cell[0], company.running)), visit(runner, cell, *more)),
+    )
+    settings = SweepSettings(colocate=(1, 3), order=order)
+    sweep(FakeRunner(steady), [1, 2], settings, Readings(), progress=False)  # type: ignore[arg-type]
+    assert len(beside) == 2 * 2 * 3 * settings.windows
+    assert all(wanted == running for wanted, running in beside)
+
+
+def test_co_runners_pause_when_they_are_told_to() -> None:
+    with CoRunners(torch.nn.Linear(4, 2), torch.zeros(1, 4), 2) as company:
+        begun = company.passes
+        assert begun >= 4
+        time.sleep(0.5)
+        assert company.passes == begun
+        company.run(1)
+        one = [passes.value for passes in company._passes]
+        time.sleep(0.1)
+        assert company._passes[0].value > one[0]
+        assert company._passes[1].value == one[1]
+        company.run(0)
+        paused = company.passes
+        time.sleep(0.5)
+        assert company.passes == paused
+
+
+def test_what_runs_out_of_memory() -> None:
+    for words in (CPU_OUT_OF_MEMORY, "CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"):
+        assert ran_out_of_memory(RuntimeError(words))
+    assert not ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_devices_that_cannot_be_waited_for_are_refused() -> None:
+    for device in ("meta", "mps", "nonsense", "cuda:99"):
+        with pytest.raises(DeviceError, match=f"device '{device}' cannot be") as raised:
+            find_device(device)
+        assert len(str(raised.value)) < 400
 
 
 def test_a_co_runner_that_dies_is_noticed() -> None:
