@@ -31,7 +31,7 @@ from subnetact.candidates import Request
 from subnetact.pareto_set import searched_sizes
 from subnetact.timing import machine
 
-BATCH_SIZES = (1, 2, 4, 8)
+BATCH_SIZES = (1, 2, 4)
 FIT_WINDOWS = 3
 
 
@@ -48,8 +48,8 @@ class Command:
         self.arguments = [
             "--family", "ofa_resnet50", "--checkpoint", str(checkpoint), "--subnets", str(subnets),
             "--input-shape", "3", str(pixels), str(pixels), "--batch-sizes", *map(str, BATCH_SIZES),
-            "--random-images", "16", "--threads", "1", "--min-time-s", "0.25", "--max-windows", "5", "--resume",
-            "--out", str(folder / "table.json"), "--save-bundle", str(folder / "bundle"),
+            "--random-images", "16", "--threads", "1", "--min-time-s", "0.25", "--max-windows", "5",
+            "--resume", "--out", str(folder / "table.json"), "--save-bundle", str(folder / "bundle"),
         ]  # fmt: skip
 
     def start(self) -> subprocess.Popen[bytes]:

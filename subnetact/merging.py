@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["merge"]
 
-SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "space", "supernet", "mode",
-        "statistic", "include_actuation", "include_h2d", "channels_last", "colocated")  # fmt: skip
+SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "input_dtype", "space",
+        "supernet", "mode", "statistic", "include_actuation", "include_h2d", "channels_last",
+        "colocated")  # fmt: skip
 """Facts without which latencies do not compare."""
 BY_ROW = ("out_of_memory", "subnet_dimension", "beaten")
 """Facts about one table's rows."""

@@ -166,11 +166,20 @@ def plan(job: Job, subject: Subject) -> str:
     cells = count * len(job.batch_sizes) * (1 + len(settings.colocate))
     least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
     sizes = ", ".join(map(str, job.batch_sizes))
-    searched = f", chosen by {request.search_latency} latency" if request.searches(space.size()) else ""
+    searched = ""
+    if request.searches(space.size()):
+        fitted = {
+            "measured": f"latencies fitted to {request.fitted} measured",
+            "macs": "multiply-accumulates",
+        }
+        searched = f", of {request.evaluations} tried, by {fitted[request.search_latency]}"
+    accuracy = request.accuracy_predictor or " ".join(request.accuracy) or "not known"
+    noise = f"{job.random_images} random images" if job.random_images else "nothing"
     return "\n".join(
         [
             f"supernet: {space}, weights {subject.supernet.fingerprint()}",
             f"subnets: {count} (--subnets {request.subnets}{searched})",
+            f"accuracy: {accuracy}; calibrated on {job.calibrate_on or noise}",
             f"inputs: batch sizes {sizes} of {list(subject.example.shape)}, {subject.example.dtype}",
             f"on: {find_device(job.device)}, {torch.get_num_threads()} threads, mode {job.mode}",
             f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each, {settings.order}; "

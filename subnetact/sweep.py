@@ -143,6 +143,7 @@ def environment(
         "space": supernet.space.id,
         "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
         "input_shape": shapes(example),
+        "input_dtype": mapped(lambda part: str(part.dtype).removeprefix("torch."), example),
         **running,
         **settings.to_json(),
         "subnetact": __version__,

@@ -20,9 +20,14 @@ def test_the_examples_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: dict[str, object] = {}
-    first, second, export = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, table, second, export = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(first, "README.md", "exec"), names)
     assert re.fullmatch(r"[01] [0-9.]+ [0-9.]+ (True|False)\n", capsys.readouterr().out)
+    monkeypatch.chdir(Path(__file__).parents[1])
+    exec(compile(table, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert printed.startswith("3.59")
+    assert "12 of 12 cells differ by more than 5 %" in printed
     exec(compile(second, "README.md", "exec"), names)
     supernet, image = names["supernet"], torch.zeros(2, 3, 8, 8)
     for spec in supernet.space.enumerate():
