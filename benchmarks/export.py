@@ -136,10 +136,12 @@ def write_nothing(path: Path) -> None:
     to_torchscript(supernet, path, list(space.enumerate()))
 
 
-def in_cpp(driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor]) -> dict[str, Any]:
+def in_cpp(
+    driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor], rounds: int
+) -> dict[str, Any]:
     """Actuate every subnet in C++; read what its driver prints."""
     torch.save({"inputs": list(inputs.values()), "outputs": outputs}, folder / "cases.pt")
-    command = [str(driver), str(folder / "model.pt"), str(folder / "cases.pt")]
+    command = [str(driver), str(folder / "model.pt"), str(folder / "cases.pt"), "8", str(rounds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     wrong = [int(n) for n in re.findall(r"(?:subnets|threads) \d+ wrong (\d+)", done.stdout)]
@@ -199,7 +201,7 @@ def torchscript(
         "bytes_of_norm_table": table,
         "bytes_over_weights_and_table": round(path.stat().st_size / (weights + table), 3),
         **fresh,
-        **in_cpp(driver, folder, inputs, outputs),
+        **in_cpp(driver, folder, inputs, outputs, rounds=200 if weights > 2**26 else 2000),
     }
 
 

@@ -46,7 +46,7 @@ double quantile(std::vector<double> values, double share) {
 }
 
 int main(int argc, char** argv) try {
-  if (argc < 3) throw std::runtime_error("usage: actuate model.pt cases.pt [threads]");
+  if (argc < 3) throw std::runtime_error("usage: actuate model.pt cases.pt [threads [rounds]]");
   at::set_num_threads(1);
   c10::InferenceMode inference;
   torch::jit::Module model = torch::jit::load(argv[1]);
@@ -92,7 +92,8 @@ int main(int argc, char** argv) try {
 
   // The first and the last subnet after themselves, and after each other; a round times all four.
   std::vector<double> rounds, same;
-  for (int round = 0; round < 100 && count > 1; ++round) {
+  const int many = argc > 4 ? std::stoi(argv[4]) : 100;
+  for (int round = 0; round < many && count > 1; ++round) {
     const int64_t a = 0, b = count - 1;
     run(a);
     const double aa = microseconds([&] { run(a); }), ab = microseconds([&] { run(b); });
