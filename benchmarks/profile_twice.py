@@ -58,11 +58,11 @@ def take_turns(processes: list[subprocess.Popen[bytes]], turn_s: float) -> None:
 
 
 def differences(first: LatencyTable, second: LatencyTable, statistic: str) -> dict[str, Any]:
-    ratios = (second.statistics[statistic] / first.statistics[statistic]).round(4)
+    comparison = first.compare(second, statistic)
     return {
-        "ratios": ratios.tolist(),
-        "largest_percent": round(100 * float(abs(ratios - 1).max()), 2),
-        "within_5_percent": bool(first.compare(second, statistic).within(5.0)),
+        "ratios": comparison.ratios.round(4).tolist(),
+        "largest_percent": round(100 * float(abs(comparison.ratios - 1).max()), 2),
+        "within_5_percent": bool(comparison.within(5.0)),
     }
 
 

@@ -72,11 +72,6 @@ class CoRunners:
                 process.terminate()
                 process.join()
 
-    @property
-    def passes(self) -> int:
-        """How many passes all of them have done."""
-        return sum(passes.value for passes in self._passes)
-
     def run(self, count: int) -> None:
         """Let the first `count` of them run and the others pause; return when all are at that."""
         for i, turn in enumerate(self._turns):

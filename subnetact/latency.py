@@ -243,7 +243,7 @@ class LatencyTable:
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
         statistics = {
-            name: values if name.split("_beside_")[0] in NO_TIMES else values * factor
+            name: values if _apart(name)[0] in NO_TIMES else values * factor
             for name, values in self.statistics.items()
         }
         return self._with(self.latency_ms * factor, self.contended_ms * factor, statistics)
@@ -259,9 +259,7 @@ class LatencyTable:
         """
         cells = between_levels(self, pressure)
         statistics = {
-            name.split("_beside_")[0]: values
-            for name, values in self.statistics.items()
-            if pressure == (float(name.split("_beside_")[1]) if "_beside_" in name else 0)
+            _apart(name)[0]: values for name, values in self.statistics.items() if _apart(name)[1] == pressure
         }
         return LatencyTable.from_arrays(
             self.subnets, self.accuracy, self.batch_sizes, cells, statistics, self.stamp
@@ -372,6 +370,12 @@ class LatencyTable:
             TableError: the stage is unknown, or the numbers make no table.
         """
         return cls.from_arrays(**read_superserve(path, stage))
+
+
+def _apart(name: str) -> tuple[str, float]:
+    """A statistic's own name, and beside how many co-runners it was measured: `p99_beside_2`."""
+    own, _, level = name.partition("_beside_")
+    return own, float(level or 0)
 
 
 def _rising(cells: Floats) -> Floats:

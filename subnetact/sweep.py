@@ -188,22 +188,23 @@ def table_of(
         names = dict.fromkeys(name for one in found for name in one)
         return {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
 
-    alone = statistics(0)
+    found = {level: statistics(level) for level in (0, *settings.colocate)}
+    alone = found[0]
     if settings.statistic not in alone:
         raise TableError("no cell could be measured: the memory ran out in all of them; use smaller batches")
-    levels = (0, *settings.colocate) if settings.colocate else ()
-    contended = [statistics(n).get(settings.statistic, np.full(shape, math.nan)) for n in levels]
-    for n in levels[1:]:
-        alone |= {f"{name}_beside_{n}": values for name, values in statistics(n).items()}
-    for name in alone:
-        if name.startswith(("windows", "runs")):
-            alone[name] = np.nan_to_num(alone[name])
+    for count in ("windows", "runs"):
+        for values in found.values():
+            if count in values:
+                values[count] = np.nan_to_num(values[count])
+    levels = tuple(found) if settings.colocate else ()
+    contended = [found[n].get(settings.statistic, np.full(shape, math.nan)) for n in levels]
+    beside = {f"{name}_beside_{n}": found[n][name] for n in levels[1:] for name in found[n]}
     return LatencyTable.from_arrays(
         runner.keys,
         accuracy,
         batch_sizes,
         alone[settings.statistic],
-        statistics=alone,
+        statistics={**alone, **beside},
         stamp={
             **_environment_of(runner, settings),
             "out_of_memory": sorted(list(cell) for cell in readings.out_of_memory),
