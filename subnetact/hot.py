@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -206,13 +206,28 @@ def _is(module: nn.Module | None, cls: Any) -> bool:
 
 
 def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
-    """Tell whether two outputs are equal up to rounding; `atol` is of the largest expected value."""
+    """Tell whether two outputs are equal, their tensors up to rounding.
+
+    Args:
+        output: tensors, other values, and tuples, lists or dictionaries of them.
+        expected: likewise.
+        rtol: relative difference.
+        atol: absolute difference, of the largest expected value where that is above 1.
+    """
     if isinstance(output, Tensor) and isinstance(expected, Tensor):
         if output.shape != expected.shape or output.dtype != expected.dtype:
             return False
+        if not (expected.is_floating_point() or expected.is_complex()):
+            return torch.equal(output, expected)
         largest = float(expected.abs().max()) if expected.numel() else 0.0
         scale = max(1.0, largest if largest < float("inf") else 1.0)
         return torch.allclose(output, expected, rtol, atol * scale, equal_nan=True)
-    if isinstance(output, Sequence) and isinstance(expected, Sequence):
-        return len(output) == len(expected) and all(map(agree, output, expected))
-    return False
+    if isinstance(output, Mapping) and isinstance(expected, Mapping):
+        return set(output) == set(expected) and all(
+            agree(output[name], expected[name], rtol, atol) for name in expected
+        )
+    if isinstance(output, (tuple, list)) and isinstance(expected, (tuple, list)):
+        return len(output) == len(expected) and all(
+            agree(one, other, rtol, atol) for one, other in zip(output, expected, strict=True)
+        )
+    return type(output) is type(expected) and bool(output == expected)

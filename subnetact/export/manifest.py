@@ -70,7 +70,10 @@ def read_manifest(directory: str | Path, kind: str) -> Mapping[str, Any]:
         )
     if document.pop("checksum", None) != checksum(document):
         raise FileFormatError(f"{path}: changed since it was written; restore it, or export again")
-    for name, known in document["files"].items():
+    listed = document.get("files")
+    if not isinstance(listed, dict):
+        raise FileFormatError(f"{path}: `files` lists no files; export again")
+    for name, known in listed.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise FileFormatError(f"{path}: {name!r} is not a file of this folder")
         if described(folder / name) != known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,15 @@ from tqdm import tqdm
 from subnetact.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.manifest import writing_folder
-from subnetact.export.tracing import blamed, chosen_subnets, example_batch, exported_program, quiet
+from subnetact.export.programs import TOLERANCES
+from subnetact.export.tracing import (
+    blamed,
+    chosen_subnets,
+    example_batch,
+    exported_program,
+    quiet,
+    same_outputs,
+)
 
 __all__ = ["KIND", "to_onnx"]
 
@@ -34,8 +42,9 @@ def to_onnx(
     """Write one ONNX file a subnet, `subnet-0.onnx` ..., each with its own weights and any batch size.
 
     ONNX tensors are contiguous, so files cannot share slices of one copy of the weights, and no file
-    holds a choice of subnet. Each has the input `input` (N, ...) and the output `output`. BatchNorm is
-    folded, so outputs are the supernet's up to rounding (1e-3 relative, 1e-4 absolute).
+    holds a choice of subnet. Each has the input `input` (N, ...) and the output `output`; several outputs
+    have the names of the network's dictionary, or `output_0`, `output_1` ... BatchNorm is folded, so
+    outputs are the supernet's up to rounding (1e-3 relative, 1e-4 absolute).
 
     Args:
         engine: which subnets, and the example input.
@@ -60,7 +69,7 @@ def to_onnx(
     described: list[dict[str, Any]] = []
     facts = {
         "space": engine.supernet.space.id,
-        "fingerprint": engine.fingerprint,
+        "fingerprint": engine.supernet.fingerprint(),
         "example": [str(example.dtype).removeprefix("torch."), list(example.shape)],
         "subnets": described,
     }
@@ -69,9 +78,11 @@ def to_onnx(
             name = f"{subnet.id} ({subnet.spec})"
             view, _ = engine.supernet.private_view(subnet.spec)
             program = exported_program(view, x, name, dynamic_batch=True)
+            same_outputs(program.module(), view, x, name, "torch.export", *TOLERANCES["none"])
             with _silent(), blamed(view, name, "torch.onnx"):
+                names = _names(program.module()(x))
                 made = torch.onnx.export(
-                    program, (), input_names=["input"], output_names=["output"], dynamo=True, verbose=False
+                    program, (), input_names=["input"], output_names=names, dynamo=True, verbose=False
                 )
                 if made is None:
                     raise ExportError(f"subnet {name}: torch.onnx made no program")
@@ -86,6 +97,12 @@ def to_onnx(
                 }
             )
     return Path(directory)
+
+
+def _names(output: Any) -> list[str]:
+    if isinstance(output, Mapping):
+        return [str(name) for name in output]
+    return [f"output_{i}" for i in range(len(output))] if isinstance(output, tuple | list) else ["output"]
 
 
 @contextlib.contextmanager

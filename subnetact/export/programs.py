@@ -80,7 +80,7 @@ def to_exported_programs(
         "device": engine.device.type,
         "capability": capability(engine.device),
         "space": engine.supernet.space.id,
-        "fingerprint": engine.fingerprint,
+        "fingerprint": engine.supernet.fingerprint(),
         "example": [str(example.dtype).removeprefix("torch."), list(example.shape)],
         "dynamic_batch": dynamic_batch,
         "subnets": described,

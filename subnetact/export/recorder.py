@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "check_rank"]
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
 
@@ -23,14 +24,16 @@ class Recorder(GraphAppendingTracer):
     Args:
         graph: to record into.
         tensors: the attributes that are tensors, by name; constants are added.
+        registered: ids of the network's parameters and buffers.
 
     Attributes:
         numbers: the attributes that are numbers, by name.
     """
 
-    def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor], registered: Set[int]) -> None:
         super().__init__(graph)
         self.tensors = tensors
+        self.registered = registered
         self.numbers: dict[str, int] = {}
         self._scalars: set[Any] = set()
         self._held: set[Any] = set()
@@ -61,7 +64,8 @@ class Recorder(GraphAppendingTracer):
         if isinstance(a, Tensor):
             name = next((n for n, t in self.tensors.items() if t is a), f"constant_{len(self.tensors)}")
             self.tensors[name] = a
-            return self._once("call_method", "clone", (self._once("get_attr", name, ()),))
+            kept = self._once("get_attr", name, ())
+            return kept if id(a) in self.registered else self._once("call_method", "clone", (kept,))
         return super().create_arg(a)
 
     def drop_unused(self) -> None:
@@ -70,6 +74,10 @@ class Recorder(GraphAppendingTracer):
         for node in reversed(self.graph.nodes):
             if node in recorded and not node.users and node.op != "placeholder":
                 self.graph.erase_node(node)
+
+    def recorded_once(self) -> set[fx.Node]:
+        """Return the nodes whose position means nothing: sizes, numbers, tensors."""
+        return set(self._once_recorded.values())
 
     def _once(self, kind: str, target: Any, args: tuple[Any, ...], group: set[Any] | None = None) -> fx.Node:
         key = kind, target, str(args)
@@ -89,3 +97,15 @@ class Recorder(GraphAppendingTracer):
         name = next((n for n, v in self.numbers.items() if v == value), f"number_{len(self.numbers)}")
         self.numbers[name] = value
         return self._once("get_attr", name, ())
+
+
+def check_rank(mean: Tensor, x: Tensor, least: int, most: int) -> Tensor:
+    """Refuse an input that BatchNorm refuses, and return `mean`. TorchScript compiles it as it is.
+
+    It asks for the length of the shape: TorchScript takes `x.dim()` of a convolution's output for known.
+    """
+    if len(x.size()) < least or len(x.size()) > most:
+        raise ValueError(
+            "BatchNorm got " + str(len(x.size())) + " dimensions; an input has too few or too many"
+        )
+    return mean

@@ -1,11 +1,12 @@
 """The module that TorchScript compiles: rows, statistics and decisions around the symbolic network."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from subnetact.export.symbolic import Layout
+from subnetact.export.traced import Layout
 from subnetact.serving.policies.slackfit import SlackFit
 
 __all__ = ["METHODS", "ScriptedSubnets", "forward_source"]
@@ -118,6 +119,8 @@ class ScriptedSubnets(nn.Module):
     @torch.jit.export
     def latency_ms(self, subnet: int, batch_size: int) -> float:
         """Return a profiled latency, ms; NaN for one that cannot run."""
+        if len(self.profiled) == 0:
+            raise ValueError("exported without a latency table; give to_torchscript table= or policy=")
         if batch_size not in self.profiled:
             raise ValueError("batch size " + str(batch_size) + " was not profiled; see batch_sizes()")
         return self.latencies[self.known(subnet)][self.profiled.index(batch_size)]
@@ -127,6 +130,8 @@ class ScriptedSubnets(nn.Module):
         """Return (subnet, batch size) for `queued` requests, the most urgent due in `slack_ms`."""
         if len(self.profiled) == 0:
             raise ValueError("exported without a latency table; give to_torchscript table= or policy=")
+        if math.isnan(slack_ms):
+            raise ValueError("slack_ms is not a number")
         if queued < 1:
             raise ValueError("queued: " + str(queued) + " must be at least 1")
         column = self.columns[queued] if queued < len(self.columns) else len(self.profiled) - 1
@@ -155,6 +160,8 @@ class ScriptedSubnets(nn.Module):
                 + str(batch)
                 + ", 1], one a sample"
             )
+        if subnet.numel() == 0:
+            raise ValueError("the batch is empty; give at least one sample, or subnet as [1]")
         first = int(subnet.min())
         if first != int(subnet.max()):
             raise ValueError("one batch holds different subnets; batch per subnet, they cannot run together")
@@ -164,9 +171,14 @@ class ScriptedSubnets(nn.Module):
     def whole(self, row: list[int]) -> list[int]:
         """Return the whole row of a subnet with these sizes."""
         if self.normed:
+            found = row
             for known in self.rows:
                 if known[: self.sizes] == row:
-                    return known
+                    if len(found) > self.sizes:
+                        raise ValueError("several subnets have this row; call forward with a number")
+                    found = known
+            if len(found) > self.sizes:
+                return found
         if len(row) != self.sizes:
             raise ValueError("row has " + str(len(row)) + " numbers; this file takes " + str(self.sizes))
         for dim, legal, step, gates, message in self.legal:

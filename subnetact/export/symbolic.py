@@ -11,88 +11,46 @@ one class: tensors are named from the layer on, and positions in the row and wid
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from subnetact.errors import ExportError
-from subnetact.export.recorder import Recorder
+from subnetact.export.outline import lines
+from subnetact.export.recorder import Recorder, check_rank
+from subnetact.export.traced import Gate, Layout, Shared, Traced
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.view import shell
+from subnetact.space import Row
 from subnetact.tracing import leaf_class
 
-__all__ = ["Layout", "Traced", "trace_network"]
+__all__ = ["trace_network"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_Gate = tuple[int, int]
 _TENSOR = object()
+_RANKS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4, 4), nn.BatchNorm3d: (5, 5)}
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where an exported row has what.
-
-    A row is a subnet's sizes (`SubnetSpace.resolve`), then for each norm where its means start in the
-    flat statistics; its variances follow them.
-
-    Attributes:
-        names: of the sizes, in order (`SubnetSpace.dimensions`).
-        norms: the names of the norms, in order.
-        legal: for each size that an operator reads, its legal values, under the gates that keep the operator.
-    """
-
-    names: tuple[str, ...]
-    norms: tuple[str, ...]
-    legal: set[tuple[int, Any, tuple[_Gate, ...]]] = field(default_factory=set)
-
-    @property
-    def sizes(self) -> int:
-        """How many sizes a row has."""
-        return len(self.names)
-
-
-def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout) -> Traced:
+def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout, rows: Sequence[Row]) -> Traced:
     """Return a module of `forward(*inputs, row: List[int], statistics)` that is every subnet.
 
     Args:
         network: a network with operators; it is not changed, its tensors are shared.
         inputs: the names of its forward's arguments that are given, each a tensor.
         layout: of the rows; what is legal in them is added.
+        rows: sizes of subnets, with whose kept layers the network is compared.
 
     Raises:
-        ExportError: the forward cannot be traced; it names the module.
+        ExportError: the forward cannot be traced, or does more in a skipped layer's place than hand on
+            that layer's input; it names the module.
     """
-    return _Scope("", layout, {}).trace(network, (), dict.fromkeys(inputs, _TENSOR))
-
-
-class Traced(nn.Module):
-    """A module that runs a graph's code, without what else a GraphModule carries.
-
-    Its attribute `paths` has, for each submodule, the name of the network's module behind it.
-    """
-
-    @classmethod
-    def of(
-        cls, module: fx.GraphModule, numbers: dict[str, int], paths: dict[str, str], kinds: _Kinds
-    ) -> Traced:
-        """Take over a graph module's code, tensors and submodules, in the one class that has this code."""
-        name = type(module).__name__
-        contents = {"forward": type(module).forward, "__module__": __name__}
-        # Functions of one name may differ: closures that one factory made.
-        called = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
-        kind = kinds.setdefault((name, module.code, called), type(name, (cls,), contents))
-        traced: Any = kind()
-        traced._modules.update(module._modules)
-        traced._buffers.update(module._buffers)
-        traced.__dict__.update(numbers, paths=paths)
-        return traced  # type: ignore[no-any-return]
-
-
-_Kinds = dict[tuple[Any, ...], type[Traced]]
+    registered = {id(t) for t in (*network.parameters(), *network.buffers())}
+    scope = _Scope("", Shared(layout, rows, registered))
+    return scope.trace(network, (), dict.fromkeys(inputs, _TENSOR))
 
 
 class _Scope:
@@ -100,28 +58,46 @@ class _Scope:
 
     Args:
         path: of the module.
-        layout: of the rows.
-        kinds: the classes there are, by their code.
+        shared: with the other graphs.
         gates: what keeps the module, from the outermost.
     """
 
-    def __init__(self, path: str, layout: Layout, kinds: _Kinds, gates: tuple[_Gate, ...] = ()) -> None:
+    def __init__(self, path: str, shared: Shared, gates: tuple[Gate, ...] = ()) -> None:
         self.path = path
-        self.layout = layout
-        self.kinds = kinds
+        self.shared = shared
+        self.layout = shared.layout
         self.gates = gates
+        self.skippable: dict[str, Gate] = {}
         self.graph = fx.Graph()
         self.tensors: dict[str, Tensor] = {}
         self.modules: dict[str, nn.Module] = {}
-        self.tracer = Recorder(self.graph, self.tensors)
+        self.tracer = Recorder(self.graph, self.tensors, shared.registered)
         self.paths: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.done: dict[int, nn.Module] = {}
+        self.given: list[Any] = []
+        self.ranked = False
 
     def trace(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], gate: _Gate | None = None
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], gate: Gate | None = None
     ) -> Traced:
         """Trace one module; tensors among the arguments become arguments, other values are built in."""
+        self.record(module, args, kwargs)
+        self._compare_skipping(module, args, kwargs)
+        used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
+        numbers = {name: number for name, number in self.tracer.numbers.items() if name in used}
+        held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
+        if gate is not None:
+            numbers["number_gate"], numbers["number_kept"] = gate
+            first = next(iter(self.graph.nodes)).name
+            skip = f"if row[self.number_gate] != self.number_kept:\n    return {first}\n"
+            self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
+        traced = fx.GraphModule({**self.modules, **held, **numbers}, self.graph, type(module).__name__)
+        paths = {name: path for name, path in self.paths.items() if name in used}
+        return Traced.of(traced, numbers, paths, self.shared.kinds)
+
+    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record a module's forward."""
         given = [self._argument(a, f"x{i}") for i, a in enumerate(args)]
         named = {name: self._argument(a, name) for name, a in kwargs.items()}
         self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
@@ -139,17 +115,32 @@ class _Scope:
             ) from error
         self.graph.output(self.tracer.create_arg(output))
         self.tracer.drop_unused()
-        used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
-        numbers = {name: number for name, number in self.tracer.numbers.items() if name in used}
-        held = {name: tensor.detach() for name, tensor in self.tensors.items() if name in used}
-        if gate is not None:
-            numbers["number_gate"], numbers["number_kept"] = gate
-            first = next(iter(self.graph.nodes)).name
-            skip = f"if row[self.number_gate] != self.number_kept:\n    return {first}\n"
-            self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
-        traced = fx.GraphModule({**self.modules, **held, **numbers}, self.graph, type(module).__name__)
-        paths = {name: path for name, path in self.paths.items() if name in used}
-        return Traced.of(traced, numbers, paths, self.kinds)
+
+    def _compare_skipping(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare with the forward of views, in which skipped layers are not there at all.
+
+        A loop whose body does more than `x = layer(x)` does that for every layer here.
+
+        Raises:
+            ExportError: naming a skipped layer.
+        """
+        rows = [row for row in self.shared.rows if all(row[dim] == value for dim, value in self.gates)]
+        skips = {
+            tuple(path for path, (dim, value) in self.skippable.items() if row[dim] != value) for row in rows
+        }
+        if not any(skips):
+            return
+        whole = _Outline(self, ())
+        whole.record(module, args, kwargs)
+        for skipped in sorted(skips - {()}, key=lambda paths: (len(paths), paths)):
+            left = _Outline(self, skipped)
+            left.record(module, args, kwargs)
+            if whole.lines(skipped) != left.lines():
+                raise ExportError(
+                    f"{skipped[0]}: where a subnet skips it, the network around it does something else than "
+                    "pass on its input; make the loop `x = layer(x)`, with additions and activations inside "
+                    "the layers, or use subnetact.export.to_exported_programs"
+                )
 
     def _argument(self, given: Any, name: str) -> Any:
         if given is _TENSOR or isinstance(given, fx.Proxy):
@@ -174,25 +165,37 @@ class _Scope:
         return self.done[id(module)]
 
     def _bind(self, module: nn.Module, path: str) -> nn.Module:
+        if is_parametrized(module):
+            raise ExportError(
+                f"{path}: TorchScript does not run parametrized modules; call "
+                "torch.nn.utils.parametrize.remove_parametrizations on it first"
+            )
         if isinstance(module, LayerSelect):
             self._note_legal(module)
-            layers = {
-                name: None if layer is None else self._layer(module, layer, name, _join(path, name))
-                for name, layer in module._modules.items()
-            }
-            return module.chain(layers)
+            return self._stack(module, path)
         children = {
             n: None if m is None else self.bind(m, _join(path, n)) for n, m in module._modules.items()
         }
         if isinstance(module, Operator):
             self._note_legal(module)
-            return self._operator(module, path)
+            operator = self._operator(module, path)
+            if children:
+                object.__setattr__(operator, "_modules", children)
+            return operator
         if _is_leaf(module):
             name = f"module_{len(self.modules)}"
             self.modules[name], self.paths[name] = _frozen(module), path
             return _recording(module, partial(self.tracer.create_proxy, "call_module", name))
         own = self._proxies(module, path)
         return shell(module, parameters=own[0], buffers=own[1], modules=children)
+
+    def _stack(self, stack: LayerSelect, path: str) -> nn.Module:
+        return stack.chain(
+            {
+                name: None if layer is None else self._layer(stack, layer, name, _join(path, name))
+                for name, layer in stack._modules.items()
+            }
+        )
 
     def _operator(self, module: Operator, path: str) -> nn.Module:
         own = dict(zip(("_parameters", "_buffers"), self._proxies(module, path), strict=True))
@@ -205,10 +208,22 @@ class _Scope:
         mean = self.statistics[start : start + channels]
         var = self.statistics[start + channels : start + channels + channels]
         bound: nn.Module = symbolic.bind_with(self.row, mean, var, trainable=True)
-        for check in ("_check_input_dim", "_check_non_zero_input_channels"):
-            object.__setattr__(bound, check, lambda _: None)
+        object.__setattr__(bound, "_check_input_dim", partial(self._check_rank, bound))
+        object.__setattr__(bound, "_check_non_zero_input_channels", lambda _: None)
         object.__setattr__(bound, "training", False)
         return bound
+
+    def _check_rank(self, norm: Any, x: Any) -> None:
+        """Check what the first norm of the network gets; a check of every norm would double its code.
+
+        The mean goes through the check: TorchScript leaves out calls whose results are not used.
+        """
+        if not self.gates and not self.ranked:
+            self.ranked = True
+            least, most = next((ranks for cls, ranks in _RANKS.items() if isinstance(norm, cls)), (2, 5))
+            given = norm._buffers["running_mean"], x, least, most
+            checked = self.tracer.create_proxy("call_function", check_rank, given, {})
+            norm.__dict__["_buffers"] = {**norm._buffers, "running_mean": checked}
 
     def _proxies(self, module: nn.Module, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return (
@@ -230,6 +245,8 @@ class _Scope:
     def _layer(self, stack: LayerSelect, layer: nn.Module, name: str, path: str) -> nn.Module:
         """Return a stand-in for a layer that traces it in a graph of its own when it is called."""
         gate = stack.gate(name)
+        if gate is not None:
+            self.skippable[path] = gate
         made: dict[tuple[str, ...], str] = {}
 
         def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,14 +256,16 @@ class _Scope:
             if not args or args[0] is not tensors[0]:
                 raise ExportError(f"{path}: what it replaces must be its first argument, by position")
             values = [*enumerate(args), *kwargs.items()]
-            call = tuple(f"{k}={'tensor' if isinstance(a, fx.Proxy) else repr(a)}" for k, a in values)
+            call = tuple(
+                f"{k}={'tensor' if isinstance(a, fx.Proxy) else tree_map_only(Tensor, id, a)}"
+                for k, a in values
+            )
             if call not in made:
                 gates = self.gates if gate is None else (*self.gates, gate)
                 made[call] = f"layer_{len(self.modules)}"
                 self.paths[made[call]] = path
-                self.modules[made[call]] = _Scope(path, self.layout, self.kinds, gates).trace(
-                    layer, args, kwargs, gate
-                )
+                self.modules[made[call]] = _Scope(path, self.shared, gates).trace(layer, args, kwargs, gate)
+                self.given.append(values)  # so that no other tensor gets an id of theirs
             inputs = (*tensors, self.row, self.statistics)
             return self.tracer.create_proxy("call_module", made[call], inputs, {})
 
@@ -256,6 +275,40 @@ class _Scope:
         for part, dim in module.dims.items():
             legal = module.legal(part)
             self.layout.legal.add((dim, legal if isinstance(legal, range) else tuple(legal), self.gates))
+
+
+class _Outline(_Scope):
+    """A graph in which layers are only named, and skipped ones left out as views leave them out.
+
+    Args:
+        scope: of the same module.
+        skipped: names of layers.
+    """
+
+    def __init__(self, scope: _Scope, skipped: Sequence[str]) -> None:
+        super().__init__(scope.path, scope.shared, scope.gates)
+        self.skipped = skipped
+
+    def lines(self, skipped: Sequence[str] = ()) -> list[str]:
+        """Return the graph as text, without these layers, whose input takes the place of their output."""
+        return lines(self.tracer, self.paths, skipped)
+
+    def _stack(self, stack: LayerSelect, path: str) -> nn.Module:
+        names = [name for name in stack._modules if _join(path, name) not in self.skipped]
+        layers = {name: self._named(stack._modules[name], _join(path, name)) for name in names}
+        return stack.chain(layers) if len(names) == len(stack._modules) else stack.select(layers)
+
+    def _named(self, layer: nn.Module | None, path: str) -> nn.Module | None:
+        return None if layer is None else _recording(layer, partial(self._record_call, path))
+
+    def _record_call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.paths[path] = path
+        args, kwargs = tree_map(_recordable, (args, kwargs))
+        return self.tracer.create_proxy("call_module", path, args, kwargs)
+
+
+def _recordable(value: Any) -> Any:
+    return value if isinstance(value, fx.Proxy | Tensor) else repr(value)
 
 
 def _with(module: nn.Module, **attributes: Any) -> nn.Module:
@@ -277,7 +330,7 @@ def _is_leaf(module: nn.Module) -> bool:
 def _frozen(module: nn.Module) -> nn.Module:
     children = {n: None if m is None else _frozen(m) for n, m in module._modules.items()}
     tensors = {n: None if p is None else nn.Parameter(p, False) for n, p in module._parameters.items()}
-    return shell(module, parameters=tensors, modules=children)
+    return shell(module, parameters=tensors, buffers=dict(module._buffers), modules=children)
 
 
 def _recording(module: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:

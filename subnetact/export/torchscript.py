@@ -6,16 +6,14 @@ import inspect
 import math
 import sys
 import warnings
-import zipfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from subnetact.binding import bind
 from subnetact.engine import Engine
@@ -28,7 +26,10 @@ from subnetact.errors import (
     UncalibratedSubnetWarning,
 )
 from subnetact.export.scripted import METHODS, ScriptedSubnets, forward_source
-from subnetact.export.symbolic import Layout, Traced, trace_network
+from subnetact.export.storage import pack, strip
+from subnetact.export.symbolic import trace_network
+from subnetact.export.traced import Layout, Traced
+from subnetact.export.tracing import example_batch
 from subnetact.files import replacing
 from subnetact.hot import agree
 from subnetact.latency import LatencyTable
@@ -41,8 +42,8 @@ from subnetact.supernet import Supernet
 __all__ = ["served_table", "to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
-ALIGNED = 64
-"""Elements that every tensor starts at a multiple of, so that it is aligned as one of its own would be."""
+RESERVED = {"List", "ValueError", "dims", "row", "self", "statistics", "str", "subnet"}
+"""Names that the file's own code uses."""
 
 
 def to_torchscript(
@@ -53,9 +54,10 @@ def to_torchscript(
     table: LatencyTable | None = None,
     policy: SlackFit | None = None,
     inputs: Sequence[str] | None = None,
-    example: Tensor | Sequence[Tensor] | None = None,
+    example: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     freeze: bool = False,
     allow_uncalibrated: bool = False,
+    progress: bool = True,
 ) -> torch.jit.ScriptModule:
     """Write one file that holds the weights once and runs any registered subnet, by its number.
 
@@ -63,7 +65,7 @@ def to_torchscript(
 
     * `forward(*inputs, subnet)`: `subnet` is int64 of shape (1,), or (B, 1) with B equal numbers;
     * `forward_row(*inputs, row)`: the control tuple itself, `supernet.space.resolve(spec)`; where the
-      network has BatchNorm, of a registered subnet;
+      network has BatchNorm, of one registered subnet;
     * `num_subnets()`, `describe(i)`, `accuracy(i)` (percent, NaN where not known), `row(i)`;
     * `batch_sizes()`, `latency_ms(i, batch_size)`, and `choose(slack_ms, queued) -> (subnet, batch size)`,
       which decides as `SlackFit` does.
@@ -72,7 +74,11 @@ def to_torchscript(
     changes when it runs, so threads may run different subnets at once. TorchScript is in maintenance;
     PyTorch's successor is torch.export (`to_exported_programs`), which makes one program per subnet.
 
-    While it writes, the weights are in memory twice; what it returns has its own.
+    A layer that a subnet skips hands on its input, so loops over elastic stacks must be `x = layer(x)`;
+    where what is around the layer does more, for any of the subnets, the export is refused. What tracing
+    cannot see, a branch on the type of a value for example, shows only in the comparison with `example`.
+
+    The source is not changed; what is returned has its own copy of the weights.
 
     Args:
         source: an engine, or a supernet.
@@ -80,15 +86,20 @@ def to_torchscript(
         subnets: what to register, in the order of their numbers; None = an engine's own.
         table: latencies of these subnets; None = the engine's only one, if it has one.
         policy: decides in `choose`; None = `SlackFit(table)`.
-        inputs: names of the network's arguments that callers give; None = those without a default.
-        example: one batch of every input, to compare the file with the supernet before it is written, and
-            to make the file refuse inputs of other ranks; None = the engine's, if it is one tensor.
+        inputs: names of the network's arguments that callers give, in the order of `forward`; None = those
+            of the example, or those without a default.
+        example: one batch of every input, by name or in their order. The file is compared with the supernet
+            for every subnet before it is written, and refuses inputs of other ranks. Floating-point inputs
+            that are all one value are replaced by random ones. None = random ones like the engine's
+            example, if it has one; else nothing is compared.
         freeze: make the weights constants, and compute beforehand what depends on them alone, which is
             stored too.
         allow_uncalibrated: whether subnets without statistics of their own run on the shared ones.
+        progress: whether to show a bar while comparing.
 
     Raises:
-        ExportError: something cannot be traced or scripted; it names the module. Or Python is too new.
+        ExportError: something cannot be traced or scripted; it names the module. Or an argument is of no
+            use, or Python is too new.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
         SpecError: there is no subnet, or one is of another space.
         ProfileMismatch: the table or policy is of other subnets, or of other weights.
@@ -101,9 +112,6 @@ def to_torchscript(
             "export with an older Python: the file runs anywhere"
         )
     supernet, specs = _registered(source, subnets)
-    if example is None and isinstance(source, Engine) and inputs is None:
-        with suppress(InvalidRequest):
-            example = source.example[None] if isinstance(source.example, Tensor) else None
     keys = [spec.key for spec in specs]
     policy = _policy(source, table, policy, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
@@ -112,12 +120,12 @@ def to_torchscript(
             f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} "
             "first; call subnetact.calibrate(supernet, specs, batches), or pass allow_uncalibrated=True"
         )
-    names = _inputs(supernet, inputs)
-    examples = (example,) if isinstance(example, Tensor) else tuple(example or ())
-    if examples and len(examples) != len(names):
-        raise ExportError(f"example: {len(examples)} tensors for the inputs {', '.join(names)}")
+    if example is None and isinstance(source, Engine):
+        example = _like_served(source)
+    names = _inputs(supernet, inputs, example)
+    examples = _examples(names, example)
     layout = Layout(supernet.space.dimensions, tuple(supernet.norm_operators()))
-    network = trace_network(supernet.network, names, layout)
+    network = trace_network(supernet.network, names, layout, _compared_rows(supernet, specs))
     rows, statistics = _rows(supernet, specs, layout)
     if policy is not None:
         accuracy = list(policy.table.accuracy)
@@ -125,17 +133,17 @@ def to_torchscript(
         known = dict(zip(source.keys, source.accuracy, strict=True)) if isinstance(source, Engine) else {}
         accuracy = [math.nan if (a := known.get(key)) is None else a for key in keys]
     whole = ScriptedSubnets(network, rows, statistics, layout, keys, accuracy, policy)
-    _pack(whole)
-    ranks: list[int | None] = [x.dim() for x in examples]
-    scripted = _script(whole, forward_source(names, ranks or [None] * len(names)))
+    pack(whole)
+    ranks = [examples[name].dim() if examples else None for name in names]
+    scripted = _script(whole, forward_source(names, ranks))
     if freeze:
         with _quiet():
             scripted = torch.jit.freeze(scripted, preserved_attrs=METHODS[1:], optimize_numerics=False)
     if examples:
-        _compare(scripted, supernet, specs, examples)
+        _compare(scripted, supernet, specs, examples, progress)
     with replacing(path) as temporary, _quiet():
         torch.jit.save(scripted, temporary)
-        _strip(temporary)
+        strip(temporary)
     return scripted  # type: ignore[no-any-return]
 
 
@@ -162,6 +170,11 @@ def _policy(
         if table is None:
             return None
         policy = SlackFit(served_table(table, keys))
+    if type(policy) is not SlackFit:
+        raise ExportError(
+            f"policy: `choose` decides as SlackFit does, got {type(policy).__name__}; give "
+            "subnetact.SlackFit(table), or leave it out and decide outside"
+        )
     if policy.table.subnets != tuple(keys):
         raise ProfileMismatch(
             "policy: it answers with other subnets than are exported; make it from their table"
@@ -187,21 +200,62 @@ def served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
     return table.select([table.subnets.index(key) for key in keys])
 
 
-def _inputs(supernet: Supernet, given: Sequence[str] | None) -> list[str]:
-    known = {
+def _arguments(supernet: Supernet) -> dict[str, bool]:
+    """Return the names of the network's arguments, and whether each must be given."""
+    return {
         name: parameter.default is parameter.empty
         for name, parameter in inspect.signature(supernet.network.forward).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
+
+
+def _like_served(engine: Engine) -> dict[str, Tensor] | None:
+    """Return a batch like what the engine serves, by the names of the network's arguments."""
+    try:
+        example = engine.example
+    except InvalidRequest:
+        return None
+    if not isinstance(example, dict):
+        parts = example if isinstance(example, tuple) else (example,)
+        example = dict(zip(_arguments(engine.supernet), parts, strict=False))
+    return {name: example_batch(part, 2, engine.device) for name, part in example.items()}
+
+
+def _inputs(supernet: Supernet, given: Sequence[str] | None, example: Any) -> list[str]:
+    known = _arguments(supernet)
     needed = [name for name, required in known.items() if required]
-    names = needed if given is None else list(given)
-    reserved = {"self", "subnet", "row", "statistics"} & set(names)
-    if not names or reserved or set(names) - set(known) or set(needed) - set(names):
+    if given is not None:
+        names = list(given)
+    elif isinstance(example, Mapping):
+        names = list(example)
+    else:
+        names = needed if example is None or isinstance(example, Tensor) else list(known)[: len(example)]
+    if not names or RESERVED & set(names) or set(names) - set(known) or set(needed) - set(names):
         raise ExportError(
-            f"inputs: the network takes {', '.join(known) or 'none by name'}, of which {', '.join(needed)} "
-            f"must be given, and none may be called subnet, row or statistics; got {', '.join(names)}"
+            f"inputs: the network takes {', '.join(known) or 'none by name'}, of which "
+            f"{', '.join(needed) or 'none'} must be given, and no input may be called "
+            f"{', '.join(sorted(RESERVED))}; got {', '.join(names) or 'none'}"
         )
     return names
+
+
+def _examples(names: list[str], example: Any) -> dict[str, Tensor]:
+    if example is None:
+        return {}
+    if isinstance(example, Tensor):
+        example = (example,)
+    if not isinstance(example, Mapping):
+        example = dict(zip(names, example, strict=True)) if len(example) == len(names) else {}
+    if set(names) - set(example) or not all(isinstance(example[name], Tensor) for name in names):
+        raise ExportError(f"example: give one batch, a tensor, of each input: {', '.join(names)}")
+    return {name: _varied(example[name]) for name in names}
+
+
+def _varied(x: Tensor) -> Tensor:
+    """Return an input that tells networks apart: random numbers in the place of a constant."""
+    if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
+        return x
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
 
 
 def _script(whole: ScriptedSubnets, source: str) -> Any:
@@ -225,6 +279,14 @@ def _scripted(module: Any, path: str) -> Any:
             f"{path} ({type(module).__name__}): TorchScript cannot compile it ({' '.join(lines[:3])}); "
             "rewrite it with what TorchScript knows, or use subnetact.export.to_exported_programs"
         ) from error
+
+
+def _compared_rows(supernet: Supernet, specs: list[SubnetSpec]) -> list[Row]:
+    """Return the sizes that the file must be right for, some of them where it takes any."""
+    if not supernet.norm_operators():
+        space = supernet.space
+        specs = [*specs, space.smallest(), space.largest(), *(space.sample(seed) for seed in range(32))]
+    return [supernet.space.resolve(spec) for spec in specs]
 
 
 def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[list[list[int]], Tensor]:
@@ -256,53 +318,20 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
     return rows, torch.cat(flats) if flats else torch.empty(0)
 
 
-def _pack(whole: nn.Module) -> None:
-    """Copy all tensors into one storage a dtype: one record in the file instead of hundreds."""
-    held = [
-        (own, name, tensor)
-        for module in whole.modules()
-        for own in (module._parameters, module._buffers)
-        for name, tensor in own.items()
-        if tensor is not None and tensor.is_contiguous()
-    ]
-    starts: dict[Any, int] = {}
-    ends: Counter[Any] = Counter()
-    for _, _, tensor in held:
-        kind = tensor.dtype, tensor.device
-        if _place(tensor) not in starts:
-            starts[_place(tensor)] = ends[kind]
-            ends[kind] += -(-tensor.numel() // ALIGNED) * ALIGNED
-    flats = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in ends.items()}
-    for own, name, tensor in held:
-        start = starts[_place(tensor)]
-        flat = flats[tensor.dtype, tensor.device][start : start + tensor.numel()].view(tensor.shape)
-        flat.copy_(tensor.detach())
-        own[name] = nn.Parameter(flat, False) if isinstance(tensor, nn.Parameter) else flat  # type: ignore[assignment]
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.data_ptr(), tensor.shape
-
-
-def _strip(path: Path) -> None:
-    """Leave out what only maps errors to lines of generated source, much of a small network's file."""
-    with replacing(path) as stripped, zipfile.ZipFile(path) as old, zipfile.ZipFile(stripped, "w") as new:
-        for record in old.infolist():
-            if not record.filename.endswith(".debug_pkl"):
-                new.writestr(record, old.read(record))
-
-
-def _compare(scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: tuple[Tensor, ...]) -> None:
+def _compare(
+    scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: dict[str, Tensor], progress: bool
+) -> None:
     home = next(supernet.parameters()).device
-    example = tuple(x.to(home) for x in example)
+    example = {name: x.to(home) for name, x in example.items()}
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        for i in range(0, len(specs), -(-len(specs) // 8)):
-            expected = supernet.subnet(specs[i])(*example)
-            if not agree(scripted(*example, torch.tensor([i])), expected):
+        for i, spec in enumerate(tqdm(specs, desc="comparing subnets", disable=not progress)):
+            expected = supernet.subnet(spec)(**example)
+            if not agree(scripted(*example.values(), torch.tensor([i])), expected):
                 raise ExportError(
-                    f"subnet {i} ({specs[i]}): the scripted network's output differs from the supernet's; "
-                    "its forward depends on something other than its inputs, such as how many layers it has"
+                    f"subnet {i} ({spec}): the scripted network's output differs from the supernet's; its "
+                    "forward does what tracing cannot see, such as a branch on the type of a value; rewrite "
+                    "that, or use subnetact.export.to_exported_programs"
                 )
 
 

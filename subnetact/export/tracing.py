@@ -66,6 +66,7 @@ def exported_program(view: nn.Module, x: Tensor, name: str, dynamic_batch: bool)
     """
     shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
     with quiet(), blamed(view, name, "torch.export"), torch.no_grad():
+        view(x)  # brings up to date what is computed from weights that have changed in place
         return torch.export.export(view, (x,), dynamic_shapes=shapes, strict=False)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.engine import Engine
-from subnetact.errors import ExportError
+from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.manifest import writing_folder
 from subnetact.export.torchscript import served_table, to_torchscript
 from subnetact.export.tracing import chosen_subnets, example_batch, quiet
@@ -82,7 +82,7 @@ def to_triton(
 
     Raises:
         ExportError: an argument or a network that the flavour cannot take.
-        ProfileMismatch, PolicyError: the table is of other subnets, or no subnet meets slo_ms.
+        ProfileMismatch, PolicyError: the table is of other subnets or weights, or no subnet meets slo_ms.
         FileFormatError: the model's directory holds something else.
     """
     if flavour not in FLAVOURS:
@@ -100,24 +100,30 @@ def to_triton(
     size = max_batch_size
     if size is None:
         size = 16 if table is None else table.batch_sizes[-1]
-    if size < 1:
+    if not _is_count(size) or size < 1:
         raise ExportError(
-            f"max_batch_size: {size} must be at least 1; external_scheduler=True batches nothing"
+            f"max_batch_size: {size!r} must be a whole number of at least 1; external_scheduler=True "
+            "batches nothing"
         )
+    if not _is_count(queue_delay_us):
+        raise ExportError(f"queue_delay_us: {queue_delay_us!r} must be a whole number of microseconds, >= 0")
+    if queue_delay_us and flavour == "python":
+        raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
     example = example_batch(engine.example, 1, engine.device)
-    output = chosen_subnets(engine, None)[0](example)
-    if not isinstance(output, Tensor):
-        raise ExportError(
-            f"the network returns {type(output).__name__}; Triton models return one tensor here"
-        )
+    made = [subnet(example) for subnet in chosen_subnets(engine, None)]
+    for output in made:
+        if not isinstance(output, Tensor):
+            raise ExportError(
+                f"the network returns {type(output).__name__}; Triton models return one tensor here"
+            )
     # A libtorch file numbers the served subnets; a bundle keeps the engine's ids.
     keys = [engine.keys[i] for i in engine.ids] if flavour == "libtorch" else list(engine.keys)
     target = Path(repository) / name
     with writing_folder(target, KIND, {"flavour": flavour, "subnets": keys}) as folder:
         version = folder / "1"
         version.mkdir()
-        inputs = [_tensor("INPUT__0", example, not external_scheduler)]
-        outputs = [_tensor("OUTPUT__0", output, not external_scheduler)]
+        inputs = [_tensor("INPUT__0", [example], not external_scheduler)]
+        outputs = [_tensor("OUTPUT__0", made, not external_scheduler)]
         if flavour == "python":
             _write_python(engine, version, table, slo_ms)
             outputs += [
@@ -142,7 +148,7 @@ def to_triton(
             head = ['platform: "pytorch_libtorch"', f"max_batch_size: {0 if external_scheduler else size}"]
             code = "TYPE_INT64 dims: [ 1 ]" if external_scheduler else "TYPE_BOOL dims: [ -1 ]"
             inputs.append(f'name: "INPUT__1" data_type: {code}')
-            delay = f"max_queue_delay_microseconds: {int(queue_delay_us)}"
+            delay = f"max_queue_delay_microseconds: {queue_delay_us}"
             tail = [] if external_scheduler else [f"dynamic_batching {{ {delay} }}"]
         kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
         lines = [f'name: "{name}"', *head]
@@ -162,20 +168,33 @@ class ShapeCoded(nn.Module):
 
     def forward(self, x: Tensor, code: Tensor) -> Tensor:
         """Map (B, ...) and the shape code to the network's output."""
+        if code.dim() != 2 or code.size(0) != x.size(0) or code.size(1) == 0:
+            raise ValueError("INPUT__1 has shape " + str(code.size()) + "; give (batch, subnet + 1)")
         subnet = torch.full([1], code.size(1) - 1, dtype=torch.int64)
         output: Tensor = self.inner(x, subnet)
         return output
 
 
-def _tensor(name: str, x: Tensor, batched: bool) -> str:
-    kind = TYPES.get(x.dtype)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
+    """Describe a tensor by the subnets' own; sizes that differ among them are variable, -1."""
+    kind = TYPES.get(seen[0].dtype)
     if kind is None:
         raise ExportError(
-            f"{name}: {x.dtype} has no type in Triton's numpy interface; use float32 or float16"
+            f"{name}: {seen[0].dtype} has no type in Triton's numpy interface; use float32 or float16"
         )
-    dims: Sequence[int] = x.shape[1:] if batched else (-1, *x.shape[1:])
-    if not dims:
-        raise ExportError(f"{name}: Triton needs a dimension beside the batch, got shape {tuple(x.shape)}")
+    shapes = {x.shape[1:] for x in seen}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ExportError(f"{name}: subnets differ in its number of dimensions; Triton needs one")
+    dims = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True)]
+    if not dims and batched:
+        raise ExportError(
+            f"{name}: Triton needs a dimension beside the batch, got shape {tuple(seen[0].shape)}"
+        )
+    dims = dims if batched else [-1, *dims]
     return f'name: "{name}" data_type: TYPE_{kind} dims: [ {", ".join(map(str, dims))} ]'
 
 
@@ -183,6 +202,11 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable | None, slo
     if table is None:
         raise ExportError(
             "table: the Python flavour schedules by latencies; give table=profile_latency(engine, ...)"
+        )
+    if engine.fingerprint != engine.supernet.fingerprint():
+        raise ProfileMismatch(
+            "engine: its weights have changed since it was made, so its latencies are of others; make a new "
+            "Engine and profile that"
         )
     Batcher(engine, table=table, slo_ms=slo_ms).close()  # refuses what model.py could not start with
     try:

@@ -9,11 +9,14 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
+from torch import Tensor, nn
 
 import subnetact
 import subnetact.export.onnx
+from subnetact import Axis, SubnetSpace
 from subnetact.errors import ExportError, FileFormatError
-from subnetact.export import to_onnx
+from subnetact.export import load_exported, to_exported_programs, to_onnx
+from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet import Supernet
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -48,3 +51,38 @@ def test_what_is_missing_is_said(
     monkeypatch.setattr(subnetact.export.onnx, "find_spec", hidden)
     with pytest.raises(ExportError, match=r"needs onnxscript: pip install 'subnetact\[onnx\]'"):
         to_onnx(engine, tmp_path / "onnx")
+
+
+class TwoHeads(nn.Module):
+    """A kernel made by a matrix, and a dictionary of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = KernelConv2d(4, (3, 5), matrices=True)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.depth(x)
+        return {"map": x, "mean": x.mean((2, 3))}
+
+
+def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> None:
+    space = SubnetSpace("own", [Axis.uniform("k", ["all"], [3, 5])], lambda v: {"k": v["k"][0]})
+    supernet = subnetact.insert_(TwoHeads().eval(), space, {"depth": ElasticKernel.on(kernel="k")})
+    x = torch.randn(3, 4, 6, 6)
+    engine = subnetact.Engine(supernet, [space.smallest()], example=x[0])
+    old = engine.fingerprint
+    engine(x, subnet=0)
+    with torch.no_grad():
+        supernet.network.get_parameter("depth.5to3_matrix").add_(torch.randn(9, 9))
+    folder = to_onnx(engine, tmp_path / "onnx", progress=False)
+    session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
+    got = session.run(["map", "mean"], {"input": x.numpy()})
+    want = supernet(x, subnet=space.smallest())
+    torch.testing.assert_close(torch.from_numpy(got[0]), want["map"], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(torch.from_numpy(got[1]), want["mean"], atol=1e-4, rtol=1e-3)
+    stamped = json.loads((folder / "export.json").read_text())["fingerprint"]
+    assert stamped == supernet.fingerprint() != old
+    to_exported_programs(engine, tmp_path / "programs", progress=False)
+    loaded = load_exported(tmp_path / "programs")
+    assert loaded.fingerprint == supernet.fingerprint()
+    assert torch.allclose(loaded(x, subnet=0)["map"], want["map"], atol=1e-5)

@@ -197,6 +197,12 @@ def test_foreign_exports_are_refused(copy: Path) -> None:
     rewrite(copy, compile="none", subnets=[{}])
     with pytest.raises(FileFormatError, match="a field is missing"):
         load_exported(copy)
+    path = copy / "export.json"
+    document = {**json.loads(path.read_text()), "files": None}
+    document.pop("checksum")
+    path.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    with pytest.raises(FileFormatError, match="`files` lists no files"):
+        load_exported(copy)
 
 
 def test_nothing_is_unpickled(copy: Path) -> None:

@@ -104,6 +104,9 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
         ({"name": 'a"b'}, "is no model name"),
         ({"slo_ms": 0.0}, "slo_ms"),
         ({"max_batch_size": 0}, "external_scheduler=True"),
+        ({"max_batch_size": 2.5}, "must be a whole number"),
+        ({"queue_delay_us": -1}, "whole number of microseconds"),
+        ({"flavour": "python", "table": table, "queue_delay_us": 5}, "queues by itself"),
     ):
         with pytest.raises(ExportError, match=message):
             to_triton(engine, tmp_path, **arguments)
@@ -124,6 +127,45 @@ def test_own_networks_have_no_name_to_be_rebuilt_by(tmp_path: Path) -> None:
     table = subnetact.LatencyTable.from_arrays(engine.keys, [1.0], [1], [[1.0]])
     with pytest.raises(ExportError, match="an own network has none; choose flavour='libtorch'"):
         to_triton(engine, tmp_path, "python", table=table)
+
+
+class Features(nn.Module):
+    """Returns what is elastic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x)
+
+
+def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
+    engine: subnetact.Engine, table: subnetact.LatencyTable, tmp_path: Path
+) -> None:
+    space = subnetact.SubnetSpace(
+        "own", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
+    )
+    elastic = {"wide": subnetact.WeightSlice.on(out="width")}
+    supernet = subnetact.insert_(Features().eval(), space, elastic)
+    own = subnetact.Engine(supernet, [space.smallest(), space.largest()], example=torch.zeros(3))
+    folder = to_triton(own, tmp_path)
+    assert "OUTPUT__0" in (config := (folder / "config.pbtxt").read_text())
+    assert "data_type: TYPE_FP32 dims: [ -1 ] } ]" in config
+    scripted = torch.jit.load(folder / "1" / "model.pt")
+    x = torch.randn(2, 3)
+    assert scripted(x, torch.zeros(2, 1, dtype=torch.bool)).shape == (2, 2)
+    for code in (torch.zeros(3, 1), torch.zeros(2, 1, 1), torch.zeros(2, 0)):
+        with pytest.raises(Exception, match=r"INPUT__1 has shape .*give \(batch, subnet \+ 1\)"):
+            scripted(x, code.bool())
+
+    changed = load_digits_supernet()
+    subnetact.calibrate(changed, engine.specs, [IMAGES], progress=False)
+    trained = subnetact.Engine(changed, engine.specs, example=IMAGES[0])
+    with torch.no_grad():
+        next(changed.parameters()).mul_(2)
+    with pytest.raises(ProfileMismatch, match="weights have changed since it was made"):
+        to_triton(trained, tmp_path, "python", name="stale", table=table)
 
 
 # -- model.py without a server ---------------------------------------------------------------------

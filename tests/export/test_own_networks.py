@@ -1,0 +1,384 @@
+"""TorchScript files of networks that are no family: refused, or equal to their supernets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import subnetact
+from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice
+from subnetact.errors import ExportError
+from subnetact.export import to_torchscript
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+
+def keeping(network: nn.Module, count: int = 2, **elastic: Any) -> Supernet:
+    """A supernet whose `layers` are kept or skipped, each by itself, and whose `hidden` width is 2 or 4."""
+    space = SubnetSpace(
+        "keeping",
+        [
+            Axis.uniform("keep", [str(i) for i in range(count)], [0, 1]),
+            Axis.uniform("hidden", ["all"], [2, 4]),
+        ],
+        lambda v: {**{f"keep{i}": k for i, k in enumerate(v["keep"])}, "hidden": v["hidden"][0]},
+    )
+    layers = LayerSelect.on(**{str(i): f"keep{i}" for i in range(count)})
+    return subnetact.insert_(network.eval(), space, {"layers": layers, **elastic})
+
+
+def agreeing(supernet: Supernet, path: Path, inputs: tuple[Tensor, ...], **options: Any) -> Any:
+    """Export every subnet; the file must equal the supernet bit for bit."""
+    specs = list(supernet.space.enumerate())
+    scripted = to_torchscript(supernet, path, specs, allow_uncalibrated=True, **options)
+    loaded = torch.jit.load(path)
+    with torch.no_grad():
+        for i, spec in enumerate(specs):
+            expected = supernet.subnet(spec)(*inputs)
+            for module in (scripted, loaded):
+                assert torch.equal(module(*inputs, torch.tensor([i])), expected), spec
+    return scripted
+
+
+class Loop(nn.Module):
+    """Layers in a loop, whose body each test gives."""
+
+    def __init__(self, body: Any, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count))
+        self.act = nn.ReLU(inplace=True)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def plain(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = layer(x)
+    return x
+
+
+def unused_between(network: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(network.layers):
+        _ = x * i
+        x = layer(x)
+    return x
+
+
+def residual(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = x + layer(x)
+    return x
+
+
+def activated(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = torch.tanh(layer(x))
+    return x
+
+
+def collected(network: Any, x: Tensor) -> Tensor:
+    found = [x]
+    for layer in network.layers:
+        found.append(layer(found[-1]))
+    return sum(found)  # type: ignore[return-value]
+
+
+def counted(network: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(network.layers):
+        x = layer(x) * (i + 1)
+    return x
+
+
+def averaged(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = layer(x) / len(network.layers)
+    return x
+
+
+def first_only(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers[:1]:
+        x = layer(x)
+    return x
+
+
+def inside(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = layer[0](x)
+    return x
+
+
+def written(network: Any, x: Tensor) -> Tensor:
+    total = x * 1
+    for layer in network.layers:
+        total.add_(layer(x))
+    return total
+
+
+def overwritten(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = layer(x)
+        network.act(x)
+    return x
+
+
+@pytest.mark.parametrize("body", [plain, unused_between])
+def test_loops_that_hand_on_are_exported(body: Any, tmp_path: Path) -> None:
+    agreeing(keeping(Loop(body)), tmp_path / "m.pt", (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        residual,
+        activated,
+        collected,
+        counted,
+        averaged,
+        first_only,
+        inside,
+        written,
+        overwritten,
+    ],
+)
+def test_loops_that_do_more_are_refused(body: Any, tmp_path: Path) -> None:
+    supernet = keeping(Loop(body))
+    specs = list(supernet.space.enumerate())
+    with pytest.raises(ExportError, match=r"^layers\.[01]: where a subnet skips it, .* `x = layer\(x\)`"):
+        to_torchscript(supernet, tmp_path / "m.pt", specs)
+    whole = [spec for spec in specs if 0 not in supernet.space.resolve(spec)]
+    with pytest.raises(ExportError, match="where a subnet skips it"):  # forward_row takes any row
+        to_torchscript(supernet, tmp_path / "m.pt", whole)
+    assert not (tmp_path / "m.pt").exists()
+
+
+class Typed(nn.Module):
+    """Branches on the type of a value, which tracing cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return x * 2 if isinstance(x, Tensor) else x
+
+
+def test_the_comparison_covers_every_subnet_on_inputs_that_tell(tmp_path: Path) -> None:
+    supernet = keeping(Typed())
+    specs = list(supernet.space.enumerate())
+    for example in (torch.randn(2, 4), torch.zeros(2, 4), {"x": torch.ones(2, 4)}):
+        with pytest.raises(ExportError, match=r"subnet 0 .*differs from the supernet's; .* type of a value"):
+            to_torchscript(supernet, tmp_path / "m.pt", specs, example=example)
+    for served in (torch.zeros(4), (torch.zeros(4),), {"x": torch.zeros(4)}):
+        engine = subnetact.Engine(supernet, specs, example=served)
+        with pytest.raises(ExportError, match="differs from the supernet's"):
+            to_torchscript(engine, tmp_path / "m.pt")
+    with pytest.raises(ExportError, match="give one batch, a tensor, of each input: x"):
+        to_torchscript(supernet, tmp_path / "m.pt", specs, inputs=["x"], example=[torch.zeros(4)] * 2)
+
+
+class Several(nn.Module):
+    """Optional inputs, and a dictionary for an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(
+        self, x: Tensor, skipped: Tensor | None = None, scale: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        x = self.layers(x)
+        if skipped is not None:
+            x = x - skipped
+        return {"y": x if scale is None else x * scale}
+
+
+def test_inputs_are_those_of_the_example_by_name(tmp_path: Path) -> None:
+    supernet = keeping(Several())
+    specs, x, scale = list(supernet.space.enumerate()), torch.randn(2, 4), torch.randn(2, 4)
+    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, inputs=["scale", "x"], example=[scale, x])
+    engine = subnetact.Engine(supernet, specs, example={"x": x[0], "scale": scale[0]})
+    served = to_torchscript(engine, tmp_path / "m.pt")
+    for i, spec in enumerate(specs):
+        expected = supernet.subnet(spec)(x, scale=scale)["y"]
+        assert torch.equal(scripted(scale, x, torch.tensor([i]))["y"], expected)
+        assert torch.equal(served(x, scale, torch.tensor([i]))["y"], expected)
+    pair = subnetact.Engine(supernet, specs, example=(x[0], scale[0]))
+    assert [a.name for a in to_torchscript(pair, tmp_path / "m.pt").forward.schema.arguments][1:3] == [
+        "x",
+        "skipped",
+    ]
+
+
+class Holding(nn.Module):
+    """A tied weight, buffers of a library module, recurrent weights, and a dropout in an elastic layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(3, track_running_stats=True)
+        self.layers = nn.Sequential(nn.Linear(4, 4))
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.hidden = Dropping(4, 4)
+        self.embedding = nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.recurrent(self.layers(self.norm(x)))[0]
+        return F.linear(self.hidden(x), self.embedding.weight[:, :2].sum(1, keepdim=True))
+
+
+class Dropping(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.dropout = nn.Dropout(0.9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x)).sum(-1, keepdim=True)
+
+
+def held(supernet: Supernet) -> dict[str, tuple[int, Tensor]]:
+    named = {**dict(supernet.network.named_parameters()), **dict(supernet.network.named_buffers())}
+    return {name: (tensor.data_ptr(), tensor.detach().clone()) for name, tensor in named.items()}
+
+
+def test_the_source_keeps_its_tensors_and_the_file_has_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    supernet, x = keeping(Holding(), 1, hidden=WeightSlice.on(out="hidden")), torch.randn(2, 3, 4)
+    supernet.train()  # a view is for inference whatever the supernet is at
+    before = held(supernet)
+    scripted = agreeing(supernet, tmp_path / "m.pt", (x,))
+    after = held(supernet)
+    assert all(after[name][0] == place for name, (place, _) in before.items())
+    kept = scripted(x, torch.tensor([1]))
+    with torch.no_grad():
+        for tensor in (*supernet.network.parameters(), supernet.network.norm.running_mean):
+            tensor.mul_(2)
+    assert torch.equal(scripted(x, torch.tensor([1])), kept)
+
+
+def test_weights_in_another_layout_are_copied_too(tmp_path: Path) -> None:
+    network = nn.Sequential()
+    network.add_module("stem", nn.Conv2d(3, 4, 3))
+    network.add_module("layers", nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)))
+    supernet = keeping(network.to(memory_format=torch.channels_last), 1)
+    x = torch.randn(2, 3, 8, 8)
+    scripted = agreeing(supernet, tmp_path / "m.pt", (x,))
+    weight = next(p for p in scripted.parameters() if p.shape == (4, 3, 3, 3))
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    kept = scripted(x, torch.tensor([1]))
+    with torch.no_grad():
+        supernet.network.stem.weight.mul_(2)
+    assert torch.equal(scripted(x, torch.tensor([1])), kept)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layers(self.embedding(x)), self.embedding.weight)
+
+
+def test_a_tied_weight_is_not_copied_in_every_call(tmp_path: Path) -> None:
+    scripted = agreeing(keeping(Tied(), 1), tmp_path / "m.pt", (torch.tensor([[1, 2, 6]]),))
+    assert "clone" not in scripted.network.code
+
+
+class Constants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Adding()])
+        self.tables = [torch.zeros(2000), torch.cat([torch.zeros(1000), torch.ones(1), torch.zeros(999)])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(layer(x, self.tables[0]), self.tables[1])
+        return x
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return self.linear(x) + table.sum()
+
+
+def test_constants_that_print_alike_are_kept_apart(tmp_path: Path) -> None:
+    agreeing(keeping(Constants(), 1), tmp_path / "m.pt", (torch.randn(2, 4),))
+
+
+def test_one_row_of_two_subnets_has_no_statistics_of_its_own(tmp_path: Path) -> None:
+    space = SubnetSpace(
+        "twice",
+        [Axis.uniform("width", ["all"], [2, 4]), Axis.uniform("unread", ["all"], [1, 2])],
+        lambda v: {"width": v["width"][0]},
+    )
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    elastic = {"0": WeightSlice.on(out="width"), "1": SubnetNorm.on(channels="width")}
+    supernet = subnetact.insert_(network.eval(), space, elastic)
+    specs, x = list(space.enumerate()), torch.randn(2, 3, 5, 5)
+    subnetact.calibrate(supernet, specs[:1], [x])
+    scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs, allow_uncalibrated=True)
+    with pytest.raises(Exception, match="several subnets have this row; call forward with a number"):
+        scripted.forward_row(x, scripted.row(0))
+    with torch.no_grad():
+        assert torch.equal(scripted(x, torch.tensor([0])), supernet.subnet(specs[0])(x))
+
+
+def test_inputs_of_another_rank_are_refused_as_batchnorm_does(tmp_path: Path) -> None:
+    network = nn.Sequential()
+    network.add_module("stem", nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    network.add_module("layers", nn.Sequential(nn.Conv2d(4, 4, 1)))
+    supernet = keeping(network, 1, **{"stem.1": SubnetNorm.on()})
+    specs = list(supernet.space.enumerate())
+    scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, allow_uncalibrated=True)
+    with pytest.raises(Exception, match="BatchNorm got 3 dimensions"):
+        scripted(torch.randn(3, 4, 4), torch.tensor([0]))
+
+
+def test_what_torchscript_does_not_run_is_named(tmp_path: Path) -> None:
+    network = Typed()
+    weight_norm(network.layers[1])
+    supernet = keeping(network)
+    specs = [supernet.space.largest()]
+    with pytest.raises(ExportError, match=r"layers\.1: TorchScript does not run parametrized modules"):
+        to_torchscript(supernet, tmp_path / "m.pt", specs)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, dims: Tensor) -> Tensor:
+        return self.layers(dims)
+
+
+def test_arguments_of_no_use_are_refused(tmp_path: Path) -> None:
+    supernet = keeping(Named(), 1)
+    specs = list(supernet.space.enumerate())
+    with pytest.raises(ExportError, match=r"no input may be called List, ValueError, dims"):
+        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.zeros(2, 4))
+    supernet = keeping(Tied(), 1)
+    specs = list(supernet.space.enumerate())
+    table = subnetact.LatencyTable.from_arrays(
+        [s.key for s in specs], [60.0, 61.0, 62.0, 63.0], [1], [[1.0]] * 4
+    )
+    with pytest.raises(ExportError, match="decides as SlackFit does, got HullFit"):
+        to_torchscript(supernet, tmp_path / "m.pt", specs, policy=subnetact.HullFit(table, slo_ms=5))  # type: ignore[arg-type]
+    scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs)
+    with pytest.raises(Exception, match="the batch is empty"):
+        scripted(torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 1, dtype=torch.long))
