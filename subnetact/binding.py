@@ -20,6 +20,7 @@ def bind(
     row: Row,
     norm: Callable[[SubnetNorm], nn.Module],
     trainable: bool = False,
+    frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
 ) -> nn.Module:
     """Return the network of one subnet: the same module classes, over slices of the same weights.
 
@@ -28,6 +29,7 @@ def bind(
         row: the subnet's sizes (`SubnetSpace.resolve`).
         norm: makes the normalisation of the subnet from its operator.
         trainable: whether the parameters are slices that carry gradients to the full ones.
+        frozen: makes the subnet's parameter of one that nothing slices; None = that one itself.
     """
     done: dict[int, nn.Module] = {}
 
@@ -44,7 +46,10 @@ def bind(
             if module._modules:
                 object.__setattr__(bound, "_modules", {n: visit_child(m) for n, m in module._modules.items()})
             return bound
-        view = shell(module, modules={n: visit_child(m) for n, m in module._modules.items()})
+        own = module._parameters
+        if frozen is not None and any(p is not None and p.requires_grad for p in own.values()):
+            own = {n: p if p is None or not p.requires_grad else frozen(p) for n, p in own.items()}
+        view = shell(module, parameters=own, modules={n: visit_child(m) for n, m in module._modules.items()})
         if trainable:
             object.__setattr__(view, "training", module.training)
         return view

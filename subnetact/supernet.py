@@ -65,13 +65,14 @@ class Supernet(nn.Module):
         self._norms = NormTable(space.id)
         self._active = space.largest()
         self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
+        self._frozen_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._moves = 0
         self._lock = threading.Lock()
         self._warned = False
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_views": OrderedDict()}
+        return {**self.__dict__, "_lock": None, "_views": OrderedDict(), "_frozen_parameters": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -175,6 +176,7 @@ class Supernet(nn.Module):
         with self._lock:
             self._moves += 1
             self._views.clear()
+            self._frozen_parameters.clear()
             for module in self.network.modules():
                 if isinstance(module, Operator):
                     module.forget()
@@ -253,8 +255,9 @@ class Supernet(nn.Module):
 
     def _bind(self, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False) -> nn.Module:
         row = self.space.resolve(spec)
+        frozen = None if fresh else self._frozen
         if statistics is None:
-            return bind(self.network, row, lambda norm: norm.bind(row, fresh), fresh)
+            return bind(self.network, row, lambda norm: norm.bind(row, fresh), fresh, frozen)
         pairs = statistics.pairs()
 
         def calibrated(norm: SubnetNorm) -> nn.Module:
@@ -262,7 +265,15 @@ class Supernet(nn.Module):
                 raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
             return norm.bind_with(row, *pairs[norm.path], fresh)
 
-        return bind(self.network, row, calibrated, fresh)
+        return bind(self.network, row, calibrated, fresh, frozen)
+
+    def _frozen(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter of the same storage that views can share and nobody can train."""
+        known = self._frozen_parameters.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1].data_ptr() != parameter.data_ptr():
+            known = parameter, nn.Parameter(parameter, requires_grad=False)
+            self._frozen_parameters[id(parameter)] = known
+        return known[1]
 
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
         if not self._warned and self.norm_operators():

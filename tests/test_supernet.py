@@ -156,6 +156,29 @@ def test_a_view_refuses_what_would_reach_other_subnets(digits: Supernet) -> None
     assert view.eval() is view
 
 
+def test_a_view_has_nothing_to_train_not_even_what_is_not_elastic() -> None:
+    space = subnetact.SubnetSpace(
+        "own", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
+    )
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)).eval()
+    supernet = subnetact.insert_(network, space, {"1": subnetact.WeightSlice.on(out="width")})
+    small, large = supernet.subnet(space.smallest()), supernet.subnet(space.largest())
+    x = torch.randn(2, 3)
+    assert not any(p.requires_grad for p in small.parameters())
+    assert not small(x).requires_grad
+    assert small[0].weight is large[0].weight
+    with torch.no_grad():
+        supernet.network[0].weight.mul_(2)
+    assert torch.equal(small[0].weight, supernet.network[0].weight)
+    supernet.network[0].weight = nn.Parameter(torch.zeros(5, 3))
+    supernet.refresh()
+    assert not supernet.subnet(space.smallest())[0].weight.any()
+    assert all(p.requires_grad for p in supernet.parameters())
+    supernet.train()
+    supernet(x, subnet=space.smallest()).sum().backward()
+    assert supernet.network[0].weight.grad is not None
+
+
 def test_changing_a_views_modules_stays_in_the_view(digits: Supernet) -> None:
     space = digits.space
     a, b = (
