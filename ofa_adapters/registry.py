@@ -102,7 +102,7 @@ def load(
         constructor = found.infer(tensors, constructor)
     network, space, elastic = found.build(**constructor)
     if tensors is not None:
-        hint = _hint(identify(tensors), family)
+        hint = _hint(family if _mostly(tensors, network) else identify(tensors), family)
         fill(network, tensors, found.rename, subject, found.unused, hint)
     supernet = insert_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
@@ -111,6 +111,12 @@ def load(
     if tensors is not None and found.listed_statistics:
         _adopt(supernet)
     return supernet
+
+
+def _mostly(tensors: Mapping[str, Any], network: nn.Module) -> bool:
+    """Tell whether a state_dict has the names of our own network, not upstream's."""
+    own = network.state_dict()
+    return 2 * sum(name in own for name in tensors) > len(own)
 
 
 def _hint(looks_like: str | None, family: str) -> str:

@@ -139,6 +139,11 @@ def _portable(origin: Any) -> Any:
 def _read_index(index: Path) -> dict[str, Any]:
     try:
         document = json.loads(index.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileFormatError(
+            f"{index.parent}: no bundle is there ({index.name} is missing); give the directory that "
+            "Engine.save() wrote"
+        ) from error
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{index}: not a readable bundle ({error}); save it again") from error
     if not isinstance(document, dict) or document.get("kind") != KIND:

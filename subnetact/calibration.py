@@ -19,7 +19,7 @@ from subnetact.errors import SpecError
 from subnetact.norm_row import NormRow
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
+from subnetact.supernet import Supernet, as_supernet
 
 __all__ = ["CalibrationReport", "calibrate"]
 
@@ -123,6 +123,7 @@ def calibrate(
         raise SpecError(f"tolerance: {tolerance!r} is no positive number, 0.01 for example")
     if not memory_mb >= 0:
         raise SpecError(f"memory_mb: {memory_mb!r} is no number of MiB; give 0 to keep nothing")
+    as_supernet(supernet)
     if any(isinstance(given, SubnetSpec | Tensor) for given in (specs, batches)):
         raise SpecError("calibrate takes lists of specifications and of batches; write [spec] and [batch]")
     wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from os import PathLike
 from statistics import median
@@ -18,15 +18,15 @@ from subnetact.bundle import load_bundle, save_bundle
 from subnetact.byte_cache import ByteCache
 from subnetact.compiled import Compiler
 from subnetact.engine_stats import EngineStats, weight_bytes
-from subnetact.errors import EngineError, InvalidRequest, NotCalibrated, SpecError
+from subnetact.errors import EngineError, InvalidRequest, NotCalibrated, SpecError, SubnetActError
 from subnetact.graphs import GraphBackend, Graphs, cuda_graphs
 from subnetact.heating import Heater
 from subnetact.latency import LatencyTable
 from subnetact.layers import SliceCache
 from subnetact.spec import SubnetSpec
-from subnetact.staging import Stager, call_with, check_input, detached, unstack
+from subnetact.staging import Stager, call_with, check_batch, check_input, described, detached, unstack
 from subnetact.subnets import Bound, ReadySubnet
-from subnetact.supernet import Supernet
+from subnetact.supernet import Supernet, as_supernet
 from subnetact.timing import find_device
 
 __all__ = ["Engine"]
@@ -97,10 +97,8 @@ class Engine:
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
     ) -> None:
-        canonical = [supernet.space.check(spec) for spec in specs]
+        canonical = as_supernet(supernet).distinct(specs, "an engine")
         known = [None] * len(canonical) if accuracy is None else list(accuracy)
-        if not canonical or len(set(canonical)) != len(canonical):
-            raise SpecError(f"an engine needs distinct subnets, at least one; got {len(canonical)}")
         if len(known) != len(canonical):
             raise SpecError(f"accuracy: {len(known)} values for {len(canonical)} subnets; give one a subnet")
         if not 0 <= memory_budget_mb < math.inf:
@@ -137,6 +135,8 @@ class Engine:
         self._served: dict[int, ReadySubnet] = {}
         for spec, percent in zip(canonical, known, strict=True):
             self.register(spec, percent)
+        if example is not None:
+            self._try_example()
 
     # -- registration ----------------------------------------------------------------------------
 
@@ -231,8 +231,20 @@ class Engine:
         return found
 
     def __call__(self, x: Any, subnet: int) -> Any:
-        """Run a batch, x of shape (N, ...) on the engine's device, through a registered subnet."""
-        return self._run(self.ready(subnet), x)
+        """Run a batch, x of shape (N, ...) on the engine's device, through a registered subnet.
+
+        Raises:
+            SpecError: there is no such id.
+            InvalidRequest: the network does not run on x, which is not like the example.
+        """
+        ready = self.ready(subnet)
+        try:
+            return self._run(ready, x)
+        except SubnetActError:
+            raise
+        except Exception as error:
+            check_batch(x, self._example, error)
+            raise
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
         """Run single inputs as one batch and return one output each, on the CPU.
@@ -296,7 +308,13 @@ class Engine:
         Args:
             batch_sizes: the sizes to come.
             subnets: ids; None = all that are served.
+
+        Raises:
+            EngineError: a batch size is no whole number of at least 1.
         """
+        sizes: Any = batch_sizes
+        if not isinstance(sizes, Iterable) or not all(type(n) is int and n > 0 for n in sizes):
+            raise EngineError(f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1, as (1, 8)")
         chosen = [self.ready(i) for i in (self.ids if subnets is None else subnets)]
         for size in sorted(batch_sizes, reverse=True):
             x = self._stager.stack([self.example], size)
@@ -397,6 +415,18 @@ class Engine:
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
             return output
 
+    def _try_example(self) -> None:
+        x = self._stager.stack([self._example], 1)
+        view, _ = self.supernet.private_view(self._subnets[0].spec)
+        try:
+            with torch.inference_mode():
+                call_with(view, x)
+        except Exception as error:
+            raise InvalidRequest(
+                f"example: the network does not run on a batch of one input of {described(self._example)} "
+                f"({_first_line(error)}); give one input as requests have it, without a batch dimension"
+            ) from error
+
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound
         if bound is None:
@@ -431,3 +461,7 @@ def _id(subnet: Any) -> int:
         return index(subnet)
     except TypeError:
         raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 
-__all__ = ["Stager", "batch_like", "call_with", "check_input", "detached", "mapped", "shapes", "unstack"]
+__all__ = [
+    "Stager",
+    "batch_like",
+    "call_with",
+    "check_batch",
+    "check_input",
+    "described",
+    "detached",
+    "mapped",
+    "shapes",
+    "unstack",
+]
 
 
 def check_input(
@@ -35,7 +46,7 @@ def check_input(
             raise InvalidRequest(f"{where}: it holds values that are not finite; send finite ones")
         return
     if example is not None and (isinstance(example, Tensor) or _parts(x) != _parts(example)):
-        raise InvalidRequest(f"{where}: expected {_described(example)}, got {_described(x)}")
+        raise InvalidRequest(f"{where}: expected {described(example)}, got {described(x)}")
     if not isinstance(x, (tuple, dict)) or not x:
         raise InvalidRequest(
             f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
@@ -54,7 +65,7 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
     if example is None:
         return
     if not isinstance(example, Tensor):
-        raise InvalidRequest(f"{where}: expected {_described(example)}, got {_described(x)}")
+        raise InvalidRequest(f"{where}: expected {described(example)}, got {described(x)}")
     if x.shape != example.shape or x.dtype != example.dtype:
         hint = "without a batch dimension"
         if x.shape == (1, *example.shape):
@@ -63,6 +74,31 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
             f"{where}: got {x.dtype} of shape {tuple(x.shape)}, this engine serves {example.dtype} of shape "
             f"{tuple(example.shape)}, {hint}"
         )
+
+
+def check_batch(x: Any, example: Any, cause: Exception) -> None:
+    """Say what is wrong with a batch that a network has failed on, if it is not like the example.
+
+    Args:
+        x: the batch.
+        example: one input without a batch dimension; None = not known.
+        cause: what the network raised.
+
+    Raises:
+        InvalidRequest: naming what was given and what is served.
+    """
+    served = "tensors"
+    like = isinstance(x, Tensor | tuple | dict)
+    if isinstance(example, Tensor):
+        shape = ", ".join(map(str, ("N", *example.shape)))
+        served = f"{example.dtype} of shape ({shape}), N >= 1"
+        like = isinstance(x, Tensor) and x.dim() == example.dim() + 1 and len(x) > 0
+        like = like and x.shape[1:] == example.shape and x.dtype == example.dtype
+    elif example is not None:
+        served = f"batches of {described(example)}"
+        like = _parts(x) == _parts(example)
+    if not like:
+        raise InvalidRequest(f"batch: got {described(x)}, this engine serves {served}") from cause
 
 
 def detached(example: Any) -> Any:
@@ -183,7 +219,8 @@ def mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
     return function(x)
 
 
-def _described(x: Any) -> str:
+def described(x: Any) -> str:
+    """Name the type and shape of an input, for messages."""
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
     if isinstance(x, tuple):

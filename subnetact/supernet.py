@@ -6,7 +6,7 @@ import hashlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.binding import bind
-from subnetact.errors import CheckpointError, ForeignSpec, SpecError, UncalibratedSubnetWarning
+from subnetact.errors import (
+    CheckpointError,
+    ForeignSpec,
+    InsertError,
+    SpecError,
+    UncalibratedSubnetWarning,
+)
 from subnetact.norm_table import NormRow, NormTable
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
@@ -22,7 +28,7 @@ from subnetact.operators.view import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["InsertReport", "Supernet"]
+__all__ = ["InsertReport", "Supernet", "as_supernet"]
 
 CACHED_VIEWS = 1024
 """Views that `supernet(x, subnet=...)` keeps ready; the least recently used makes room."""
@@ -38,6 +44,20 @@ class InsertReport:
     def __str__(self) -> str:
         lines = [f"{name}: {operator}" for name, operator in self.elastic.items()]
         return "\n".join([*lines, f"fixed: {', '.join(self.fixed) or 'nothing'}"])
+
+
+def as_supernet(value: object) -> Supernet:
+    """Return what is a supernet.
+
+    Raises:
+        InsertError: it is something else.
+    """
+    if not isinstance(value, Supernet):
+        raise InsertError(
+            f"expected a Supernet, got {type(value).__name__}; subnetact.insert_(network, space, elastic) or "
+            "ofa_adapters.load(family, checkpoint) make one"
+        )
+    return value
 
 
 class Supernet(nn.Module):
@@ -162,6 +182,22 @@ class Supernet(nn.Module):
         spec = self.space.check(spec)
         with torch.no_grad():
             return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
+
+    def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
+        """Return the canonical forms of specifications, for something that needs each once.
+
+        Raises:
+            SpecError: there are none, one is there twice, or one is no specification of this space.
+        """
+        given: Any = specs
+        if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise SpecError(f"{what} takes a list of specifications, got {kind}; write [spec]")
+        found = [self.space.check(spec) for spec in given]
+        if not found or len(set(found)) < len(found):
+            got = next((f"{spec} twice" for spec in found if found.count(spec) > 1), "none")
+            raise SpecError(f"{what} needs distinct subnets, at least one; got {got}")
+        return found
 
     def calibrated(self, spec: SubnetSpec) -> bool:
         """Tell whether a subnet has statistics of its own, or the network needs none."""

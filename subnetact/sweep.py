@@ -252,6 +252,12 @@ def profile_latency(
         TableError: an argument that no table can be made of.
         ResumeMismatch: `resume` is of another environment.
     """
+    if not isinstance(engine, Engine):
+        raise TableError(
+            f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
+        )
+    if isinstance(batch_sizes, int):
+        raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
     settings = SweepSettings(
         warmup_ms, min_time_ms, rounds, max(rounds, max_rounds or rounds), stability, statistic=statistic
     )

@@ -20,7 +20,7 @@ def test_the_examples_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names: dict[str, object] = {}
-    first, table, second, export = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, table, second, export, cases = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(first, "README.md", "exec"), names)
     assert re.fullmatch(r"[01] [0-9.]+ [0-9.]+ (True|False)\n", capsys.readouterr().out)
     monkeypatch.chdir(Path(__file__).parents[1])
@@ -35,6 +35,10 @@ def test_the_examples_run(
     monkeypatch.chdir(tmp_path)
     exec(compile(export, "README.md", "exec"), names)
     assert capsys.readouterr().out.startswith("2 depth=4 width=1.0 [32,")
+    threads = torch.get_num_threads()
+    exec(compile(cases, "README.md", "exec"), names)
+    torch.set_num_threads(threads)
+    assert len(torch.load("cases.pt")["outputs"]) == 2
 
 
 def test_the_profile_lines_parse() -> None:

@@ -35,7 +35,7 @@ class ExportedEngine:
         ids: 0 .. n-1.
         accuracy: percent, or None where it was not known.
         specs: the subnets as JSON, as `SubnetSpec.from_json` reads them.
-        fingerprint: the hash of the supernet's weights when its engine was made.
+        fingerprint: the hash of the supernet's weights.
         device: where it runs.
         example: one input without a batch dimension, on the CPU.
         dynamic_batch: whether batches of any size run, or only of one.

@@ -59,6 +59,10 @@ def read_manifest(directory: str | Path, kind: str) -> Mapping[str, Any]:
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileFormatError(
+            f"{folder}: no export is there ({MANIFEST} is missing); give the folder that the exporter wrote"
+        ) from error
     except (OSError, ValueError) as error:
         raise FileFormatError(f"{path}: not a readable export ({error}); export again") from error
     if not isinstance(document, dict) or document.get("kind") != kind:

@@ -68,9 +68,9 @@ def to_exported_programs(
     """
     if compile not in TOLERANCES:
         raise ExportError(f"compile: {compile!r} is not known; choose from {', '.join(TOLERANCES)}")
+    chosen = chosen_subnets(engine, subnets)
     if compile == "aoti":
         _need_compiler(engine.device)
-    chosen = chosen_subnets(engine, subnets)
     example = engine.example
     x = example_batch(example, 3 if dynamic_batch else 1, engine.device)
     shared = SharedTensors()

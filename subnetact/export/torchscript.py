@@ -22,7 +22,6 @@ from subnetact.errors import (
     InvalidRequest,
     NotCalibrated,
     ProfileMismatch,
-    SpecError,
     UncalibratedSubnetWarning,
 )
 from subnetact.export.scripted import METHODS, ScriptedSubnets, forward_source
@@ -37,7 +36,7 @@ from subnetact.operators import SubnetNorm
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.space import Row
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
+from subnetact.supernet import Supernet, as_supernet
 
 __all__ = ["served_table", "to_torchscript"]
 
@@ -150,15 +149,10 @@ def to_torchscript(
 def _registered(
     source: Engine | Supernet, subnets: Sequence[SubnetSpec] | None
 ) -> tuple[Supernet, list[SubnetSpec]]:
-    supernet = source.supernet if isinstance(source, Engine) else source
+    supernet = source.supernet if isinstance(source, Engine) else as_supernet(source)
     if subnets is None and isinstance(source, Engine):
         subnets = [source.specs[i] for i in source.ids]
-    specs = [supernet.space.check(spec) for spec in subnets or ()]
-    if not specs or len(set(specs)) != len(specs):
-        raise SpecError(
-            f"an export needs distinct subnets, at least one; got {len(specs)}; give subnets=[...]"
-        )
-    return supernet, specs
+    return supernet, supernet.distinct(() if subnets is None else subnets, "an export (subnets=[...])")
 
 
 def _policy(

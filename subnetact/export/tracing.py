@@ -24,8 +24,12 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
 
     Raises:
         SpecError: there is no such id.
-        ExportError: none, or one twice.
+        ExportError: none, or one twice; or what is given is no engine.
     """
+    if not isinstance(engine, Engine):
+        raise ExportError(
+            f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
+        )
     ids = engine.ids if subnets is None else tuple(subnets)
     if not ids or len(set(ids)) != len(ids):
         raise ExportError(f"subnets: {list(ids)} must be distinct ids, at least one, of {list(engine.ids)}")

@@ -95,6 +95,7 @@ def to_triton(
         raise ExportError(
             "external_scheduler: the Python flavour schedules itself; choose flavour='libtorch'"
         )
+    served = chosen_subnets(engine, None)
     if table is None and len(engine.tables) == 1:
         table = next(iter(engine.tables.values()))
     size = max_batch_size
@@ -110,7 +111,7 @@ def to_triton(
     if queue_delay_us and flavour == "python":
         raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
     example = example_batch(engine.example, 1, engine.device)
-    made = [subnet(example) for subnet in chosen_subnets(engine, None)]
+    made = [subnet(example) for subnet in served]
     for output in made:
         if not isinstance(output, Tensor):
             raise ExportError(

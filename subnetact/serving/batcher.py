@@ -299,6 +299,11 @@ def _one_a_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runne
 
 
 def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite: bool) -> None:
+    if not callable(getattr(engine, "run", None)) or not hasattr(engine, "keys"):
+        raise PolicyError(
+            f"engine: {type(engine).__name__} has no run(...) and keys; give Engine(supernet, specs), an "
+            "ExportedEngine, or an own one, see help(subnetact.serving.requests.Runner)"
+        )
     keys = tuple(engine.keys)
     if keys != table.subnets:
         raise ProfileMismatch(_differing_keys(keys, table.subnets))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
-from subnetact.errors import PolicyError
+from subnetact.errors import PolicyError, TableError
 from subnetact.latency import LatencyTable
 
 __all__ = ["check_accuracy", "check_count", "check_margin", "check_policy", "check_slo"]
@@ -25,8 +26,12 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
     """The table, if the accuracy of every subnet is known.
 
     Raises:
-        TableError: naming a subnet whose accuracy is NaN.
+        TableError: naming a subnet whose accuracy is NaN; or it is no table.
     """
+    if not isinstance(table, LatencyTable):
+        raise TableError(
+            f"table: expected a LatencyTable, got {type(table).__name__}; LatencyTable.load(path) reads one"
+        )
     table.known_accuracy()
     return table
 
@@ -56,8 +61,8 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
         PolicyError: not finite, or below the fastest option of the table.
     """
     check_accuracy(table)
-    if not (math.isfinite(slo_ms) and slo_ms > 0):
-        raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
+    if not isinstance(slo_ms, Real) or not (math.isfinite(slo_ms) and slo_ms > 0):
+        raise PolicyError(f"slo_ms: {slo_ms!r} must be a number, finite and > 0")
     if slo_ms < table.fastest_ms:
         raise PolicyError(
             f"slo_ms: {slo_ms} ms is below the fastest option ({table.fastest_ms:g} ms); ask for more"
@@ -71,6 +76,6 @@ def check_margin(margin: float, name: str) -> float:
     Raises:
         PolicyError: negative or not finite.
     """
-    if not (math.isfinite(margin) and margin >= 0):
-        raise PolicyError(f"{name}: {margin} must be finite and >= 0")
+    if not isinstance(margin, Real) or not (math.isfinite(margin) and margin >= 0):
+        raise PolicyError(f"{name}: {margin!r} must be a number, finite and >= 0")
     return float(margin)

@@ -1,0 +1,135 @@
+"""The most natural mistakes get errors of the package that say what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ofa_adapters
+import subnetact
+from subnetact import Axis, SubnetSpace
+from subnetact.errors import (
+    CheckpointError,
+    EngineError,
+    ExportError,
+    FileFormatError,
+    InsertError,
+    InvalidRequest,
+    PolicyError,
+    SpecError,
+    TableError,
+)
+from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript, to_triton
+from subnetact.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+IMAGE = torch.zeros(1, 16, 16)
+
+
+@pytest.fixture
+def engine(digits: Supernet) -> subnetact.Engine:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    return subnetact.Engine(digits, specs, example=IMAGE, allow_uncalibrated=True)
+
+
+def test_a_plain_network_is_no_supernet(tmp_path: Path) -> None:
+    network: Any = nn.Linear(2, 2)
+    for call in (
+        lambda: subnetact.Engine(network, []),
+        lambda: subnetact.calibrate(network, [], []),
+        lambda: to_torchscript(network, tmp_path / "m.pt", []),
+    ):
+        with pytest.raises(InsertError, match=r"expected a Supernet, got Linear; subnetact\.insert_"):
+            call()
+
+
+def test_a_supernet_is_no_engine(digits: Supernet, tmp_path: Path) -> None:
+    given: Any = digits
+    for export in (to_exported_programs, to_onnx, to_triton):
+        with pytest.raises(ExportError, match=r"expected an Engine, got Supernet; make one, Engine\("):
+            export(given, tmp_path / "x")
+    with pytest.raises(TableError, match="expected an Engine, got Supernet"):
+        subnetact.profile_latency(given)
+    table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
+    with pytest.raises(PolicyError, match=r"engine: Supernet has no run\(\.\.\.\) and keys"):
+        subnetact.Batcher(given, table=table, slo_ms=10)
+
+
+def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
+    spec: Any = digits.space.smallest()
+    for call in (
+        lambda: subnetact.Engine(digits, spec),
+        lambda: to_torchscript(digits, tmp_path / "m.pt", spec),
+    ):
+        with pytest.raises(SpecError, match=r"takes a list .*, got SubnetSpec; write \[spec\]"):
+            call()
+    with pytest.raises(SpecError, match=r"at least one; got .*depth.* twice"):
+        subnetact.Engine(digits, [spec, spec])
+    with pytest.raises(SpecError, match="at least one; got none"):
+        subnetact.Engine(digits, [])
+
+
+def test_an_example_with_a_batch_dimension_is_refused_at_once(digits: Supernet) -> None:
+    with pytest.raises(InvalidRequest, match=r"does not run .* shape \(2, 1, 16, 16\) .*without a batch dim"):
+        subnetact.Engine(
+            digits, [digits.space.smallest()], example=torch.zeros(2, 1, 16, 16), allow_uncalibrated=True
+        )
+
+
+def test_batches_that_do_not_fit_are_named(engine: subnetact.Engine) -> None:
+    wrong: tuple[Any, ...] = (
+        torch.zeros(2, 3, 16, 16),
+        torch.zeros(2, 1, 16, 16, dtype=torch.float64),
+        torch.zeros(16),
+        np.zeros((2, 1, 16, 16)),
+        (IMAGE[None], IMAGE[None]),
+    )
+    for x in wrong:
+        with pytest.raises(
+            InvalidRequest, match=r"batch: got .*serves torch.float32 of shape \(N, 1, 16, 16\)"
+        ):
+            engine(x, subnet=0)
+    assert engine(IMAGE[None], subnet=0).shape == (1, 10)
+
+
+def test_counts_and_numbers(engine: subnetact.Engine) -> None:
+    for sizes in (4, [0], [-1], [1.5], "8"):
+        with pytest.raises(EngineError, match=r"batch_sizes: .* whole numbers of at least 1"):
+            engine.prepare(sizes)  # type: ignore[arg-type]
+    with pytest.raises(TableError, match=r"batch_sizes: 4 is one number; write \(4,\)"):
+        subnetact.profile_latency(engine, 4)  # type: ignore[arg-type]
+    table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
+    for wrong in ("table.json", None):
+        with pytest.raises(TableError, match=r"expected a LatencyTable, got .*LatencyTable\.load\(path\)"):
+            subnetact.SlackFit(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="slo_ms: '50' must be a number"):
+        subnetact.SlackFit(table, slo_ms="50")  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="margin_ms: None must be a number"):
+        subnetact.SlackFit(table, margin_ms=None)  # type: ignore[arg-type]
+
+
+def test_sizes_are_whole_numbers() -> None:
+    for size in (9.6, float("nan"), "8", None):
+        with pytest.raises(SpecError, match=r"the size 'width' comes out as .*make it a whole number"):
+            SubnetSpace("own", [Axis.uniform("w", ["all"], [0.3])], lambda _, s=size: {"width": s})
+    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [0.25])], lambda v: {"width": 32 * v["w"][0]})
+    assert space.resolve(space.largest()) == (8,)
+
+
+def test_paths_to_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match=r"nowhere: no bundle is there .*Engine\.save\(\) wrote"):
+        subnetact.Engine.load(tmp_path / "nowhere")
+    with pytest.raises(FileFormatError, match="nowhere: no export is there"):
+        load_exported(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_of_our_own_with_another_head_is_still_the_familys() -> None:
+    tensors = ofa_adapters.load("ofa_mbv3", width_mult=0.5, n_classes=10).state_dict()
+    with pytest.raises(CheckpointError, match=r"classifier.*Check the constructor arguments") as caught:
+        ofa_adapters.load("ofa_mbv3", tensors, width_mult=0.5, n_classes=11)
+    assert "no family known" not in str(caught.value)
