@@ -316,4 +316,6 @@ FAMILY = Family(
     checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
     unused=UNUSED,
     infer=infer,
+    input_shape=(128,),
+    input_dtype="int64",
 )

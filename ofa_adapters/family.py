@@ -47,6 +47,8 @@ class Family:
         calibration: how its upstream averages BatchNorm statistics (`CALIBRATION_RULES`).
         listed_statistics: whether a checkpoint holds the statistics of every subnet.
         image_sizes: the input sizes upstream serves, where they are no axis of the space.
+        input_shape: of one input, without a batch dimension, as it is usually served.
+        input_dtype: of that input, a name in torch.
         encodings: name -> features for upstream's accuracy predictor, of (space, spec, image_size).
     """
 
@@ -61,6 +63,8 @@ class Family:
     calibration: str = WEIGHTED_BIASED
     listed_statistics: bool = False
     image_sizes: tuple[int, ...] = ()
+    input_shape: tuple[int, ...] = (3, 224, 224)
+    input_dtype: str = "float32"
     encodings: Mapping[str, Callable[[SubnetSpace, SubnetSpec, int | None], Features]] = field(
         default_factory=dict
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from subnetact.candidates import Request
-from subnetact.errors import SubnetActError, TableError
+from subnetact.errors import InvalidRequest, SubnetActError, TableError
 from subnetact.latency import LatencyTable
 from subnetact.pipeline import Job, Profile, plan, profile
 from subnetact.runners import MODES
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"subnetact.profile: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
+    except InvalidRequest as error:
+        print(f"subnetact.profile: {error}; see --input-shape and --input-dtype", file=sys.stderr)
+        return USAGE
     except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
         print(f"subnetact.profile: {error}", file=sys.stderr)
         return USAGE
@@ -105,6 +108,11 @@ def _print(job: Job, found: Profile, own_network: bool) -> None:
         )
     if step > 1:
         print(f"  (every {step}. of {len(table.subnets)} subnets)")
+    if any(percent != percent for percent in table.accuracy):
+        print(
+            "accuracies are not known, and most policies choose by them: give table.with_accuracy([...]), or "
+            "profile with --accuracy"
+        )
     print(f"calibrated on {found.calibrated}")
     if job.bundle is not None:
         own = ", supernet=yours" if own_network else ""
@@ -265,7 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         metavar="N",
-        help="of one input (default: the bundle's; digits 1 16 16; otherwise 3 224 224)",
+        help="of one input (default: the bundle's; digits 1 16 16; text families 128; otherwise 3 224 224)",
     )
     group.add_argument(
         "--input-dtype",

@@ -59,9 +59,10 @@ def load_subject(
         checkpoint: the family's weights; None = random ones, the same for the same seed.
         constructor: arguments of the factory or of the family.
         bundle: a directory that `Engine.save` wrote.
-        input_shape: of one input; None = the bundle's, 1 16 16 of the digits, otherwise 3 224 224.
-        input_dtype: of the input where it is not `dtype`, int64 for token ids; None = the bundle's, or
-            `dtype`.
+        input_shape: of one input; None = the bundle's or family's, 1 16 16 of the digits, otherwise
+            3 224 224.
+        input_dtype: of the input where it is not `dtype`, int64 for token ids; None = the bundle's or
+            family's, or `dtype`.
         dtype: what weights are cast to; None = the bundle's own, otherwise float32.
         seed: of random weights.
 
@@ -98,7 +99,12 @@ def load_subject(
     elif model:
         supernet = _built(model, constructor)
     elif family:
-        supernet = import_module("ofa_adapters").load(family, checkpoint, **(constructor or {}))
+        adapters = import_module("ofa_adapters")
+        supernet = adapters.load(family, checkpoint, **(constructor or {}))
+        usual = import_module("ofa_adapters.registry").family_of(family)
+        shape = list(usual.input_shape)
+        if not _dtype(usual.input_dtype).is_floating_point:
+            input_cast = _dtype(usual.input_dtype)
     else:
         supernet = import_module("subnetact.digits").load_digits_supernet()
     supernet.eval()

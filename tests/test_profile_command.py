@@ -529,3 +529,13 @@ def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) 
         assert words in printed
     assert "(default: None)" not in printed
     assert "(default: [])" not in printed
+
+
+def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96}
+    constructor = {**sizes, "vocab_size": 30}
+    subject = load_subject(family="dynabert", constructor=constructor)
+    assert (subject.example.shape, subject.example.dtype) == ((128,), torch.int64)
+    chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
+    assert run(tmp_path, *chosen, "--input-dtype", "float32", "--input-shape", "3") == 2
+    assert "see --input-shape and --input-dtype" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from subnetact.errors import DeviceError, FileFormatError, InvalidRequest, SpecError
 from subnetact.export.manifest import read_manifest
@@ -109,7 +110,7 @@ class ExportedEngine:
 
 
 def load_exported(
-    directory: str | PathLike[str], *, device: str | torch.device | None = None
+    directory: str | PathLike[str], *, device: str | torch.device | None = None, progress: bool = True
 ) -> ExportedEngine:
     """Read what `to_exported_programs` wrote. Nothing is unpickled.
 
@@ -119,6 +120,7 @@ def load_exported(
     Args:
         directory: the export.
         device: where to run; None = the kind of device it was exported on. Programs are of one kind.
+        progress: whether to show a bar.
 
     Raises:
         FileFormatError: a file is missing, truncated, changed, of a newer schema, or holds a pickle;
@@ -135,7 +137,13 @@ def load_exported(
         subnets = facts["subnets"]
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
         load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
-        programs = [load(folder / s["program"], named) for s, named in zip(subnets, tensors, strict=True)]
+        named = tqdm(
+            zip(subnets, tensors, strict=True),
+            desc="loading subnets",
+            total=len(subnets),
+            disable=not progress,
+        )
+        programs = [load(folder / subnet["program"], own) for subnet, own in named]
         return ExportedEngine(programs, facts, example, home)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         if isinstance(error, (FileFormatError, DeviceError)):
