@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ofa_adapters import load
 from subnetact.supernet import Supernet
@@ -24,7 +24,11 @@ def small_family(family: str) -> tuple[Supernet, dict[str, Tensor]]:
     """A supernet, and a batch of its inputs by name."""
     if family in WITHOUT_GOLDEN:
         torch.manual_seed(0)
-        return load(family, **WITHOUT_GOLDEN[family]).eval(), {"x": torch.randn(2, 3, 64, 64)}
+        supernet = load(family, **WITHOUT_GOLDEN[family]).eval()
+        for weight in supernet.parameters():
+            if weight.dim() > 1:  # the default initialisation leaves deep networks without a signal
+                nn.init.kaiming_normal_(weight)
+        return supernet, {"x": torch.randn(2, 3, 64, 64)}
     facts = json.loads((GOLDEN / family / "cases.json").read_text())
     io = load_file(GOLDEN / family / "io.safetensors")
     supernet = load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **facts["constructor"])

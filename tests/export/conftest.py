@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from ofa_adapters import load
 from subnetact.spec import SubnetSpec
@@ -31,7 +32,11 @@ def family() -> Callable[[str], Supernet]:
     def make(name: str) -> Supernet:
         torch.manual_seed(0)
         if name in _SMALL:
-            return load(name, **_SMALL[name])
+            supernet = load(name, **_SMALL[name])
+            for weight in supernet.parameters():
+                if weight.dim() > 1:  # the default initialisation leaves deep networks without a signal
+                    nn.init.kaiming_normal_(weight)
+            return supernet
         facts = json.loads((GOLDEN / name / "cases.json").read_text())
         return load(name, load_file(GOLDEN / name / "state_dict.safetensors"), **facts["constructor"])
 
