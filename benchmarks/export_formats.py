@@ -201,18 +201,16 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-    rows = [
-        {"family": family, "size": "small", **measure(name, small_engine(family, 2))}
-        for family in args.families
-        for name in args.formats
-    ]
-    if args.full:
+    result: dict[str, Any] = {"machine": machine(torch.device("cpu")), "rows": []}
+    for family in [*args.families, *(["full"] if args.full else [])]:
+        full = family == "full"
+        about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "small"}
         for name in args.formats:
-            rows.append({"family": "ofa_resnet50", "size": "full", **measure(name, full_engine(3))})
-    result = {"machine": machine(torch.device("cpu")), "rows": rows}
+            engine = full_engine(3) if full else small_engine(family, 2)
+            result["rows"].append({**about, **measure(name, engine)})
+            if args.out:
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
