@@ -28,6 +28,7 @@ from subnetact.staging import Stager, call_with, check_batch, check_input, descr
 from subnetact.subnets import Bound, ReadySubnet
 from subnetact.supernet import Supernet, as_supernet
 from subnetact.timing import find_device
+from subnetact.tracing import culprit
 
 __all__ = ["Engine"]
 
@@ -417,15 +418,22 @@ class Engine:
 
     def _try_example(self) -> None:
         x = self._stager.stack([self._example], 1)
-        view, _ = self.supernet.private_view(self._subnets[0].spec)
+        narrowest = min((subnet.spec for subnet in self._subnets), key=self._width)
+        view, _ = self.supernet.private_view(narrowest)
         try:
             with torch.inference_mode():
                 call_with(view, x)
         except Exception as error:
+            where = culprit(view, error)
             raise InvalidRequest(
-                f"example: the network does not run on a batch of one input of {described(self._example)} "
-                f"({_first_line(error)}); give one input as requests have it, without a batch dimension"
+                f"example: {narrowest} does not run on a batch of one input of {described(self._example)}: "
+                f"{where + ': ' if where else ''}{_first_line(error)}; give one input as requests have it, "
+                "without a batch dimension; for an own network, see that its elastic description covers "
+                "what every narrowed module feeds"
             ) from error
+
+    def _width(self, spec: SubnetSpec) -> int:
+        return sum(self.supernet.space.resolve(spec))
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound

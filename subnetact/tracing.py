@@ -13,9 +13,23 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-__all__ = ["leaf_class", "trace_"]
+__all__ = ["culprit", "leaf_class", "trace_"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def culprit(network: nn.Module, error: BaseException) -> str:
+    """Name the innermost module of a network that an error has passed: `layer1.0.conv (Conv2d)`.
+
+    Returns:
+        An empty string where there is none.
+    """
+    names = {id(module): path for path, module in network.named_modules()}
+    path, trace = "", error.__traceback__
+    while trace is not None:
+        path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
+        trace = trace.tb_next
+    return f"{path} ({type(network.get_submodule(path)).__name__})" if path else ""
 
 
 class _Leaf:

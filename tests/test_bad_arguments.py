@@ -75,10 +75,19 @@ def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
 
 
 def test_an_example_with_a_batch_dimension_is_refused_at_once(digits: Supernet) -> None:
-    with pytest.raises(InvalidRequest, match=r"does not run .* shape \(2, 1, 16, 16\) .*without a batch dim"):
+    with pytest.raises(InvalidRequest, match=r"does not run .* shape \(2, 1, 16, 16\): stem .*without a batch dim"):
         subnetact.Engine(
             digits, [digits.space.smallest()], example=torch.zeros(2, 1, 16, 16), allow_uncalibrated=True
         )
+
+
+def test_a_description_that_forgets_a_module_is_told_where() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).eval()
+    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"width": v["w"][0]})
+    elastic = {"0": subnetact.WeightSlice.on(out="width"), "2": subnetact.WeightSlice.on(in_="width")}
+    supernet = subnetact.insert_(network, space, elastic)
+    with pytest.raises(InvalidRequest, match=r"w=4 does not run .*: 1 \(LayerNorm\): .* elastic description"):
+        subnetact.Engine(supernet, [space.largest(), space.smallest()], example=torch.zeros(4))
 
 
 def test_batches_that_do_not_fit_are_named(engine: subnetact.Engine) -> None:

@@ -15,6 +15,7 @@ from subnetact.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.hot import agree
 from subnetact.subnets import ReadySubnet
+from subnetact.tracing import culprit
 
 __all__ = ["blamed", "chosen_subnets", "example_batch", "exported_program", "quiet", "same_outputs"]
 
@@ -91,12 +92,8 @@ def blamed(view: nn.Module, name: str, tool: str) -> Iterator[None]:
     except ExportError:
         raise
     except Exception as error:
-        names = {id(module): path for path, module in view.named_modules()}
-        path, trace = "", error.__traceback__
-        while trace is not None:
-            path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
-            trace = trace.tb_next
-        where = f"module {path} ({type(view.get_submodule(path)).__name__})" if path else "its graph"
+        path = culprit(view, error)
+        where = f"module {path}" if path else "its graph"
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ExportError(
             f"subnet {name}: {tool} cannot take {where}: {first[0]}; rewrite that forward without "
