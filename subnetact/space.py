@@ -268,16 +268,18 @@ class SubnetSpace:
         return {axis.name: tuple(slot.choices[end] for slot in axis.slots) for axis in self.axes}
 
     def _sizes(self, values: AxisValues) -> dict[str, int]:
-        sizes = {}
         computed: Mapping[str, Any] = self._resolve(values)
-        for name, size in computed.items():
-            if not isinstance(size, int | float | np.number) or float(size) % 1 != 0:
-                raise SpecError(
-                    f"{self.name}: the size {name!r} comes out as {size!r}; make it a whole number "
-                    "where sizes are computed, with round(...) for example"
-                )
-            sizes[name] = int(size)
-        return sizes
+        return {
+            name: size if type(size) is int else self._whole(name, size) for name, size in computed.items()
+        }
+
+    def _whole(self, name: str, size: Any) -> int:
+        if not isinstance(size, int | float | np.number) or float(size) % 1 != 0:
+            raise SpecError(
+                f"{self.name}: the size {name!r} comes out as {size!r}; make it a whole number where sizes "
+                "are computed, with round(...) for example"
+            )
+        return int(size)
 
     def _describe(self) -> list[Any]:
         return [

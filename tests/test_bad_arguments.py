@@ -75,7 +75,9 @@ def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
 
 
 def test_an_example_with_a_batch_dimension_is_refused_at_once(digits: Supernet) -> None:
-    with pytest.raises(InvalidRequest, match=r"does not run .* shape \(2, 1, 16, 16\): stem .*without a batch dim"):
+    with pytest.raises(
+        InvalidRequest, match=r"does not run .* shape \(2, 1, 16, 16\): stem .*without a batch dim"
+    ):
         subnetact.Engine(
             digits, [digits.space.smallest()], example=torch.zeros(2, 1, 16, 16), allow_uncalibrated=True
         )
