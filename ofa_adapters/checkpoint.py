@@ -6,6 +6,7 @@ import argparse
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Container, Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -45,6 +46,10 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
             state_dict.
     """
     file = Path(path)
+    if (file / "bundle.json").is_file():
+        raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.Engine.load reads it")
+    if file.is_file() and _is_program(file):
+        raise CheckpointError(f"{path}: is a TorchScript program; load the checkpoint that it was made from")
     if file.is_dir():
         found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
         if not found:
@@ -87,6 +92,13 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
     return dict(content)
 
 
+def _is_program(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
 def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str, Any]:
     """Return the constructor arguments in a directory's `config.json`, those that are known.
 
@@ -94,6 +106,8 @@ def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str,
         CheckpointError: there is no readable `config.json`.
     """
     path = Path(directory) / "config.json"
+    if (path.parent / "bundle.json").is_file():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {key: value for key, value in content.items() if key in known}

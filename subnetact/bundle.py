@@ -161,7 +161,8 @@ def _read_index(index: Path) -> dict[str, Any]:
 def _rebuilt(origin: Any, index: Path) -> Supernet:
     if origin is None:
         raise FileFormatError(
-            f"{index}: is of an own network; give it: Engine.load(directory, supernet=insert_(network, ...))"
+            f"{index}: is of an own network; give it: Engine.load(directory, "
+            "supernet=insert_(network, ...)), or --model on the command line"
         )
     family, constructor = origin["name"], origin["constructor"]
     if family == "digits":
@@ -184,7 +185,10 @@ def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
         name for name, tensor in tensors.items() if tensor.shape != own[name].shape
     ]
     if differing:
-        raise FileFormatError(f"{path}: its tensors are not the supernet's; {differing[0]} differs first")
+        raise FileFormatError(
+            f"{path}: its tensors are not the supernet's; {differing[0]} differs "
+            "first; give the supernet that was saved, made with the same arguments"
+        )
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if not own_dtype and len(kinds) == 1:
         supernet.to(kinds.pop())

@@ -21,6 +21,8 @@ __all__ = ["checksum", "described", "replacing", "replacing_folder"]
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it replaces `path`, on error it is removed."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: its folder {target.parent} does not exist; create it first")
     handle, name = mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     temporary = Path(name)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subnetact._table_checks import warn_of_fractions
+from subnetact._table_checks import ascending_sizes, warn_of_fractions
 from subnetact.calibration import calibrate
 from subnetact.candidates import Chosen, Request, choose, expected
 from subnetact.engine import Engine
@@ -130,6 +130,7 @@ def check(job: Job, subject: Subject) -> None:
         SpecError: no such subnets.
     """
     check_running(job.mode, job.include_h2d, find_device(job.device))
+    ascending_sizes(job.batch_sizes)
     _check_colocated(job, expected(subject, job.request))
     if job.plots is not None:
         need_matplotlib()

@@ -207,6 +207,16 @@ def _work(args: argparse.Namespace) -> Path:
     return Job(out=args.out).work
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as '{{\"n_classes\": 10}}' is")
+    return found
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -221,7 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--model", metavar="PKG.MOD:FACTORY", help="a function that returns a Supernet")
     group.add_argument("--bundle", metavar="DIR", help="what Engine.save wrote; all its subnets by default")
     group.add_argument(
-        "--constructor", type=json.loads, default={}, metavar="JSON", help="arguments of family or factory"
+        "--constructor", type=_object, default={}, metavar="JSON", help="arguments of family or factory"
     )
     group = parser.add_argument_group("which subnets")
     group.add_argument(

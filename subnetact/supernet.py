@@ -105,6 +105,9 @@ class Supernet(nn.Module):
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
+        given: Any = table
+        if not isinstance(given, NormTable):
+            raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
         if table.space != self.space.id:
             raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
         home = next(iter(self.norm_operators().values()), None)

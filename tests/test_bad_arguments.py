@@ -12,7 +12,7 @@ from torch import nn
 
 import ofa_adapters
 import subnetact
-from subnetact import Axis, SubnetSpace
+from subnetact import Axis, SubnetSpace, profile
 from subnetact.errors import (
     CheckpointError,
     EngineError,
@@ -137,6 +137,32 @@ def test_paths_to_nothing(tmp_path: Path) -> None:
         subnetact.Engine.load(tmp_path / "nowhere")
     with pytest.raises(FileFormatError, match="nowhere: no export is there"):
         load_exported(tmp_path / "nowhere")
+
+
+def test_paths_to_something_else(engine: subnetact.Engine, tmp_path: Path) -> None:
+    engine.save(tmp_path / "bundle")
+    with pytest.raises(CheckpointError, match=r"is a bundle, .*subnetact\.Engine\.load reads it"):
+        ofa_adapters.load("ofa_mbv3", tmp_path / "bundle")
+    to_torchscript(engine, tmp_path / "m.pt", allow_uncalibrated=True)
+    with pytest.raises(CheckpointError, match="is a TorchScript program; load the checkpoint"):
+        ofa_adapters.load("ofa_mbv3", tmp_path / "m.pt")
+    with pytest.raises(ExportError, match=r"nowhere/m\.pt is not a file in a folder that exists"):
+        to_torchscript(engine, tmp_path / "nowhere" / "m.pt")
+    table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
+    with pytest.raises(FileNotFoundError, match=r"its folder .*nowhere does not exist; create it first"):
+        table.save(tmp_path / "nowhere" / "table.json")
+    with pytest.raises(SpecError, match=r"norms: expected a NormTable, got str; NormTable\.load"):
+        engine.supernet.norms = "norms.safetensors"
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "o.json")]
+    with pytest.raises(SystemExit):
+        profile.main(["--constructor", "{bad", *out])
+    assert "'{bad' is no JSON object" in capsys.readouterr().err
+    for sizes in (["4", "2"], ["0"]):
+        assert profile.main(["--batch-sizes", *sizes, "--dry-run", *out]) == 2
+        assert "batch_sizes[" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_our_own_with_another_head_is_still_the_familys() -> None:

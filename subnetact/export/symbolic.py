@@ -109,9 +109,9 @@ class _Scope:
             raise
         except Exception as error:
             raise ExportError(
-                f"{self._where(error.__traceback__)}: its forward cannot be traced ({error}); put what "
-                "depends on values into a function that opens as torch.nn.functional's do: "
-                "if has_torch_function(...): return handle_torch_function(...)"
+                f"{self._where(error.__traceback__)}: its forward cannot be traced ({error}); use "
+                "subnetact.export.to_exported_programs, or put what depends on values into a function that "
+                "opens as torch.nn.functional's do, with has_torch_function and handle_torch_function"
             ) from error
         self.graph.output(self.tracer.create_arg(output))
         self.tracer.drop_unused()

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,6 +112,8 @@ def to_torchscript(
             "export with an older Python: the file runs anywhere"
         )
     supernet, specs = _registered(source, subnets)
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise ExportError(f"path: {path} is not a file in a folder that exists; create the folder first")
     keys = [spec.key for spec in specs]
     policy = _policy(source, table, policy, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
@@ -176,7 +179,9 @@ def _policy(
     stamped = policy.table.stamp.get("supernet")
     supernet = source.supernet if isinstance(source, Engine) else source
     if stamped is not None and stamped != supernet.fingerprint():
-        raise ProfileMismatch(f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}")
+        raise ProfileMismatch(
+            f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}; profile this one"
+        )
     return policy
 
 

@@ -275,8 +275,8 @@ class Batcher:
                 floor = _as_float(min_accuracy, "min_accuracy")
                 if not floor <= self._best_accuracy:
                     raise InvalidRequest(
-                        f"min_accuracy: {min_accuracy} % is above the best subnet ({self._best_accuracy} %); "
-                        "ask for less"
+                        f"min_accuracy: {min_accuracy} % is above the best subnet "
+                        f"({self._best_accuracy:g} %); ask for less"
                     )
             if priority is not None and type(priority) is not int:
                 raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
