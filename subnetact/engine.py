@@ -24,11 +24,10 @@ from subnetact.heating import Heater
 from subnetact.latency import LatencyTable
 from subnetact.layers import SliceCache
 from subnetact.spec import SubnetSpec
-from subnetact.staging import Stager, call_with, check_batch, check_input, described, detached, unstack
+from subnetact.staging import Stager, call_with, check_batch, check_input, detached, try_example, unstack
 from subnetact.subnets import Bound, ReadySubnet
 from subnetact.supernet import Supernet, as_supernet
 from subnetact.timing import find_device
-from subnetact.tracing import culprit
 
 __all__ = ["Engine"]
 
@@ -143,6 +142,9 @@ class Engine:
 
     def __len__(self) -> int:
         return len(self._subnets)
+
+    def __repr__(self) -> str:
+        return f"Engine({self.supernet.space.name}, {len(self.ids)} subnets, on {self.device})"
 
     @property
     def specs(self) -> tuple[SubnetSpec, ...]:
@@ -417,23 +419,10 @@ class Engine:
             return output
 
     def _try_example(self) -> None:
-        x = self._stager.stack([self._example], 1)
-        narrowest = min((subnet.spec for subnet in self._subnets), key=self._width)
+        resolve = self.supernet.space.resolve
+        narrowest = min((subnet.spec for subnet in self._subnets), key=lambda spec: sum(resolve(spec)))
         view, _ = self.supernet.private_view(narrowest)
-        try:
-            with torch.inference_mode():
-                call_with(view, x)
-        except Exception as error:
-            where = culprit(view, error)
-            raise InvalidRequest(
-                f"example: {narrowest} does not run on a batch of one input of {described(self._example)}: "
-                f"{where + ': ' if where else ''}{_first_line(error)}; give one input as requests have it, "
-                "without a batch dimension; for an own network, see that its elastic description covers "
-                "what every narrowed module feeds"
-            ) from error
-
-    def _width(self, spec: SubnetSpec) -> int:
-        return sum(self.supernet.space.resolve(spec))
+        try_example(view, self._stager.stack([self._example], 1), self._example, str(narrowest))
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound
@@ -469,7 +458,3 @@ def _id(subnet: Any) -> int:
         return index(subnet)
     except TypeError:
         raise SpecError(f"subnet: {subnet!r} is not an id; ids are ints, 0 for the first subnet") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -172,11 +172,13 @@ class SubnetSpace:
         return self.spec(**dict(spec.values))
 
     def parse(self, config: Any) -> SubnetSpec:
-        """Read the family's own notation.
+        """Read the family's own notation, or a readable key, as tables have it (`SubnetSpec.key`).
 
         Raises:
             SpecError: the configuration is malformed or outside the space.
         """
+        if isinstance(config, str) and "=" in config:
+            return self._keyed(config)
         values = self._parse(config) if self._parse else config
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             raise SpecError(f"{self.name}: expected a mapping of axes, got {type(values).__name__}")
@@ -258,6 +260,21 @@ class SubnetSpace:
         return tuple(sizes.values())
 
     # -- inner parts -----------------------------------------------------------------------------
+
+    def _keyed(self, key: str) -> SubnetSpec:
+        known = {axis.name: axis for axis in self.axes}
+        values: dict[str, Any] = {}
+        for name, _, listed in (part.partition("=") for part in key.split()):
+            slots = known[name].slots if name in known else ()
+            values[name] = [
+                next((c for c in slot.choices if word in (str(c), "-")), word)
+                for slot, word in itertools.zip_longest(slots, listed.split(","))
+                if slot is not None and word is not None
+            ]
+        spec = self.spec(**values)
+        if spec.key != key:
+            raise SpecError(f"{self.name}: {key!r} is no key of this space; the nearest is {spec.key!r}")
+        return spec
 
     def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
         for axis in self.axes:

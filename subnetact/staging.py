@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subnetact.errors import InvalidRequest
+from subnetact.tracing import culprit
 
 __all__ = [
     "Stager",
@@ -21,6 +22,7 @@ __all__ = [
     "detached",
     "mapped",
     "shapes",
+    "try_example",
     "unstack",
 ]
 
@@ -99,6 +101,26 @@ def check_batch(x: Any, example: Any, cause: Exception) -> None:
         like = _parts(x) == _parts(example)
     if not like:
         raise InvalidRequest(f"batch: got {described(x)}, this engine serves {served}") from cause
+
+
+def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
+    """Run a view on a batch of one example.
+
+    Raises:
+        InvalidRequest: naming the module that cannot.
+    """
+    try:
+        with torch.inference_mode():
+            call_with(view, x)
+    except Exception as error:
+        where = culprit(view, error)
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidRequest(
+            f"example: {subnet} does not run on a batch of one input of {described(example)}: "
+            f"{where + ': ' if where else ''}{first}; give one input as requests have it, without a batch "
+            "dimension; for an own network, see that its elastic description covers what every narrowed "
+            "module feeds"
+        ) from error
 
 
 def detached(example: Any) -> Any:

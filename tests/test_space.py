@@ -187,3 +187,15 @@ def test_make_divisible_never_loses_a_tenth(value: float, expected: int) -> None
 
 def test_make_divisible_with_a_minimum_of_one() -> None:
     assert make_divisible(2.8, minimum=1) == 9
+
+
+@given(values())
+def test_readable_keys_are_read_back(v: dict) -> None:
+    spec = SPACE.spec(**v)
+    assert SPACE.parse(spec.key) == spec
+
+
+@pytest.mark.parametrize("key", ["depth=9", "width=0.5", "x=1 y", "depth=0,0 expand=-,- width=0.50"])
+def test_keys_of_no_subnet_are_refused(key: str) -> None:
+    with pytest.raises(SpecError):
+        SPACE.parse(key)

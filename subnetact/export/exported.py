@@ -59,6 +59,9 @@ class ExportedEngine:
     def __len__(self) -> int:
         return len(self._programs)
 
+    def __repr__(self) -> str:
+        return f"ExportedEngine({len(self)} subnets, on {self.device})"
+
     def ready(self, subnet: int) -> Callable[[Tensor], Any]:
         """Return the callable of a subnet: a batch (N, ...) on the device in, the network's output out.
 
