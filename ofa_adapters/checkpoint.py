@@ -93,10 +93,11 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
 
 
 def _is_program(file: Path) -> bool:
-    if not zipfile.is_zipfile(file):
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile):
         return False
-    with zipfile.ZipFile(file) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str, Any]:

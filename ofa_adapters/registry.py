@@ -121,7 +121,7 @@ def _mostly(tensors: Mapping[str, Any], network: nn.Module) -> bool:
 
 def _hint(looks_like: str | None, family: str) -> str:
     if looks_like == family:
-        return "Check the constructor arguments it was made with, and that the file is complete"
+        return "Check the family, the constructor arguments it was made with, and that the file is complete"
     if looks_like is None:
         return f"It looks like no family known here; those are {', '.join(_MODULES)}"
     return f"It looks like {looks_like}: load it as that"

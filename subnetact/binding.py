@@ -47,8 +47,8 @@ def bind(
                 object.__setattr__(bound, "_modules", {n: visit_child(m) for n, m in module._modules.items()})
             return bound
         own = module._parameters
-        if frozen is not None and any(p is not None and p.requires_grad for p in own.values()):
-            own = {n: p if p is None or not p.requires_grad else frozen(p) for n, p in own.items()}
+        if frozen is not None and own:
+            own = {n: None if p is None else frozen(p) for n, p in own.items()}
         view = shell(module, parameters=own, modules={n: visit_child(m) for n, m in module._modules.items()})
         if trainable:
             object.__setattr__(view, "training", module.training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from operator import index
 from os import PathLike
 from statistics import median
@@ -113,6 +114,8 @@ class Engine:
         supernet.eval()
         self.tables: dict[str, LatencyTable] = {}
         self.fingerprint = supernet.fingerprint()
+        if example is not None:
+            check_input(example, None, self.device, where="example")
         self._example = None if example is None else detached(example)
         self._stager = Stager(self.device)
         self._changing = Lock()
@@ -315,11 +318,12 @@ class Engine:
         Raises:
             EngineError: a batch size is no whole number of at least 1.
         """
-        sizes: Any = batch_sizes
-        if not isinstance(sizes, Iterable) or not all(type(n) is int and n > 0 for n in sizes):
+        given: Any = batch_sizes
+        sizes: list[Any] = list(given) if isinstance(given, Iterable) else [0]
+        if not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
             raise EngineError(f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1, as (1, 8)")
         chosen = [self.ready(i) for i in (self.ids if subnets is None else subnets)]
-        for size in sorted(batch_sizes, reverse=True):
+        for size in sorted(map(int, sizes), reverse=True):
             x = self._stager.stack([self.example], size)
             for subnet in chosen:
                 if self._compiler is not None:
@@ -419,8 +423,13 @@ class Engine:
             return output
 
     def _try_example(self) -> None:
-        resolve = self.supernet.space.resolve
-        narrowest = min((subnet.spec for subnet in self._subnets), key=lambda spec: sum(resolve(spec)))
+        space = self.supernet.space
+        full = space.resolve(space.largest())
+
+        def width(spec: SubnetSpec) -> float:
+            return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
+
+        narrowest = min((subnet.spec for subnet in self._subnets), key=width)
         view, _ = self.supernet.private_view(narrowest)
         try_example(view, self._stager.stack([self._example], 1), self._example, str(narrowest))
 

@@ -230,4 +230,7 @@ def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) ->
         return len(output) == len(expected) and all(
             agree(one, other, rtol, atol) for one, other in zip(output, expected, strict=True)
         )
-    return type(output) is type(expected) and bool(output == expected)
+    try:
+        return type(output) is type(expected) and bool(output == expected)
+    except (RuntimeError, ValueError):  # arrays, and objects that hold tensors, have no one answer
+        return False

@@ -177,11 +177,13 @@ class SubnetSpace:
         Raises:
             SpecError: the configuration is malformed or outside the space.
         """
-        if isinstance(config, str) and "=" in config:
-            return self._keyed(config)
+        keyed = self._keyed(config) if isinstance(config, str) and "=" in config else None
+        if keyed is not None:
+            return keyed
         values = self._parse(config) if self._parse else config
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise SpecError(f"{self.name}: expected a mapping of axes, got {type(values).__name__}")
+            given = repr(values) if isinstance(values, str) else type(values).__name__
+            raise SpecError(f"{self.name}: expected a mapping of axes, or a key of this space, got {given}")
         return self.spec(**values)
 
     def format(self, spec: SubnetSpec) -> Any:
@@ -261,20 +263,21 @@ class SubnetSpace:
 
     # -- inner parts -----------------------------------------------------------------------------
 
-    def _keyed(self, key: str) -> SubnetSpec:
+    def _keyed(self, key: str) -> SubnetSpec | None:
+        """Return the subnet of a readable key, None where it is none of this space."""
         known = {axis.name: axis for axis in self.axes}
         values: dict[str, Any] = {}
         for name, _, listed in (part.partition("=") for part in key.split()):
             slots = known[name].slots if name in known else ()
             values[name] = [
                 next((c for c in slot.choices if word in (str(c), "-")), word)
-                for slot, word in itertools.zip_longest(slots, listed.split(","))
-                if slot is not None and word is not None
+                for slot, word in zip(slots, listed.split(","), strict=False)
             ]
-        spec = self.spec(**values)
-        if spec.key != key:
-            raise SpecError(f"{self.name}: {key!r} is no key of this space; the nearest is {spec.key!r}")
-        return spec
+        try:
+            spec = self.spec(**values)
+        except SpecError:
+            return None
+        return spec if spec.key == key else None
 
     def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
         for axis in self.axes:
@@ -291,12 +294,16 @@ class SubnetSpace:
         }
 
     def _whole(self, name: str, size: Any) -> int:
-        if not isinstance(size, int | float | np.number) or float(size) % 1 != 0:
-            raise SpecError(
-                f"{self.name}: the size {name!r} comes out as {size!r}; make it a whole number where sizes "
-                "are computed, with round(...) for example"
-            )
-        return int(size)
+        try:
+            whole = int(size)
+            if bool(whole == size):
+                return whole
+        except (TypeError, ValueError, OverflowError):
+            pass
+        raise SpecError(
+            f"{self.name}: the size {name!r} comes out as {size!r}; make it a whole number where sizes are "
+            "computed, with round(...)"
+        )
 
     def _describe(self) -> list[Any]:
         return [

@@ -89,6 +89,10 @@ def check_batch(x: Any, example: Any, cause: Exception) -> None:
     Raises:
         InvalidRequest: naming what was given and what is served.
     """
+    _check_part(x, example, cause, "batch")
+
+
+def _check_part(x: Any, example: Any, cause: Exception, where: str) -> None:
     served = "tensors"
     like = isinstance(x, Tensor | tuple | dict)
     if isinstance(example, Tensor):
@@ -99,8 +103,10 @@ def check_batch(x: Any, example: Any, cause: Exception) -> None:
     elif example is not None:
         served = f"batches of {described(example)}"
         like = _parts(x) == _parts(example)
+        for name in _parts(example) if like else ():
+            _check_part(x[name], example[name], cause, f"{where}[{name!r}]")
     if not like:
-        raise InvalidRequest(f"batch: got {described(x)}, this engine serves {served}") from cause
+        raise InvalidRequest(f"{where}: got {described(x)}, this engine serves {served}") from cause
 
 
 def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
@@ -119,7 +125,7 @@ def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
             f"example: {subnet} does not run on a batch of one input of {described(example)}: "
             f"{where + ': ' if where else ''}{first}; give one input as requests have it, without a batch "
             "dimension; for an own network, see that its elastic description covers what every narrowed "
-            "module feeds"
+            "module feeds. One that needs larger batches learns its example from the first: leave it out"
         ) from error
 
 

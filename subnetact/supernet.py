@@ -307,10 +307,13 @@ class Supernet(nn.Module):
         return bind(self.network, row, calibrated, fresh, frozen)
 
     def _frozen(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same storage that views can share and nobody can train."""
+        """Return a frozen parameter of the same storage, one for all views; of a subclass, itself."""
+        if type(parameter) is not nn.Parameter:
+            return parameter
         known = self._frozen_parameters.get(id(parameter))
         if known is None or known[0] is not parameter or known[1].data_ptr() != parameter.data_ptr():
             known = parameter, nn.Parameter(parameter, requires_grad=False)
+            known[1].__dict__.update(parameter.__dict__)
             self._frozen_parameters[id(parameter)] = known
         return known[1]
 

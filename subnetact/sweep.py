@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
+from numbers import Integral
 from os import PathLike
 from typing import Any
 
@@ -256,8 +257,9 @@ def profile_latency(
         raise TableError(
             f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
         )
-    if isinstance(batch_sizes, int):
+    if isinstance(batch_sizes, Integral):
         raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
+    batch_sizes = tuple(batch_sizes)
     settings = SweepSettings(
         warmup_ms, min_time_ms, rounds, max(rounds, max_rounds or rounds), stability, statistic=statistic
     )

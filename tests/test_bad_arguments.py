@@ -92,6 +92,12 @@ def test_a_description_that_forgets_a_module_is_told_where() -> None:
         subnetact.Engine(supernet, [space.largest(), space.smallest()], example=torch.zeros(4))
 
 
+def test_an_example_is_tensors(digits: Supernet) -> None:
+    for example in ([IMAGE], IMAGE.numpy()):
+        with pytest.raises(InvalidRequest, match=r"example: expected a torch.Tensor, or a tuple or dict"):
+            subnetact.Engine(digits, [digits.space.smallest()], example=example, allow_uncalibrated=True)
+
+
 def test_batches_that_do_not_fit_are_named(engine: subnetact.Engine) -> None:
     wrong: tuple[Any, ...] = (
         torch.zeros(2, 3, 16, 16),
@@ -109,6 +115,7 @@ def test_batches_that_do_not_fit_are_named(engine: subnetact.Engine) -> None:
 
 
 def test_counts_and_numbers(engine: subnetact.Engine) -> None:
+    engine.prepare(n for n in np.array([1, 2]))  # type: ignore[arg-type]
     for sizes in (4, [0], [-1], [1.5], "8"):
         with pytest.raises(EngineError, match=r"batch_sizes: .* whole numbers of at least 1"):
             engine.prepare(sizes)  # type: ignore[arg-type]
@@ -128,6 +135,9 @@ def test_sizes_are_whole_numbers() -> None:
     for size in (9.6, float("nan"), "8", None):
         with pytest.raises(SpecError, match=r"the size 'width' comes out as .*make it a whole number"):
             SubnetSpace("own", [Axis.uniform("w", ["all"], [0.3])], lambda _, s=size: {"width": s})
+    for size in (np.True_, np.int16(1), torch.tensor(1), np.array(1.0)):
+        space = SubnetSpace("own", [Axis.uniform("w", ["all"], [1])], lambda _, s=size: {"width": s})
+        assert space.resolve(space.largest()) == (1,)
     space = SubnetSpace("own", [Axis.uniform("w", ["all"], [0.25])], lambda v: {"width": 32 * v["w"][0]})
     assert space.resolve(space.largest()) == (8,)
 
@@ -148,6 +158,12 @@ def test_paths_to_something_else(engine: subnetact.Engine, tmp_path: Path) -> No
         ofa_adapters.load("ofa_mbv3", tmp_path / "m.pt")
     with pytest.raises(ExportError, match=r"nowhere/m\.pt is not a file in a folder that exists"):
         to_torchscript(engine, tmp_path / "nowhere" / "m.pt")
+    torch.save({"a": torch.zeros(100)}, tmp_path / "damaged.pth")
+    damaged = bytearray((tmp_path / "damaged.pth").read_bytes())
+    damaged[damaged.rfind(b"PK\x01\x02")] ^= 0xFF
+    (tmp_path / "damaged.pth").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"damaged\.pth"):
+        ofa_adapters.load("ofa_mbv3", tmp_path / "damaged.pth")
     table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
     with pytest.raises(FileNotFoundError, match=r"its folder .*nowhere does not exist; create it first"):
         table.save(tmp_path / "nowhere" / "table.json")
@@ -167,6 +183,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 def test_a_checkpoint_of_our_own_with_another_head_is_still_the_familys() -> None:
     tensors = ofa_adapters.load("ofa_mbv3", width_mult=0.5, n_classes=10).state_dict()
-    with pytest.raises(CheckpointError, match=r"classifier.*Check the constructor arguments") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"classifier.*Check the family, the constructor arguments"
+    ) as caught:
         ofa_adapters.load("ofa_mbv3", tensors, width_mult=0.5, n_classes=11)
     assert "no family known" not in str(caught.value)

@@ -195,6 +195,14 @@ def test_readable_keys_are_read_back(v: dict) -> None:
     assert SPACE.parse(spec.key) == spec
 
 
+def test_own_notation_may_look_like_a_key() -> None:
+    def parse(text: str) -> dict[str, float]:
+        return {"w": {"1/2": 0.5}[text.removeprefix("w=")]}
+
+    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [0.5, 1.0])], lambda _: {}, parse=parse)
+    assert space.parse("w=1/2") == space.parse("w=0.5") == space.smallest()
+
+
 @pytest.mark.parametrize("key", ["depth=9", "width=0.5", "x=1 y", "depth=0,0 expand=-,- width=0.50"])
 def test_keys_of_no_subnet_are_refused(key: str) -> None:
     with pytest.raises(SpecError):

@@ -179,6 +179,28 @@ def test_a_view_has_nothing_to_train_not_even_what_is_not_elastic() -> None:
     assert supernet.network[0].weight.grad is not None
 
 
+class Marked(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_parameters_of_another_class_and_with_attributes_are_kept() -> None:
+    space = subnetact.SubnetSpace(
+        "own", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda v: {"width": v["width"][0]}
+    )
+    network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4)).eval()
+    network[0].weight = torch.Tensor._make_subclass(Marked, network[0].weight.data, True)
+    network[0].bias.scale = 2.0
+    supernet = subnetact.insert_(network, space, {"1": subnetact.WeightSlice.on(out="width")})
+    view = supernet.subnet(space.smallest())
+    assert view[0].weight is network[0].weight
+    assert view[0].bias.scale == 2.0
+    supernet.requires_grad_(False)
+    supernet.refresh()
+    frozen = supernet.subnet(space.smallest())
+    supernet.requires_grad_(True)
+    assert not frozen[0].bias.requires_grad
+
+
 def test_changing_a_views_modules_stays_in_the_view(digits: Supernet) -> None:
     space = digits.space
     a, b = (

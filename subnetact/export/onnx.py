@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from subnetact.engine import Engine
@@ -43,8 +45,8 @@ def to_onnx(
 
     ONNX tensors are contiguous, so files cannot share slices of one copy of the weights, and no file
     holds a choice of subnet. Each has the input `input` (N, ...) and the output `output`; several outputs
-    have the names of the network's dictionary, or `output_0`, `output_1` ... BatchNorm is folded, so
-    outputs are the supernet's up to rounding (1e-3 relative, 1e-4 absolute).
+    have the names of the network's dictionary of tensors, or `output_0`, `output_1` ... BatchNorm is folded,
+    so outputs are the supernet's up to rounding (1e-3 relative, 1e-4 absolute).
 
     Args:
         engine: which subnets, and the example input.
@@ -100,9 +102,13 @@ def to_onnx(
 
 
 def _names(output: Any) -> list[str]:
-    if isinstance(output, Mapping):
+    if isinstance(output, Tensor):
+        return ["output"]
+    named = isinstance(output, Mapping) and "input" not in output
+    if named and all(isinstance(part, Tensor) for part in output.values()):
         return [str(name) for name in output]
-    return [f"output_{i}" for i in range(len(output))] if isinstance(output, tuple | list) else ["output"]
+    tensors = [part for part in tree_leaves(output) if isinstance(part, Tensor)]
+    return [f"output_{i}" for i in range(len(tensors))]
 
 
 @contextlib.contextmanager

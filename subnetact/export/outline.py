@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
+from torch.nn.modules.dropout import _DropoutNd
 
 from subnetact.export.recorder import Recorder
 
 __all__ = ["lines"]
 
+_HANDING_ON = (nn.Identity, _DropoutNd)
+"""Modules that do nothing where they are not trained."""
 _WRITING = {
     operator.setitem,
     operator.iand,
@@ -27,19 +30,29 @@ _WRITING = {
 }
 
 
-def lines(tracer: Recorder, paths: Mapping[str, str], without: Sequence[str] = ()) -> list[str]:
+def lines(
+    tracer: Recorder,
+    paths: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    without: Sequence[str] = (),
+) -> list[str]:
     """Return one line for each operation that counts: its results are used, or it writes into a tensor.
 
     Args:
         tracer: what has recorded the graph.
         paths: the network's names of the modules it calls.
+        modules: those of PyTorch's own among them; the others may write into their inputs.
         without: names of modules that are left out: their first argument is their result.
     """
     graph = tracer.graph
-    skipped = {node for node in graph.nodes if node.op == "call_module" and paths[node.target] in without}
+    handing_on = {name for name, module in modules.items() if isinstance(module, _HANDING_ON)}
+    writing = {name for name in paths if name not in modules or getattr(modules[name], "inplace", False)}
+    calls = [node for node in graph.nodes if node.op == "call_module" and node.args]
+    skipped = {node for node in calls if paths[node.target] in without or node.target in handing_on}
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in live or node.op in ("placeholder", "output") or (node not in skipped and _may_write(node)):
+        needed = node.op in ("placeholder", "output") or (node not in skipped and _may_write(node, writing))
+        if needed or node in live:
             live.add(node)
             live.update([node.args[0]] if node in skipped else node.all_input_nodes)
     once = tracer.recorded_once()
@@ -70,10 +83,12 @@ class _Name(str):
         return str(self)
 
 
-def _may_write(node: fx.Node) -> bool:
+def _may_write(node: fx.Node, writing: Set[str]) -> bool:
+    if node.op == "call_module":
+        return node.target in writing
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
-    return in_place or node.op == "call_module" or node.target in _WRITING
+    return in_place or node.target in _WRITING
 
 
 def _target(node: fx.Node, tracer: Recorder, paths: Mapping[str, str]) -> str:

@@ -170,17 +170,17 @@ class ScriptedSubnets(nn.Module):
     @torch.jit.export
     def whole(self, row: list[int]) -> list[int]:
         """Return the whole row of a subnet with these sizes."""
-        if self.normed:
-            found = row
-            for known in self.rows:
-                if known[: self.sizes] == row:
-                    if len(found) > self.sizes:
-                        raise ValueError("several subnets have this row; call forward with a number")
-                    found = known
-            if len(found) > self.sizes:
-                return found
         if len(row) != self.sizes:
             raise ValueError("row has " + str(len(row)) + " numbers; this file takes " + str(self.sizes))
+        if self.normed:
+            found, count = row, 0
+            for known in self.rows:
+                if known[: self.sizes] == row:
+                    found, count = known, count + 1
+            if count > 1:
+                raise ValueError("several subnets have this row; call forward with a number")
+            if count == 1:
+                return found
         for dim, legal, step, gates, message in self.legal:
             size, kept = row[dim], True
             for position, value in gates:

@@ -218,10 +218,11 @@ class _Scope:
 
         The mean goes through the check: TorchScript leaves out calls whose results are not used.
         """
-        if not self.gates and not self.ranked:
+        check = type(norm)._check_input_dim
+        ranks = next((ranks for cls, ranks in _RANKS.items() if check is cls._check_input_dim), None)
+        if ranks is not None and not self.gates and not self.ranked:
             self.ranked = True
-            least, most = next((ranks for cls, ranks in _RANKS.items() if isinstance(norm, cls)), (2, 5))
-            given = norm._buffers["running_mean"], x, least, most
+            given = norm._buffers["running_mean"], x, *ranks
             checked = self.tracer.create_proxy("call_function", check_rank, given, {})
             norm.__dict__["_buffers"] = {**norm._buffers, "running_mean": checked}
 
@@ -291,7 +292,7 @@ class _Outline(_Scope):
 
     def lines(self, skipped: Sequence[str] = ()) -> list[str]:
         """Return the graph as text, without these layers, whose input takes the place of their output."""
-        return lines(self.tracer, self.paths, skipped)
+        return lines(self.tracer, self.paths, self.modules, skipped)
 
     def _stack(self, stack: LayerSelect, path: str) -> nn.Module:
         names = [name for name in stack._modules if _join(path, name) not in self.skipped]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from subnetact.binding import bind
 from subnetact.engine import Engine
@@ -23,15 +22,13 @@ from subnetact.errors import (
     InvalidRequest,
     NotCalibrated,
     ProfileMismatch,
-    UncalibratedSubnetWarning,
 )
+from subnetact.export.compared import compare
 from subnetact.export.scripted import METHODS, ScriptedSubnets, forward_source
 from subnetact.export.storage import pack, strip
 from subnetact.export.symbolic import trace_network
 from subnetact.export.traced import Layout, Traced
-from subnetact.export.tracing import example_batch
 from subnetact.files import replacing
-from subnetact.hot import agree
 from subnetact.latency import LatencyTable
 from subnetact.operators import SubnetNorm
 from subnetact.serving.policies.slackfit import SlackFit
@@ -89,9 +86,9 @@ def to_torchscript(
         inputs: names of the network's arguments that callers give, in the order of `forward`; None = those
             of the example, or those without a default.
         example: one batch of every input, by name or in their order. The file is compared with the supernet
-            for every subnet before it is written, and refuses inputs of other ranks. Floating-point inputs
-            that are all one value are replaced by random ones. None = random ones like the engine's
-            example, if it has one; else nothing is compared.
+            for every subnet before it is written, also on random numbers where floating-point inputs are
+            all one value, and refuses inputs of other ranks. None = the engine's example, if it has one;
+            else nothing is compared.
         freeze: make the weights constants, and compute beforehand what depends on them alone, which is
             stored too.
         allow_uncalibrated: whether subnets without statistics of their own run on the shared ones.
@@ -123,7 +120,7 @@ def to_torchscript(
             "first; call subnetact.calibrate(supernet, specs, batches), or pass allow_uncalibrated=True"
         )
     if example is None and isinstance(source, Engine):
-        example = _like_served(source)
+        example = _served(source)
     names = _inputs(supernet, inputs, example)
     examples = _examples(names, example)
     layout = Layout(supernet.space.dimensions, tuple(supernet.norm_operators()))
@@ -142,7 +139,7 @@ def to_torchscript(
         with _quiet():
             scripted = torch.jit.freeze(scripted, preserved_attrs=METHODS[1:], optimize_numerics=False)
     if examples:
-        _compare(scripted, supernet, specs, examples, progress)
+        compare(scripted, supernet, specs, examples, progress)
     with replacing(path) as temporary, _quiet():
         torch.jit.save(scripted, temporary)
         strip(temporary)
@@ -208,8 +205,8 @@ def _arguments(supernet: Supernet) -> dict[str, bool]:
     }
 
 
-def _like_served(engine: Engine) -> dict[str, Tensor] | None:
-    """Return a batch like what the engine serves, by the names of the network's arguments."""
+def _served(engine: Engine) -> dict[str, Tensor] | None:
+    """Return a batch of the engine's example, by the names of the network's arguments."""
     try:
         example = engine.example
     except InvalidRequest:
@@ -217,7 +214,7 @@ def _like_served(engine: Engine) -> dict[str, Tensor] | None:
     if not isinstance(example, dict):
         parts = example if isinstance(example, tuple) else (example,)
         example = dict(zip(_arguments(engine.supernet), parts, strict=False))
-    return {name: example_batch(part, 2, engine.device) for name, part in example.items()}
+    return {name: part[None] for name, part in example.items()}
 
 
 def _inputs(supernet: Supernet, given: Sequence[str] | None, example: Any) -> list[str]:
@@ -247,14 +244,7 @@ def _examples(names: list[str], example: Any) -> dict[str, Tensor]:
         example = dict(zip(names, example, strict=True)) if len(example) == len(names) else {}
     if set(names) - set(example) or not all(isinstance(example[name], Tensor) for name in names):
         raise ExportError(f"example: give one batch, a tensor, of each input: {', '.join(names)}")
-    return {name: _varied(example[name]) for name in names}
-
-
-def _varied(x: Tensor) -> Tensor:
-    """Return an input that tells networks apart: random numbers in the place of a constant."""
-    if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
-        return x
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    return {name: example[name] for name in names}
 
 
 def _script(whole: ScriptedSubnets, source: str) -> Any:
@@ -315,23 +305,6 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
             "convert the supernet, supernet.float() for example"
         )
     return rows, torch.cat(flats) if flats else torch.empty(0)
-
-
-def _compare(
-    scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: dict[str, Tensor], progress: bool
-) -> None:
-    home = next(supernet.parameters()).device
-    example = {name: x.to(home) for name, x in example.items()}
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        for i, spec in enumerate(tqdm(specs, desc="comparing subnets", disable=not progress)):
-            expected = supernet.subnet(spec)(**example)
-            if not agree(scripted(*example.values(), torch.tensor([i])), expected):
-                raise ExportError(
-                    f"subnet {i} ({spec}): the scripted network's output differs from the supernet's; its "
-                    "forward does what tracing cannot see, such as a branch on the type of a value; rewrite "
-                    "that, or use subnetact.export.to_exported_programs"
-                )
 
 
 @contextmanager

@@ -8,8 +8,10 @@ import re
 import shutil
 from collections.abc import Sequence
 from importlib.resources import as_file, files
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,8 +178,8 @@ class ShapeCoded(nn.Module):
         return output
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
 def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from typing import Any
 
 from subnetact.errors import PolicyError, TableError
 from subnetact.latency import LatencyTable
@@ -61,13 +61,14 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
         PolicyError: not finite, or below the fastest option of the table.
     """
     check_accuracy(table)
-    if not isinstance(slo_ms, Real) or not (math.isfinite(slo_ms) and slo_ms > 0):
-        raise PolicyError(f"slo_ms: {slo_ms!r} must be a number, finite and > 0")
+    slo_ms = _number(slo_ms, "slo_ms")
+    if not (math.isfinite(slo_ms) and slo_ms > 0):
+        raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
     if slo_ms < table.fastest_ms:
         raise PolicyError(
             f"slo_ms: {slo_ms} ms is below the fastest option ({table.fastest_ms:g} ms); ask for more"
         )
-    return float(slo_ms)
+    return slo_ms
 
 
 def check_margin(margin: float, name: str) -> float:
@@ -76,6 +77,16 @@ def check_margin(margin: float, name: str) -> float:
     Raises:
         PolicyError: negative or not finite.
     """
-    if not isinstance(margin, Real) or not (math.isfinite(margin) and margin >= 0):
-        raise PolicyError(f"{name}: {margin!r} must be a number, finite and >= 0")
-    return float(margin)
+    margin = _number(margin, name)
+    if not (math.isfinite(margin) and margin >= 0):
+        raise PolicyError(f"{name}: {margin} must be finite and >= 0")
+    return margin
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise PolicyError(f"{name}: {value!r} must be a number")

@@ -19,6 +19,7 @@ from subnetact.export import load_exported, to_exported_programs, to_onnx
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet import Supernet
 
+X = torch.zeros(1)
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -63,6 +64,21 @@ class TwoHeads(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = self.depth(x)
         return {"map": x, "mean": x.mean((2, 3))}
+
+
+@pytest.mark.parametrize(
+    ("output", "names"),
+    [
+        (X, ["output"]),
+        ({"a": X, "b": X}, ["a", "b"]),
+        ({"a": (X, X), "b": X}, ["output_0", "output_1", "output_2"]),
+        ({"a": None, "b": X}, ["output_0"]),
+        ({"input": X}, ["output_0"]),
+        ((None, X), ["output_0"]),
+    ],
+)
+def test_outputs_are_named_once_each(output: object, names: list[str]) -> None:
+    assert subnetact.export.onnx._names(output) == names
 
 
 def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> None:

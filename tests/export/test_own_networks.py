@@ -54,6 +54,8 @@ class Loop(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count))
         self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Sequential(nn.Dropout(0.5), nn.Identity())
+        self.count = nn.Linear(4, 4)
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,6 +71,19 @@ def plain(network: Any, x: Tensor) -> Tensor:
 def unused_between(network: Any, x: Tensor) -> Tensor:
     for i, layer in enumerate(network.layers):
         _ = x * i
+        x = layer(x)
+    return x
+
+
+def nothing_after(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        x = network.drop(layer(x))
+    return x
+
+
+def counted_aside(network: Any, x: Tensor) -> Tensor:
+    for layer in network.layers:
+        network.count(x)
         x = layer(x)
     return x
 
@@ -130,7 +145,7 @@ def overwritten(network: Any, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("body", [plain, unused_between])
+@pytest.mark.parametrize("body", [plain, unused_between, nothing_after, counted_aside])
 def test_loops_that_hand_on_are_exported(body: Any, tmp_path: Path) -> None:
     agreeing(keeping(Loop(body)), tmp_path / "m.pt", (torch.randn(3, 4),))
 
@@ -184,6 +199,29 @@ def test_the_comparison_covers_every_subnet_on_inputs_that_tell(tmp_path: Path) 
             to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(ExportError, match="give one batch, a tensor, of each input: x"):
         to_torchscript(supernet, tmp_path / "m.pt", specs, inputs=["x"], example=[torch.zeros(4)] * 2)
+
+
+class OneAtATime(nn.Module):
+    """Runs on batches of one, of whole numbers in floating point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.embedding(x.long()).view(1, -1, 4))
+
+
+def test_an_example_is_run_as_it_is(tmp_path: Path) -> None:
+    supernet = keeping(OneAtATime(), 1)
+    specs = list(supernet.space.enumerate())
+    for example in (torch.zeros(1, 3), torch.tensor([[3.0, 5.0, 7.0]])):
+        to_torchscript(supernet, tmp_path / "m.pt", specs, example=example)
+        engine = subnetact.Engine(supernet, specs, example=example[0])
+        to_torchscript(engine, tmp_path / "m.pt")
+    with pytest.raises(ExportError, match=r"example: subnet 0 \(.*\) does not run on it"):
+        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.full((1, 3), 99.0))
 
 
 class Several(nn.Module):
@@ -347,6 +385,19 @@ def test_inputs_of_another_rank_are_refused_as_batchnorm_does(tmp_path: Path) ->
     scripted = to_torchscript(supernet, tmp_path / "m.pt", specs, allow_uncalibrated=True)
     with pytest.raises(Exception, match="BatchNorm got 3 dimensions"):
         scripted(torch.randn(3, 4, 4), torch.tensor([0]))
+
+
+class AnyRank(nn.BatchNorm2d):
+    def _check_input_dim(self, x: Tensor) -> None:
+        """Take everything."""
+
+
+def test_norms_with_a_check_of_their_own_keep_it(tmp_path: Path) -> None:
+    network = nn.Sequential()
+    network.add_module("stem", AnyRank(4))
+    network.add_module("layers", nn.Sequential(nn.Conv1d(4, 4, 1)))
+    supernet = keeping(network, 1, stem=SubnetNorm.on())
+    agreeing(supernet, tmp_path / "m.pt", (torch.randn(2, 4, 6),))
 
 
 def test_what_torchscript_does_not_run_is_named(tmp_path: Path) -> None:

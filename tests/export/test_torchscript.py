@@ -166,8 +166,9 @@ def test_a_row_with_batchnorm_is_a_registered_subnet(digits: Supernet, tmp_path:
     assert torch.equal(scripted.forward_row(x, scripted.row(1)), scripted(x, torch.tensor([1])))
     with pytest.raises(Exception, match="no BatchNorm statistics for this row; calibrate"):
         scripted.forward_row(x, list(digits.space.resolve(digits.space.largest())))
-    with pytest.raises(Exception, match=r"row has 2 numbers; this file takes \d+"):
-        scripted.forward_row(x, [1, 2])
+    for row in ([1, 2], [*scripted.row(1), 0], []):
+        with pytest.raises(Exception, match=rf"row has {len(row)} numbers; this file takes \d+"):
+            scripted.forward_row(x, row)
 
 
 class Elastic(nn.Module):
