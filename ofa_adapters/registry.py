@@ -102,7 +102,7 @@ def load(
         constructor = found.infer(tensors, constructor)
     network, space, elastic = found.build(**constructor)
     if tensors is not None:
-        hint = _hint(family if _mostly(tensors, network) else identify(tensors), family)
+        hint = _hint(identify(tensors), family, _mostly(tensors, network))
         fill(network, tensors, found.rename, subject, found.unused, hint)
     supernet = insert_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
@@ -119,8 +119,10 @@ def _mostly(tensors: Mapping[str, Any], network: nn.Module) -> bool:
     return 2 * sum(name in own for name in tensors) > len(own)
 
 
-def _hint(looks_like: str | None, family: str) -> str:
+def _hint(looks_like: str | None, family: str, own_names: bool) -> str:
     if looks_like == family:
+        return "Check the constructor arguments it was made with, and that the file is complete"
+    if looks_like is None and own_names:
         return "Check the family, the constructor arguments it was made with, and that the file is complete"
     if looks_like is None:
         return f"It looks like no family known here; those are {', '.join(_MODULES)}"
