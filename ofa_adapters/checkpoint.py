@@ -107,8 +107,6 @@ def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str,
         CheckpointError: there is no readable `config.json`.
     """
     path = Path(directory) / "config.json"
-    if (path.parent / "bundle.json").is_file():
-        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {key: value for key, value in content.items() if key in known}

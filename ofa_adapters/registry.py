@@ -92,9 +92,9 @@ def load(
     subject, tensors = family, None
     if isinstance(checkpoint, str | PathLike):
         subject = f"{family}: {checkpoint}"
+        tensors = read(checkpoint)
         if Path(checkpoint).is_dir():
             constructor = {**settings(checkpoint, known), **constructor}
-        tensors = read(checkpoint)
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)

@@ -78,21 +78,18 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
         )
 
 
-def check_batch(x: Any, example: Any, cause: Exception) -> None:
+def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") -> None:
     """Say what is wrong with a batch that a network has failed on, if it is not like the example.
 
     Args:
         x: the batch.
         example: one input without a batch dimension; None = not known.
         cause: what the network raised.
+        where: the name of this part in messages.
 
     Raises:
         InvalidRequest: naming what was given and what is served.
     """
-    _check_part(x, example, cause, "batch")
-
-
-def _check_part(x: Any, example: Any, cause: Exception, where: str) -> None:
     served = "tensors"
     like = isinstance(x, Tensor | tuple | dict)
     if isinstance(example, Tensor):
@@ -104,7 +101,7 @@ def _check_part(x: Any, example: Any, cause: Exception, where: str) -> None:
         served = f"batches of {described(example)}"
         like = _parts(x) == _parts(example)
         for name in _parts(example) if like else ():
-            _check_part(x[name], example[name], cause, f"{where}[{name!r}]")
+            check_batch(x[name], example[name], cause, f"{where}[{name!r}]")
     if not like:
         raise InvalidRequest(f"{where}: got {described(x)}, this engine serves {served}") from cause
 

@@ -99,9 +99,9 @@ def load_subject(
     elif model:
         supernet = _built(model, constructor)
     elif family:
-        adapters = import_module("ofa_adapters")
-        supernet = adapters.load(family, checkpoint, **(constructor or {}))
-        usual = import_module("ofa_adapters.registry").family_of(family)
+        registry = import_module("ofa_adapters.registry")
+        supernet = registry.load(family, checkpoint, **(constructor or {}))
+        usual = registry.family_of(family)
         shape = list(usual.input_shape)
         if not _dtype(usual.input_dtype).is_floating_point:
             input_cast = _dtype(usual.input_dtype)

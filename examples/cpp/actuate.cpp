@@ -1,9 +1,10 @@
 // Actuates every subnet of a file that subnetact.export.to_torchscript wrote.
 //
-//   actuate model.pt cases.pt [threads]
+//   actuate model.pt cases.pt [threads [rounds]]
 //
 // cases.pt is torch.save({"inputs": [...], "outputs": [one per subnet]}) from Python, made by views on one
-// thread; outputs are compared with torch::equal. Prints what the file holds, what its policy chooses, and what switching costs.
+// thread; outputs are compared with torch::equal. Prints what the file holds, what its policy chooses, and
+// what switching costs.
 #include <ATen/Parallel.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/script.h>

@@ -37,12 +37,13 @@ def compare(
     home = next(supernet.parameters()).device
     example = {name: x.to(home) for name, x in example.items()}
     varied = {name: _random(x) for name, x in example.items()}
+    constant = any(varied[name] is not example[name] for name in example)
     for i, spec in enumerate(tqdm(specs, desc="comparing subnets", disable=not progress)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
             view = supernet.subnet(spec)
         _compare_one(scripted, view, f"subnet {i} ({spec})", example, torch.tensor([i]))
-        if any(varied[name] is not example[name] for name in example):
+        if constant:
             with suppress(_DoesNotRun):
                 _compare_one(scripted, view, f"subnet {i} ({spec})", varied, torch.tensor([i]))
 
@@ -62,7 +63,7 @@ def _compare_one(
         try:
             same, why = agree(scripted(*inputs.values(), number), expected), ""
         except Exception as error:
-            same, why = False, f" ({str(error).strip().splitlines()[-1]})"
+            same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
     if not same:
         raise ExportError(
             f"{subnet}: the scripted network's output differs from the supernet's{why}; its forward does "

@@ -80,9 +80,10 @@ def to_onnx(
             name = f"{subnet.id} ({subnet.spec})"
             view, _ = engine.supernet.private_view(subnet.spec)
             program = exported_program(view, x, name, dynamic_batch=True)
-            same_outputs(program.module(), view, x, name, "torch.export", *TOLERANCES["none"])
+            traced = program.module()
+            same_outputs(traced, view, x, name, "torch.export", *TOLERANCES["none"])
             with _silent(), blamed(view, name, "torch.onnx"):
-                names = _names(program.module()(x))
+                names = _names(traced(x))
                 made = torch.onnx.export(
                     program, (), input_names=["input"], output_names=names, dynamo=True, verbose=False
                 )
