@@ -28,7 +28,7 @@ from subnetact.errors import RequestError, SubnetActError
 from subnetact.serving.datasets import TRACES, load_trace
 from subnetact.serving.traces import bursty, from_timestamps, poisson, time_varying
 
-__all__ = ["ask_batcher", "ask_server", "trace"]
+__all__ = ["ask_batcher", "ask_server", "refusal", "trace"]
 
 
 def trace(name: str, qps: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:
@@ -96,7 +96,7 @@ async def ask_server(
         body = f'{{"deadline_ms": {left_ms:.3f}{floor}, "pixels": {pixels[i % len(pixels)]}}}'
         status, answer = await client.post(body.encode())
         if status != 200:
-            raise Refused(_reason(status, answer))
+            raise Refused(refusal(status, answer))
         found = json.loads(answer)
         return Reply(found["class"], found["subnet"], found["accuracy"])
 
@@ -107,7 +107,7 @@ async def ask_server(
         client.close()
 
 
-def _reason(status: int, answer: bytes) -> str:
+def refusal(status: int, answer: bytes) -> str:
     """The error that the server names, or the status where something before it answered."""
     try:
         return str(json.loads(answer)["error"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +39,19 @@ except RuntimeError:
 @pytest.fixture
 def rng() -> random.Random:
     return random.Random(0)
+
+
+def _wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {timeout_s:g} s"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[..., None]:
+    """Waits until a condition holds, and fails the test after 20 s or `timeout_s`."""
+    return _wait_for
 
 
 @pytest.fixture

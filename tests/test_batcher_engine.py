@@ -11,6 +11,7 @@ import torch
 
 import subnetact
 from subnetact.errors import InvalidRequest, ProfileMismatch
+from subnetact.serving.batcher import Answer
 from subnetact.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -40,7 +41,7 @@ def table_of(engine: subnetact.Engine, **stamp: str) -> subnetact.LatencyTable:
 def test_every_answer_is_its_own_requests(engine: subnetact.Engine) -> None:
     expected = [engine(IMAGES, subnet=i) for i in range(len(engine))]
 
-    async def serve() -> list[subnetact.serving.batcher.Answer]:
+    async def serve() -> list[Answer]:
         policy = subnetact.SlackFit(table_of(engine), slo_ms=SLO_MS)
         async with subnetact.Batcher(engine, policy=policy) as batcher:
             return await asyncio.gather(*(batcher.infer(x, deadline_ms=SLO_MS) for x in IMAGES))

@@ -55,6 +55,12 @@ def start(script, *options):
     )
 
 
+def end(process):
+    process.kill()
+    process.wait(20)
+    process.stdout.close()
+
+
 def address(process):
     line = process.stdout.readline()
     found = re.fullmatch(r"listening on http://([\d.]+):(\d+)\n", line)
@@ -63,31 +69,40 @@ def address(process):
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    """Both servers: FastAPI as it starts by default, the threaded one on a bundle."""
-    fastapi = start("fastapi_server.py")
-    threaded = None
+def fastapi_process():
+    """The FastAPI server as it starts by default; it builds and profiles its engine meanwhile."""
+    process = start("fastapi_server.py")
+    yield process
+    end(process)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The engine of the servers, and a bundle of it."""
+    engine = digits_engine.digits_engine()
+    engine.tables["cpu"] = LatencyTable.from_arrays(
+        engine.keys, engine.accuracy, [1, 8], [[1.0 + s, 2.0 + s] for s in range(len(engine))]
+    )
+    bundle = tmp_path_factory.mktemp("served") / "bundle"
+    engine.save(bundle)
+    return engine, bundle
+
+
+@pytest.fixture(scope="module")
+def running(fastapi_process, saved):
+    """The engine, and the addresses of both servers; the threaded one serves the bundle."""
+    engine, bundle = saved
+    threaded = start("threaded_server.py", "--bundle", str(bundle), "--policy", "hullfit")
     try:
-        engine = digits_engine.digits_engine()
-        engine.tables["cpu"] = LatencyTable.from_arrays(
-            engine.keys, engine.accuracy, [1, 8], [[1.0 + s, 2.0 + s] for s in range(len(engine))]
-        )
-        bundle = tmp_path_factory.mktemp("served") / "bundle"
-        engine.save(bundle)
-        threaded = start("threaded_server.py", "--bundle", str(bundle), "--policy", "hullfit")
-        processes = dict(zip(SERVERS, (fastapi, threaded), strict=True))
-        yield engine, {name: (process, address(process)) for name, process in processes.items()}
+        processes = zip(SERVERS, (fastapi_process, threaded), strict=True)
+        yield engine, {name: address(process) for name, process in processes}
     finally:
-        for process in (fastapi, threaded):
-            if process is not None:
-                process.kill()
-                process.wait(20)
-                process.stdout.close()
+        end(threaded)
 
 
 @pytest.fixture(params=SERVERS)
 def server(request, running):
-    return running[1][request.param][1]
+    return running[1][request.param]
 
 
 def call(address, method, path, body=None):
@@ -194,7 +209,7 @@ def test_other_addresses_do_not_exist(server):
 
 
 def test_the_load_generator_reports_over_http(running, tmp_path):
-    host, port = running[1]["fastapi_server.py"][1]
+    host, port = running[1]["fastapi_server.py"]
     out = tmp_path / "report.json"
     command = f"load_generator.py --url http://{host}:{port}/infer --trace servegen --slo-ms 20000"
     command += " --qps 60 --seconds 2"
@@ -215,18 +230,21 @@ def test_the_load_generator_reports_over_http(running, tmp_path):
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_shutting_down_finishes_what_was_accepted(running, name):
-    """Runs last: health turns to 503 while answers still come, then the process ends."""
-    process, server = running[1][name]
-    process.send_signal(signal.SIGTERM)
-    while call(server, "GET", "/healthz")[0] == 200:
-        time.sleep(0.01)
-    status, _, text = call(server, "GET", "/healthz")
-    assert (status, json.loads(text)) == (503, {"status": "closing"})
-    assert infer(server, torch.zeros(256))[0] == 200
-    assert process.wait(30) in (0, -signal.SIGTERM)
-    with pytest.raises(ConnectionRefusedError):
-        call(server, "GET", "/healthz")
+def test_shutting_down_finishes_what_was_accepted(saved, name, wait_for):
+    """Health turns to 503 while answers still come, then the process ends."""
+    process = start(name, "--bundle", str(saved[1]))
+    try:
+        server = address(process)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: call(server, "GET", "/healthz")[0] != 200)
+        status, _, text = call(server, "GET", "/healthz")
+        assert (status, json.loads(text)) == (503, {"status": "closing"})
+        assert infer(server, torch.zeros(256))[0] == 200
+        assert process.wait(30) in (0, -signal.SIGTERM)
+        with pytest.raises(ConnectionRefusedError):
+            call(server, "GET", "/healthz")
+    finally:
+        end(process)
 
 
 # -- parts of the servers, without a process -----------------------------------------------------
@@ -285,14 +303,13 @@ async def post(app, pixels, leave=None):
     return sent[0]["status"], headers, b"".join(m.get("body", b"") for m in sent[1:])
 
 
-def test_a_full_queue_says_when_to_come_back():
+def test_a_full_queue_says_when_to_come_back(wait_for):
     async def main():
         with gated_app() as (app, runner, batcher):
             first = asyncio.create_task(post(app, [1, 0, 0, 0]))
             assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
             second = asyncio.create_task(post(app, [0, 1, 0, 0]))
-            while not batcher.stats().queued:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued)
             status, headers, body = await post(app, [0, 0, 1, 0])
             assert (status, headers["retry-after"]) == (429, "1")
             assert json.loads(body)["error"] == "QueueFull"
@@ -303,15 +320,14 @@ def test_a_full_queue_says_when_to_come_back():
     asyncio.run(main())
 
 
-def test_a_client_that_goes_away_takes_its_request_along():
+def test_a_client_that_goes_away_takes_its_request_along(wait_for):
     async def main():
         with gated_app() as (app, runner, batcher):
             first = asyncio.create_task(post(app, [1, 0, 0, 0]))
             assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
             leave = asyncio.Event()
             second = asyncio.create_task(post(app, [0, 1, 0, 0], leave))
-            while not batcher.stats().queued:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued)
             leave.set()
             assert (await second)[0] == fastapi_server.CLIENT_CLOSED
             assert batcher.stats().queued == 0
@@ -338,7 +354,7 @@ def test_without_a_worker_the_service_is_not_healthy():
     ],
 )
 def test_the_load_generator_names_what_refused_it(answer, reason):
-    assert load_generator._reason(502, answer) == reason
+    assert load_generator.refusal(502, answer) == reason
 
 
 def test_a_batch_that_fails_is_a_server_error():

@@ -19,6 +19,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 def test_the_examples_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch.manual_seed(0)
     names: dict[str, object] = {}
     first, table, second, export, cases = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(compile(first, "README.md", "exec"), names)

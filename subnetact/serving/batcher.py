@@ -42,6 +42,8 @@ class Batcher:
     allow; what a hung call returns later is discarded. Running out of memory halves the largest batch of
     that subnet. While a worker is down the policy sees fewer workers, so accuracy gives way first.
 
+    Its threads are named `subnetact-batcher-0`, `-1` and so on, and `subnetact-batcher-supervisor`.
+
     Latencies are learned: the policy plans with what batches really take here (about the 97th percentile
     of each subnet and batch size), not with the table alone.
 
@@ -190,10 +192,7 @@ class Batcher:
 
     def stats(self) -> BatcherStats:
         """A consistent snapshot of counters and histograms."""
-        core = self._core
-        correction, drifted = core.learner.corrections.drift()
-        with core.lock:
-            return core.ledger.seen.snapshot(**core.facts(), correction=correction, drifted=drifted)
+        return self._core.stats()
 
     def prometheus(self) -> str:
         """The snapshot in Prometheus' text format, for a `/metrics` endpoint."""
@@ -203,6 +202,23 @@ class Batcher:
     def corrections(self) -> Corrections:
         """What was learned about this machine's latencies: look at it, save it, load it."""
         return self._core.learner.corrections
+
+    def replan(self) -> bool:
+        """Plan with what was learned so far at once, for example after `corrections.load(path)`.
+
+        Without this call the batcher does the same by itself, usually within a fraction of a second of the
+        next batch. Any thread may call it, but not a policy while it decides.
+
+        Returns:
+            Whether the policy was given other latencies. It is not if they moved by less than 5 %, or if the
+            batcher has done so by itself just before; `stats().replanned` counts both.
+        """
+        return self._core.replan(at_once=True)
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused, because `drain` or `close` was called."""
+        return self._core.closing
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests and wait until every accepted one has its outcome.

@@ -16,6 +16,7 @@ from subnetact.serving.failures import alone_failed, policy_failed, queue_full, 
 from subnetact.serving.jobs import Job, is_out_of_memory
 from subnetact.serving.learner import Learner
 from subnetact.serving.ledger import Ledger
+from subnetact.serving.observation import BatcherStats
 from subnetact.serving.requests import Outcome, Request
 from subnetact.serving.roster import Roster
 from subnetact.serving.waiting import Waiting
@@ -267,15 +268,26 @@ class Core:
             self._wake_all()
             return self.ledger.owed(outcomes)
 
-    def facts(self) -> dict[str, Any]:
-        """What a snapshot says beside the counters; call it under the lock."""
-        return {
-            "queued": len(self.waiting),
-            "running": sum(len(job.requests()) for job in self._jobs.values()),
-            "workers": len(self.roster.free_at_ms),
-            "workers_up": self.roster.up(),
-            "batch_limits": dict(self._dispatcher.limits),
-        }
+    # -- at any time -----------------------------------------------------------------------------
+
+    def stats(self) -> BatcherStats:
+        """Return a consistent snapshot of counters and histograms."""
+        correction, drifted = self.learner.corrections.drift()
+        with self.lock:
+            return self._seen.snapshot(
+                queued=len(self.waiting),
+                running=sum(len(job.requests()) for job in self._jobs.values()),
+                replanned=self.learner.replanned,
+                workers=len(self.roster.free_at_ms),
+                workers_up=self.roster.up(),
+                batch_limits=dict(self._dispatcher.limits),
+                correction=correction,
+                drifted=drifted,
+            )
+
+    def replan(self, at_once: bool = False) -> bool:
+        """Let the policy plan with what was learned, as `Learner.refresh` does; tell whether it changed."""
+        return self.learner.refresh(at_once)
 
     # -- under the lock --------------------------------------------------------------------------
 

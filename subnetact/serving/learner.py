@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,9 @@ class Learner:
         self.corrections = Corrections(table)
         #: set when a request is dropped
         self.starving = False
+        #: how often the policy and the dispatcher were given other latencies
+        self.replanned = 0
+        self._turn = RLock()  # the supervisor and a client may ask at the same time
         self._table = table
         self._policy = policy
         self._dispatcher = dispatcher
@@ -96,15 +99,27 @@ class Learner:
 
     def report(self) -> None:
         """Log what there is to say: not under the lock, for a handler may take its time."""
-        while self._said:
-            text, arguments, error = self._said.popleft()
-            _log.log(logging.ERROR if error else logging.WARNING, text, *arguments, exc_info=error)
+        with self._turn:
+            while self._said:
+                text, arguments, error = self._said.popleft()
+                _log.log(logging.ERROR if error else logging.WARNING, text, *arguments, exc_info=error)
 
-    def refresh(self) -> bool:
-        """Apply what was learned, if it moved enough and the last time is long enough ago; tell whether."""
+    def refresh(self, at_once: bool = False) -> bool:
+        """Apply what was learned, if it moved by more than 5 % since it was last applied.
+
+        Args:
+            at_once: whether to do so even if the last time is not long enough ago.
+
+        Returns:
+            Whether the policy and the dispatcher were given other latencies.
+        """
         self.report()
+        with self._turn:
+            return self._refresh(at_once)
+
+    def _refresh(self, at_once: bool) -> bool:
         started = self._clock_ms()
-        if started < self._next_ms:
+        if started < self._next_ms and not at_once:
             return False
         self._next_ms = started + _LEAST_PAUSE_MS
         learned, starving = (self._batches, self.corrections.loads), self.starving
@@ -140,6 +155,7 @@ class Learner:
                 _log.warning("the policy cannot plan with what was learned, and keeps its plan: %s", error)
         with self._lock:
             self._dispatcher.adopt(policy, expected)
+            self.replanned += 1
         self._policy, self._used = policy, logs
         return True
 

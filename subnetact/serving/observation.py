@@ -40,6 +40,8 @@ class BatcherStats:
         died: workers that ended by an exception that is no `Exception`.
         revived: worker threads started again.
         retried: requests given a second try after a worker hung or died.
+        replanned: times the policy was given other latencies, because those it planned with were found to be
+            more than 5 % wrong or because a subnet ran out of memory.
         workers: workers there should be.
         workers_up: workers that can take a batch, now or after the one they run.
         accuracy_sum: sum over met requests of the profiled accuracy of their subnet, percent.
@@ -70,6 +72,7 @@ class BatcherStats:
     died: int = 0
     revived: int = 0
     retried: int = 0
+    replanned: int = 0
     workers: int = 0
     workers_up: int = 0
     accuracy_sum: float = 0.0

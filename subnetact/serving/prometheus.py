@@ -22,6 +22,7 @@ _COUNTERS = {
     "died": "Workers that died.",
     "revived": "Worker threads started again.",
     "retried": "Requests given a second try after a worker was lost.",
+    "replanned": "Times the policy was given other latencies.",
 }
 _GAUGES = {
     "queued": "Requests waiting.",

@@ -147,7 +147,7 @@ class Workers:
                 self._deliver(outcomes)
                 for worker in revived:
                     self._start_again(worker)
-                core.learner.refresh()
+                core.replan()
                 if self._log is not None:
                     self._log.flush()
             except Exception:

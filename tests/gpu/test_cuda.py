@@ -24,7 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded_and_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 

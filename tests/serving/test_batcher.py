@@ -77,6 +77,8 @@ def test_threads_get_their_own_answers(a40, engine):
 
 
 def test_asyncio_gets_its_own_answers(a40, engine):
+    before = set(threading.enumerate())
+
     async def main():
         async with Batcher(engine, policy=HullFit(a40)) as batcher:
             answers = await asyncio.gather(*(batcher.infer(x, FOREVER) for x in range(300)))
@@ -85,7 +87,7 @@ def test_asyncio_gets_its_own_answers(a40, engine):
 
     batcher = asyncio.run(main())
     assert batcher.stats().met == 300
-    assert not any(thread.is_alive() for thread in batcher._workers.threads())
+    assert set(threading.enumerate()) <= before
 
 
 def test_many_event_loops_at_once(a40, engine):
@@ -241,7 +243,7 @@ def test_cancelled_requests_do_not_run(a40, engine):
         async with Batcher(engine, policy=SlackFit(a40)) as batcher:
             engine.gate.clear()
             first = asyncio.ensure_future(batcher.infer(0, FOREVER))
-            await asyncio.get_running_loop().run_in_executor(None, engine.entered.acquire)
+            assert await asyncio.to_thread(engine.entered.acquire, timeout=20)
             doomed = asyncio.ensure_future(batcher.infer(1, FOREVER))
             kept = asyncio.ensure_future(batcher.infer(2, FOREVER))
             await asyncio.sleep(0)
@@ -262,18 +264,20 @@ def test_cancelled_requests_do_not_run(a40, engine):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_closing_gives_every_request_an_outcome(a40, engine, drain):
+def test_closing_gives_every_request_an_outcome(a40, engine, drain, wait_for):
+    before = set(threading.enumerate())
     batcher = Batcher(engine, policy=SlackFit(a40))
     first = held(engine, batcher)
     waiting = [batcher.submit(x, FOREVER) for x in range(40)]
     closer = threading.Thread(target=batcher.close, kwargs={"drain": drain})
+    assert not batcher.closing
     closer.start()
-    while not batcher._core.closing:
-        pass
+    wait_for(lambda: batcher.closing)
     with pytest.raises(BatcherClosed):
         batcher.submit(1, FOREVER)
     engine.gate.set()
     closer.join(20)
+    assert not closer.is_alive()
     assert first.result(0).output[1] == 0
     for x, future in enumerate(waiting):
         if drain:
@@ -281,7 +285,7 @@ def test_closing_gives_every_request_an_outcome(a40, engine, drain):
         else:
             with pytest.raises(BatcherClosed):
                 future.result(0)
-    assert not any(thread.is_alive() for thread in batcher._workers.threads())
+    assert set(threading.enumerate()) <= before
     stats = batcher.stats()
     assert stats.met + stats.closed == stats.submitted == 41
     batcher.close()

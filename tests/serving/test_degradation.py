@@ -42,14 +42,15 @@ class VirtualServer:
 
     def serve(self, arrivals_ms: Any) -> tuple[float, float]:
         """(attainment, mean accuracy) of these arrivals."""
-        before = self.core.ledger.seen.met, self.core.ledger.seen.accuracy_sum
+        before = self.core.stats()
         for at in arrivals_ms:
             self._until(float(at))
             self.core.admit(0, 36.0, 0.0, 0, None, None)
             self._give_work()
         self._until(self.now + 200.0)
-        met = self.core.ledger.seen.met - before[0]
-        return met / len(arrivals_ms), (self.core.ledger.seen.accuracy_sum - before[1]) / met
+        after = self.core.stats()
+        met = after.met - before.met
+        return met / len(arrivals_ms), (after.accuracy_sum - before.accuracy_sum) / met
 
     def lose(self, worker: int) -> None:
         """It dies, and dies again whenever it comes back."""
@@ -96,7 +97,7 @@ def test_a_lost_worker_costs_accuracy_and_not_deadlines(policy: Any) -> None:
     whole = server.serve(np.cumsum(rng.exponential(1 / 3.0, 6000)))
     server.lose(1)
     fewer = server.serve(server.now + np.cumsum(rng.exponential(1 / 3.0, 6000)))
-    assert server.core.facts()["workers_up"] == 2
+    assert server.core.stats().workers_up == 2
     assert whole[0] >= 0.995
     assert fewer[0] >= 0.99
     assert whole[1] - 6.0 < fewer[1] < whole[1] - 0.5

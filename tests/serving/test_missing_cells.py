@@ -1,6 +1,7 @@
 """Cells that cannot run, or were not measured, are chosen by no policy."""
 
 import math
+import tracemalloc
 from itertools import product
 
 import numpy as np
@@ -107,6 +108,12 @@ def test_the_batcher_pads_to_a_size_that_was_measured():
 def test_what_floors_cost_is_kept_once_for_each_accuracy():
     table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
     dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0)
-    costs = {dispatcher.least_ms(60.0 + i / 1000) for i in range(20_000)}
+    floors = [60.0 + i / 1000 for i in range(20_000)]
+    tracemalloc.start()
+    try:
+        costs = {dispatcher.least_ms(floor) for floor in floors}
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert costs == {1.0, 2.0}
-    assert len(dispatcher._floor_cost) == 2
+    assert kept_bytes < 50_000, "20,000 costs take megabytes"

@@ -1,3 +1,4 @@
+import tracemalloc
 from bisect import insort
 
 import pytest
@@ -108,11 +109,16 @@ def test_taken_items_are_released():
 
 
 def test_long_queues_are_compacted():
-    queue = EDFQueue()
-    for block in range(200):
-        queue.extend([float(block)] * 100, range(block * 100, block * 100 + 100))
-        queue.take(100 if block % 2 else 99)
-    assert len(queue._deadlines) < 4000
+    queue, entry_bytes = EDFQueue(), 3 * 8  # deadline, item and floor
+    tracemalloc.start()
+    try:
+        for block in range(200):
+            queue.extend([float(block)] * 100, range(block * 100, block * 100 + 100))
+            queue.take(100 if block % 2 else 99)
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 4000 * entry_bytes, "20,000 entries were queued"
     assert len(queue) == 100
 
 
