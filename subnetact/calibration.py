@@ -23,8 +23,6 @@ from subnetact.supernet import Supernet, as_supernet
 
 __all__ = ["CalibrationReport", "calibrate"]
 
-SAVE_EVERY_S = 10.0
-"""Seconds of work after which unfinished work is saved, at the end of a subnet's batch."""
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +74,7 @@ def calibrate(
     rule: str | None = None,
     *,
     resume: str | PathLike[str] | None = None,
+    save_every_s: float = 10.0,
     tolerance: float | None = None,
     memory_mb: float = 1024.0,
 ) -> CalibrationReport:
@@ -99,9 +98,11 @@ def calibrate(
         progress: whether to show a progress bar, on a terminal.
         rule: `weighted_biased` or `cumulative_unbiased`; default: the rule of the supernet's family,
             `weighted_biased` for an own network.
-        resume: a file that keeps unfinished work, written every ten seconds and at the end. Where it
-            exists, the work goes on from there; the statistics are those of an uninterrupted run, bit
-            for bit. The same batches must be given again, in the same order.
+        resume: a file that keeps unfinished work, written every `save_every_s` seconds and at the
+            end. Where it exists, the work goes on from there; the statistics are those of an
+            uninterrupted run, bit for bit. The same batches must be given again, in the same order.
+        save_every_s: seconds of work after which unfinished work is saved to `resume`, once the current
+            subnet has taken its batch; 0 saves after every subnet and batch.
         tolerance: where given, a subnet reads no further batch once the standard error of every
             BatchNorm's averaged mean is below `tolerance` times the layer's standard deviation, and
             that of its averaged variance below `tolerance` times the layer's variance; of both, the
@@ -123,6 +124,8 @@ def calibrate(
         raise SpecError(f"tolerance: {tolerance!r} is no positive number, 0.01 for example")
     if not memory_mb >= 0:
         raise SpecError(f"memory_mb: {memory_mb!r} is no number of MiB; give 0 to keep nothing")
+    if not save_every_s >= 0:
+        raise SpecError(f"save_every_s: {save_every_s!r} is no number of seconds; give 0 to save at once")
     as_supernet(supernet)
     if any(isinstance(given, SubnetSpec | Tensor) for given in (specs, batches)):
         raise SpecError("calibrate takes lists of specifications and of batches; write [spec] and [batch]")
@@ -133,7 +136,7 @@ def calibrate(
     with torch.inference_mode(False), torch.no_grad():
         saved = None if resume is None else Progress(resume, identity(supernet, wanted, rule, tolerance))
         run = CalibrationRun(supernet, wanted, rule, tolerance, memory_mb * 2**20)
-        _pass(run, batches, saved, start, progress)
+        _pass(run, batches, saved, save_every_s, start, progress)
         found = run.rows()
     rows = {spec: found[spec] for spec in wanted}
     _check_finite(rows)
@@ -156,6 +159,7 @@ def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
     saved: Progress | None,
+    save_every_s: float,
     start: float,
     progress: bool,
 ) -> None:
@@ -184,7 +188,7 @@ def _pass(
             bar.set_postfix(batch=given, active=run.active, refresh=False)
             for _ in run.batch(x):
                 bar.update()
-                if saved is not None and time.perf_counter() - written >= SAVE_EVERY_S:
+                if saved is not None and time.perf_counter() - written >= save_every_s:
                     saved.save(run, time.perf_counter() - start)
                     written = time.perf_counter()
             if not run.active:

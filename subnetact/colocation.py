@@ -72,12 +72,17 @@ class CoRunners:
                 process.terminate()
                 process.join()
 
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """How many forward passes each of the processes has finished so far."""
+        return tuple(int(passes.value) for passes in self._passes)
+
     def run(self, count: int) -> None:
         """Let the first `count` of them run and the others pause; return when all are at that."""
         for i, turn in enumerate(self._turns):
             turn.set() if i < count else turn.clear()
-        before = [passes.value for passes in self._passes]
-        self._wait(lambda: all(self._passes[i].value >= before[i] + 2 for i in range(count)))
+        before = self.passes
+        self._wait(lambda: all(self.passes[i] >= before[i] + 2 for i in range(count)))
         for busy in self._busy[count:]:
             self._wait(lambda busy=busy: busy.acquire(timeout=0.05))  # type: ignore[misc]
             busy.release()

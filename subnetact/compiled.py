@@ -42,6 +42,10 @@ class Compiler:
         self._sealed = False
         self._here = threading.local()
 
+    def __len__(self) -> int:
+        """Return how many subnets have code."""
+        return len(self._compiled)
+
     def of(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
         """Return the callable of a subnet, for inputs of the shapes prepared."""
         known = self._compiled.get(subnet)

@@ -354,6 +354,7 @@ class Engine:
             packed=self._cache.nbytes(Heater.KIND),
             graphs=self._cache.nbytes(Graphs.KIND),
             budget=self._budget,
+            compiled=0 if self._compiler is None else len(self._compiler),
         )
 
     # -- bundles ---------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ class EngineStats:
         slice_cache: bytes of packed slices, shared by all subnets.
         packed: bytes of the hot subnets' own tensors.
         graphs: bytes of captured graphs.
-        budget: the most bytes the last three may have together.
+        budget: the most bytes that `slice_cache`, `packed` and `graphs` may have together.
+        compiled: how many subnets have code that torch.compile made.
     """
 
     subnets: int
@@ -36,6 +37,7 @@ class EngineStats:
     packed: int
     graphs: int
     budget: int
+    compiled: int
 
 
 def weight_bytes(network: nn.Module) -> int:

@@ -35,7 +35,7 @@ from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import find_device
 from subnetact.windows import statistics_of
 
-__all__ = ["Job", "Profile", "plan", "profile"]
+__all__ = ["Job", "Profile", "count_beaten", "count_cells", "plan", "profile"]
 
 
 @dataclass(frozen=True)
@@ -248,12 +248,12 @@ def profile(job: Job, subject: Subject) -> Profile:
         runner = _runner(job, subject, chosen.specs, chosen.accuracy)
         readings = sweep(runner, job.batch_sizes, job.settings, Readings(journal), job.progress)
     facts = {**chosen.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
-    beaten = _beaten(job, readings, accuracy)
+    beaten = count_beaten(job, readings, accuracy)
     if beaten is not None:
         facts["beaten"] = beaten
     table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
-    unstable = _unstable(job, readings, len(accuracy))
-    found = Profile(table, table.monotone(), *unstable, beaten, calibrated)
+    cells = count_cells(job, readings, len(accuracy))
+    found = Profile(table, table.monotone(), *cells, beaten, calibrated)
     _write(job, found, runner.engine)
     (job.work / "done").touch()
     return found
@@ -302,16 +302,28 @@ def _measure(
     return [[latency(i, size) for size in sizes] for i in range(len(specs))]
 
 
-def _unstable(job: Job, readings: Readings, subnets: int) -> tuple[int, int]:
-    """Count the cells that ran, at every number of co-runners, and those of them that are not stable."""
+def count_cells(job: Job, readings: Readings, subnets: int) -> tuple[int, int]:
+    """Return how many cells ran, at every number of co-runners, and how many of them are not stable.
+
+    Args:
+        job: gives the batch sizes, the numbers of co-runners and the stability that is required.
+        readings: what was measured.
+        subnets: how many subnets were measured.
+    """
     levels = (0, *job.settings.colocate)
     cells = [(n, i, b) for n in levels for i in range(subnets) for b in job.batch_sizes]
     ran = [cell for cell in cells if not readings.impossible(cell)]
     return len(ran), sum(not readings.stable(cell, job.settings) for cell in ran)
 
 
-def _beaten(job: Job, readings: Readings, accuracy: Sequence[float]) -> int | None:
-    """Count subnets that are no better than another in accuracy and in any batch size's median."""
+def count_beaten(job: Job, readings: Readings, accuracy: Sequence[float]) -> int | None:
+    """Return how many subnets are no better than another one in accuracy and in any batch size's median.
+
+    Args:
+        job: gives the batch sizes.
+        readings: what was measured; only cells without co-runners count.
+        accuracy: of each subnet, percent; if one is NaN, the result is None.
+    """
     if any(map(math.isnan, accuracy)):
         return None
 

@@ -30,9 +30,6 @@ from subnetact.spec import SubnetSpec
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
-CACHED_VIEWS = 1024
-"""Views that `supernet(x, subnet=...)` keeps ready; the least recently used makes room."""
-
 
 @dataclass(frozen=True)
 class InsertReport:
@@ -69,11 +66,14 @@ class Supernet(nn.Module):
         network: the network with operators in it.
         space: its search space.
         norms: the statistics of calibrated subnets.
+        cached_views: how many views `subnet` and `supernet(x, subnet=...)` keep ready, 1024 unless another
+            number is assigned; the least recently used view makes room for a new one.
         report: what was made elastic and what was left fixed.
         origin: how to build it again: `{"name": family, "constructor": arguments}`; None = only the
             caller knows.
     """
 
+    cached_views: int = 1024
     origin: dict[str, Any] | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
@@ -288,7 +288,7 @@ class Supernet(nn.Module):
                     return cached
                 if moves == self._moves and statistics is self._norms.get(spec):
                     self._views[spec] = view, statistics
-                    while len(self._views) > CACHED_VIEWS:
+                    while len(self._views) > self.cached_views:
                         self._views.popitem(last=False)
                     return view
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from numbers import Integral
@@ -27,9 +27,17 @@ from subnetact.staging import batch_like, mapped, shapes
 from subnetact.supernet import Supernet
 from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import machine, measure, ran_out_of_memory
-from subnetact.windows import statistics_of
+from subnetact.windows import Window, statistics_of
 
-__all__ = ["environment", "measured_at", "profile_latency", "sweep", "table_of"]
+__all__ = ["environment", "make_co_runners", "measured_at", "profile_latency", "sweep", "table_of"]
+
+
+def make_co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
+    """Return the processes that run subnet `settings.colocated` beside what is measured, not yet started."""
+    engine = runner.engine
+    network = engine.supernet.extract(engine.ready(settings.colocated).spec).to(engine.device)
+    x = mapped(lambda part: part.to(engine.device), batch_like(engine.example, 1))
+    return CoRunners(network, x, settings.colocate[-1])
 
 
 def sweep(
@@ -39,16 +47,28 @@ def sweep(
     readings: Readings,
     progress: bool = True,
     label: str = "profiling",
+    measure: Callable[..., Window] = measure,
+    co_runners: Callable[[Runner, SweepSettings], CoRunners] = make_co_runners,
 ) -> Readings:
     """Measure until every cell has the windows it needs, and return the readings.
 
     Readings that are there already are not taken again. A cell whose memory runs out is noted and skipped,
     and so are larger batches of its subnet.
+
+    Args:
+        runner: prepares the call of each cell.
+        batch_sizes: ascending.
+        settings: how each cell is measured, and beside how many co-runners.
+        readings: where windows are kept.
+        progress: whether to show a progress bar.
+        label: what the progress bar says.
+        measure: takes one window of a cell; it is called as `subnetact.timing.measure` is.
+        co_runners: makes the co-runners, if the settings want any.
     """
     cells = [(n, i, b) for n in (0, *settings.colocate) for i in runner.engine.ids for b in batch_sizes]
     company: CoRunners | nullcontext[None] = nullcontext()
     if settings.colocate:
-        company = _co_runners(runner, settings)
+        company = co_runners(runner, settings)
     with company as others, tqdm(total=0, desc=label, unit="window", disable=not progress) as bar:
         for wave in _waves(cells, settings, readings):
             level = 0
@@ -59,7 +79,7 @@ def sweep(
                 elif others is not None:
                     others.run(cell[0])
                     level = cell[0]
-                _visit(runner, cell, settings, readings)
+                _visit(runner, cell, settings, readings, measure)
                 bar.update()
             if others is not None:
                 others.run(0)
@@ -91,7 +111,13 @@ def _remaining(cells: Sequence[Cell], settings: SweepSettings, readings: Reading
     )
 
 
-def _visit(runner: Runner, cell: Cell, settings: SweepSettings, readings: Readings) -> None:
+def _visit(
+    runner: Runner,
+    cell: Cell,
+    settings: SweepSettings,
+    readings: Readings,
+    measure: Callable[..., Window],
+) -> None:
     _, subnet, batch_size = cell
     try:
         with runner.prepared(subnet, batch_size) as timed:
@@ -111,13 +137,6 @@ def _visit(runner: Runner, cell: Cell, settings: SweepSettings, readings: Readin
         readings.add(cell, None)
     else:
         readings.add(cell, window)
-
-
-def _co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
-    engine = runner.engine
-    network = engine.supernet.extract(engine.ready(settings.colocated).spec).to(engine.device)
-    x = mapped(lambda part: part.to(engine.device), batch_like(engine.example, 1))
-    return CoRunners(network, x, settings.colocate[-1])
 
 
 def environment(

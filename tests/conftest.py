@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,14 @@ try:
     import torchvision  # noqa: F401
 except RuntimeError:
     _KEPT_ALIVE = _define_missing_torchvision_operators()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

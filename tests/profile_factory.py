@@ -45,6 +45,23 @@ def own_network() -> Supernet:
     return insert_(network.eval(), space, elastic)
 
 
+class Difference(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.last(self.first(a) - self.first(b))
+
+
+def two_inputs() -> Supernet:
+    space = SubnetSpace("two", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"width": v["width"][0]})
+    elastic = {"first": WeightSlice.on(out="width"), "last": WeightSlice.on(in_="width")}
+    return insert_(Difference().eval(), space, elastic)
+
+
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(6, 1, 16, 16, generator=generator) for _ in range(2)]

@@ -18,9 +18,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-G = torch.Generator().manual_seed(3)
-BATCHES = [torch.randn(n, 1, 16, 16, generator=G) for n in (6, 10, 3)]
-X = torch.randn(4, 1, 16, 16, generator=G)
+*BATCHES, X = torch.randn(23, 1, 16, 16, generator=torch.Generator().manual_seed(3)).split([6, 10, 3, 4])
 
 
 def specs_of(supernet: Supernet) -> list[SubnetSpec]:

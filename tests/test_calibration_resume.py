@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,24 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import subnetact
-from subnetact import calibration
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.operators import CollectingNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 
-G = torch.Generator().manual_seed(5)
-BATCHES = [torch.randn(n, 1, 16, 16, generator=G) for n in (6, 10, 3, 8, 7, 9)]
+
+def images(*sizes: int, seed: int) -> list[torch.Tensor]:
+    """Batches of the given sizes, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 1, 16, 16, generator=generator) for n in sizes]
+
+
+BATCHES = images(6, 10, 3, 8, 7, 9, seed=5)
 
 
 class Killed(BaseException):
     pass
-
-
-@pytest.fixture
-def every_subnet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unfinished work is saved whenever it can be."""
-    monkeypatch.setattr(calibration, "SAVE_EVERY_S", 0.0)
 
 
 def specs_of(supernet: Supernet) -> list[SubnetSpec]:
@@ -70,7 +68,6 @@ def dying_after(collected: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 def test_killed_anywhere_and_resumed_gives_the_same_bits(
     digits: Supernet,
     tmp_path: Path,
-    every_subnet: None,
     monkeypatch: pytest.MonkeyPatch,
     after: int,
     tolerance: float | None,
@@ -82,7 +79,9 @@ def test_killed_anywhere_and_resumed_gives_the_same_bits(
     with monkeypatch.context() as patch:
         died = dying_after(after, patch)
         with pytest.raises(Killed):
-            subnetact.calibrate(digits, specs, BATCHES, False, resume=path, tolerance=tolerance)
+            subnetact.calibrate(
+                digits, specs, BATCHES, False, resume=path, save_every_s=0, tolerance=tolerance
+            )
         assert died()
     assert len(digits.norms) == 0
     assert [p.name for p in tmp_path.iterdir()] in ([], ["unfinished"])
@@ -103,7 +102,7 @@ def test_finished_work_is_read_back_without_computing(
     assert same(rows(digits), expected)
     assert again.layers_computed == first.layers_computed
     assert again.seconds > first.seconds
-    more = torch.randn(5, 1, 16, 16, generator=G)
+    (more,) = images(5, seed=6)
     subnetact.calibrate(digits, specs, [*BATCHES, more], False, resume=path)
     longer = rows(digits)
     subnetact.calibrate(digits, specs, [*BATCHES, more], False)
@@ -122,7 +121,7 @@ class Branching(nn.Module):
 
 
 def test_subnets_that_run_one_at_a_time_resume_too(
-    digits: Supernet, tmp_path: Path, every_subnet: None, monkeypatch: pytest.MonkeyPatch
+    digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digits.network = Branching(digits.network)
     specs, path = specs_of(digits), tmp_path / "unfinished"
@@ -133,23 +132,25 @@ def test_subnets_that_run_one_at_a_time_resume_too(
     with monkeypatch.context() as patch:
         dying_after(150, patch)
         with pytest.raises(Killed):
-            subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+            subnetact.calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
     assert path.exists()
     subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), expected)
 
 
 CHILD = """
-import sys, torch, subnetact
-from subnetact import calibration
+import os, signal, sys, torch, subnetact
 from subnetact.digits import new_digits_supernet
 torch.manual_seed(0)
 torch.set_num_threads(1)
 supernet = new_digits_supernet().eval()
 specs = [supernet.space.sample(seed) for seed in range(6)]
 batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
-calibration.SAVE_EVERY_S = 0.0
-subnetact.calibrate(supernet, specs, batches, False, resume=sys.argv[1])
+def killed_after_three():
+    yield from batches[:3]
+    os.kill(os.getpid(), signal.SIGKILL)
+given = killed_after_three() if sys.argv[3] == "killed" else batches
+subnetact.calibrate(supernet, specs, given, False, resume=sys.argv[1], save_every_s=0)
 supernet.norms.save(sys.argv[2])
 """
 
@@ -158,16 +159,14 @@ def test_a_process_killed_by_a_signal_leaves_a_file_to_go_on_with(tmp_path: Path
     unfinished = tmp_path / "unfinished"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
-    def start(resume: Path, out: Path) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", CHILD, str(resume), str(out)], env=environment)
+    def run(out: Path, how: str) -> int:
+        command = [sys.executable, "-c", CHILD, str(unfinished), str(out), how]
+        return subprocess.run(command, env=environment, timeout=300).returncode
 
-    process = start(unfinished, tmp_path / "never")
-    while not unfinished.exists() and process.poll() is None:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert run(tmp_path / "never", "killed") == -signal.SIGKILL
+    assert unfinished.exists()
     assert not (tmp_path / "never").exists()
-    assert start(unfinished, tmp_path / "resumed").wait() == 0
+    assert run(tmp_path / "resumed", "whole") == 0
     torch.manual_seed(0)
     supernet = new_digits_supernet().eval()
     batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
@@ -218,7 +217,7 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
     refused("channels, not")
 
 
-def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path, every_subnet: None) -> None:
+def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path) -> None:
     specs, path = specs_of(digits), tmp_path / "unfinished"
 
     def interrupted() -> Iterator[torch.Tensor]:
@@ -226,7 +225,7 @@ def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path,
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        subnetact.calibrate(digits, specs, interrupted(), False, resume=path)
+        subnetact.calibrate(digits, specs, interrupted(), False, resume=path, save_every_s=0)
     assert len(digits.norms) == 0
     subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
     resumed = rows(digits)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,12 +24,15 @@ from safetensors.torch import load_file
 import ofa_adapters
 import subnetact
 from ofa_adapters import load
-from subnetact import pipeline, plotting, sweep
-from subnetact import profile as command
 from subnetact.errors import MissingExtra, SpecError
+from subnetact.journal import Journal
 from subnetact.pareto_set import fitted_latencies
+from subnetact.pipeline import Job, count_beaten, count_cells
+from subnetact.plotting import need_matplotlib
+from subnetact.profile import main
 from subnetact.readings import Readings
-from subnetact.subject import Subject, batches_of, load_subject
+from subnetact.runners import Runner, TimedCall
+from subnetact.subject import Subject, batches_of, find, load_subject
 from subnetact.supernet import Supernet
 from subnetact.sweep_settings import SweepSettings
 
@@ -44,7 +48,19 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tmp_path: Path, *arguments: Any) -> int:
-    return command.main([*QUICK, "--quiet", "--out", str(tmp_path / "t.json"), *map(str, arguments)])
+    return main([*QUICK, "--quiet", "--out", str(tmp_path / "t.json"), *map(str, arguments)])
+
+
+def interrupt_after(windows: int, patch: pytest.MonkeyPatch) -> None:
+    """Raise KeyboardInterrupt instead of recording the next window of a sweep."""
+    append, left = Journal.append, iter(range(windows))
+
+    def interrupted(journal: Journal, record: str, **facts: Any) -> None:
+        if record == "window" and next(left, None) is None:
+            raise KeyboardInterrupt
+        append(journal, record, **facts)
+
+    patch.setattr(Journal, "append", interrupted)
 
 
 def table_in(tmp_path: Path) -> subnetact.LatencyTable:
@@ -180,12 +196,12 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     table.save(tmp_path / "a.json")
     table.scaled(1.04).save(tmp_path / "b.json")
     compared = ["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    assert command.main(compared) == 0
+    assert main(compared) == 0
     assert "0 of 4 cells differ by more than 5 %" in capsys.readouterr().out
-    assert command.main([*compared, "--tolerance", "3"]) == 3
+    assert main([*compared, "--tolerance", "3"]) == 3
     assert "4 of 4 cells differ by more than 3 %" in capsys.readouterr().out
-    assert command.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
-    assert command.main([*compared, "--statistic", "p98"]) == 2
+    assert main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
+    assert main([*compared, "--statistic", "p98"]) == 2
     assert "'p98' is not in both tables" in capsys.readouterr().err
 
 
@@ -236,7 +252,7 @@ def test_wrong_arguments_are_explained(
     (tmp_path / "here" / "thesis.txt").touch()
     np.save(tmp_path / "here" / "wide.npy", np.zeros((2, 1, 16, 17), np.float32))
     monkeypatch.chdir(tmp_path / "here")
-    assert command.main([*QUICK, "--quiet", "--batch-sizes", "1", *arguments]) == 2
+    assert main([*QUICK, "--quiet", "--batch-sizes", "1", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "here" / "latency.json").exists()
 
@@ -245,21 +261,11 @@ def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
     tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     arguments = ("--subnets", "random:3", "--batch-sizes", 1)
-    visits = 0
-    whole = sweep._visit
-
-    def interrupted(*given: Any) -> None:
-        nonlocal visits
-        visits += 1
-        if visits > 4:
-            raise KeyboardInterrupt
-        whole(*given)
-
-    monkeypatch.setattr(sweep, "_visit", interrupted)
-    assert run(tmp_path, *arguments) == 130
+    with monkeypatch.context() as patch:
+        interrupt_after(4, patch)
+        assert run(tmp_path, *arguments) == 130
     assert "--resume goes on" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()
-    monkeypatch.setattr(sweep, "_visit", whole)
     assert run(tmp_path, *arguments) == 2
     refused = capsys.readouterr().err
     assert "5 records of an earlier run; resume it" in refused
@@ -281,15 +287,10 @@ def test_statistics_of_an_evaluation_survive_an_interruption(
     (tmp_path / "whole").mkdir()
     assert run(tmp_path / "whole", *arguments, "--save-bundle", tmp_path / "whole" / "bundle") == 0
     (tmp_path / "cut").mkdir()
-    visit = sweep._visit
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep, "_visit", interrupted)
     bundle = ("--save-bundle", tmp_path / "cut" / "bundle")
-    assert run(tmp_path / "cut", *arguments, *bundle) == 130
-    monkeypatch.setattr(sweep, "_visit", visit)
+    with monkeypatch.context() as patch:
+        interrupt_after(0, patch)
+        assert run(tmp_path / "cut", *arguments, *bundle) == 130
     assert run(tmp_path / "cut", *arguments, *bundle, "--resume") == 0
     whole, cut = (subnetact.Engine.load(tmp_path / name / "bundle") for name in ("whole", "cut"))
     for engine in (whole, cut):
@@ -329,25 +330,27 @@ def test_a_bundle_of_an_own_network_is_profiled_again(tmp_path: Path, capsys: An
 
 
 def test_a_search_measures_before_it_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    whole = pipeline._measure
+    runners: list[Runner] = []
+    prepared = Runner.prepared
 
-    def noted(job: Any, subject: Any, readings: Any, specs: Any, sizes: Any) -> list[list[float]]:
-        measured.append(len(specs))
-        return whole(job, subject, readings, specs, sizes)
+    def noted(runner: Runner, subnet: int, batch_size: int) -> AbstractContextManager[TimedCall]:
+        if not runners or runners[-1] is not runner:
+            runners.append(runner)
+        return prepared(runner, subnet, batch_size)
 
-    monkeypatch.setattr(pipeline, "_measure", noted)
+    monkeypatch.setattr(Runner, "prepared", noted)
     arguments = ("--subnets", 3, "--batch-sizes", 1, 2, "--fitted", 8, "--evaluations", 40)
     assert run(tmp_path, *arguments, "--accuracy", f"{FACTORY}:accuracy") == 0
     table = table_in(tmp_path)
     assert table.stamp["measured_before_trusted"] is True
-    assert measured[0] == 8
-    assert len(measured) > 3
-    assert set(measured[1:]) == {1}
+    fitted, *trusted, profiled = [len(runner.keys) for runner in runners]
+    assert (fitted, profiled) == (8, 3)
+    assert len(trusted) >= 3
+    assert set(trusted) == {1}
 
 
 def test_files_beside_a_table_have_its_name() -> None:
-    names = [pipeline.Job(out=Path(name)).scheduler_out.name for name in ("t.json", "a.v1", "a.v2")]
+    names = [Job(out=Path(name)).scheduler_out.name for name in ("t.json", "a.v1", "a.v2")]
     assert names == ["t.scheduler.json", "a.v1.scheduler.json", "a.v2.scheduler.json"]
 
 
@@ -403,7 +406,7 @@ def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path) -> None:
     example = torch.zeros(1, 16, 16, dtype=torch.float64)
     digits.double()
     specs = [digits.space.smallest()]
@@ -412,12 +415,14 @@ def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path, monkeypatch
     assert (kept.example.dtype, kept.supernet.fingerprint()) == (torch.float64, digits.fingerprint())
     cast = load_subject(bundle=str(tmp_path / "b"), dtype="bfloat16")
     assert cast.example.dtype == next(cast.supernet.parameters()).dtype == torch.bfloat16
-    engine = subnetact.Engine(digits, specs, example=example, allow_uncalibrated=True)
-    engine._example = (example, example)  # as of a network of two inputs
-    engine.save(tmp_path / "pair")
-    monkeypatch.setattr(subnetact.Engine, "_try_example", lambda _: None)
-    with pytest.raises(SpecError, match=r"subnetact\.profile_latency"):
-        load_subject(bundle=str(tmp_path / "pair"))
+
+
+def test_a_network_of_two_inputs_is_left_to_the_api(tmp_path: Path) -> None:
+    supernet = find(f"{FACTORY}:two_inputs")()
+    example = (torch.ones(4), torch.zeros(4))
+    subnetact.Engine(supernet, [supernet.space.smallest()], example=example).save(tmp_path / "pair")
+    with pytest.raises(SpecError, match=r"its input is a tuple.*subnetact\.profile_latency"):
+        load_subject(model=f"{FACTORY}:two_inputs", bundle=str(tmp_path / "pair"))
 
 
 def test_figures_without_matplotlib_are_refused_at_once(
@@ -425,7 +430,7 @@ def test_figures_without_matplotlib_are_refused_at_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtra):
-        plotting.need_matplotlib()
+        need_matplotlib()
     assert run(tmp_path, "--plot", tmp_path / "plots", "--dry-run") == 2
 
 
@@ -436,10 +441,10 @@ def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
             readings.add((level, 0, 1), {"host_ms": factor * np.ones(3)})
     readings.add((0, 0, 2), None)
     readings.add((1, 0, 2), None)
-    job = pipeline.Job(settings=settings, batch_sizes=(1, 2))
-    assert pipeline._unstable(job, readings, 1) == (2, 1)
-    assert pipeline._beaten(job, readings, [70.0]) == 0
-    assert pipeline._beaten(job, readings, [math.nan]) is None
+    job = Job(settings=settings, batch_sizes=(1, 2))
+    assert count_cells(job, readings, 1) == (2, 1)
+    assert count_beaten(job, readings, [70.0]) == 0
+    assert count_beaten(job, readings, [math.nan]) is None
 
 
 def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,14 +469,12 @@ def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bundle(tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_ends_with_the_same_bundle(tmp_path: Path) -> None:
     whole = start(tmp_path / "whole")
     assert whole.communicate(timeout=120)[0] is None
     assert whole.returncode == 0
     folder, journal = tmp_path / "killed", tmp_path / "killed" / "t.json.work" / "journal.jsonl"
-    seed = random.randrange(2**32)
-    print(f"seed of the kills: {seed}")
-    rng, kills = random.Random(seed), 0
+    rng, kills = random.Random(0), 0
     for _ in range(2):
         process = start(folder, "--resume")
         lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
@@ -522,7 +525,7 @@ def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path) -> None:
 
 def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
-        command.main(["--help"])
+        main(["--help"])
     assert exited.value.code == 0
     printed = capsys.readouterr().out
     for words in ("how it is measured:", "(default: 20.0)", "exit status:", "--compare monday.json"):

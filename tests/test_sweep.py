@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import subnetact
-from subnetact import sweep as sweeping
 from subnetact.colocation import CoRunners
+from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.journal import Journal
-from subnetact.readings import Readings
+from subnetact.readings import Cell, Readings
 from subnetact.runners import MODES, Runner, TimedCall, engine_for
 from subnetact.supernet import Supernet
-from subnetact.sweep import sweep, table_of
+from subnetact.sweep import sweep as sweep_with
+from subnetact.sweep import table_of
 from subnetact.sweep_settings import SweepSettings
 from subnetact.timing import find_device, measure, ran_out_of_memory
 
@@ -33,8 +34,16 @@ CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't 
 class FakeRunner:
     """Cells whose windows are made up: `times(subnet, batch size, visit)`, ms."""
 
+    settings: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, times: Any, subnets: int = 2) -> None:
-        self.engine = SimpleNamespace(ids=tuple(range(subnets)))
+        self.engine = SimpleNamespace(
+            ids=tuple(range(subnets)),
+            supernet=new_digits_supernet(),
+            device=torch.device("cpu"),
+            example=EXAMPLE,
+            fingerprint="made up",
+        )
         self.keys = tuple(f"s{i}" for i in range(subnets))
         self.device = torch.device("cpu")
         self.times = times
@@ -47,31 +56,30 @@ class FakeRunner:
         yield TimedCall(lambda: self.times(subnet, batch_size, visit))
 
 
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake_measure(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
-        return {"host_ms": np.full(4, float(call()))}
+def made_up(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
+    return {"host_ms": np.full(4, float(call()))}
 
-    monkeypatch.setattr(sweeping, "measure", fake_measure)
-    monkeypatch.setattr(sweeping, "_environment_of", lambda runner, settings: {"machine": "made up"})
+
+def sweep(
+    runner: Any, batch_sizes: list[int], settings: SweepSettings, readings: Readings, **options: Any
+) -> Readings:
+    return sweep_with(runner, batch_sizes, settings, readings, progress=False, measure=made_up, **options)
 
 
 def steady(subnet: int, batch_size: int, visit: int) -> float:
     return 1.0 + subnet + batch_size
 
 
-@pytest.mark.usefixtures("made_up")
 def test_the_order_of_visits() -> None:
     cells = [(0, 1), (0, 4), (1, 1), (1, 4)]
     runner = FakeRunner(steady)
-    sweep(runner, [1, 4], SweepSettings(), Readings(), progress=False)
+    sweep(runner, [1, 4], SweepSettings(), Readings())
     assert runner.visits == 5 * cells
     runner = FakeRunner(steady)
-    sweep(runner, [1, 4], SweepSettings(order="sequential"), Readings(), progress=False)
+    sweep(runner, [1, 4], SweepSettings(order="sequential"), Readings())
     assert runner.visits == [cell for cell in cells for _ in range(5)]
 
 
-@pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("order", ["interleaved", "sequential"])
 def test_unstable_cells_are_visited_again_up_to_a_bound(order: str) -> None:
     def times(subnet: int, batch_size: int, visit: int) -> float:
@@ -81,7 +89,7 @@ def test_unstable_cells_are_visited_again_up_to_a_bound(order: str) -> None:
 
     runner = FakeRunner(times)
     settings = SweepSettings(order=order, max_windows=9)
-    readings = sweep(runner, [1, 4], settings, Readings(), progress=False)
+    readings = sweep(runner, [1, 4], settings, Readings())
     counts = {cell: runner.visits.count(cell) for cell in runner.visits}
     assert counts == {(0, 1): 8, (0, 4): 5, (1, 1): 5, (1, 4): 9}
     table = table_of(runner, [1, 4], settings, readings, [math.nan] * 2)
@@ -92,7 +100,6 @@ def test_unstable_cells_are_visited_again_up_to_a_bound(order: str) -> None:
     assert table.statistics["p99"][0, 0] > 5.0
 
 
-@pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("order", ["interleaved", "sequential"])
 def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_path: Path) -> None:
     def times(subnet: int, batch_size: int, visit: int) -> float:
@@ -100,9 +107,7 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_pat
 
     settings = SweepSettings(order=order, max_windows=7)
     whole = FakeRunner(times)
-    expected = table_of(
-        whole, [1, 4], settings, sweep(whole, [1, 4], settings, Readings(), progress=False), [70.0, 80.0]
-    )
+    expected = table_of(whole, [1, 4], settings, sweep(whole, [1, 4], settings, Readings()), [70.0, 80.0])
     for after in range(len(whole.visits)):
         path = tmp_path / f"{after}.jsonl"
 
@@ -115,11 +120,11 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_pat
 
         first = FakeRunner(interrupted)
         with pytest.raises(KeyboardInterrupt):
-            sweep(first, [1, 4], settings, Readings(Journal(path, {})), progress=False)
+            sweep(first, [1, 4], settings, Readings(Journal(path, {})))
         before = path.read_bytes()
         readings = Readings(Journal(path, {}))
         second = FakeRunner(lambda i, b, v, r=readings: times(i, b, len(r.windows.get((0, i, b), []))))
-        sweep(second, [1, 4], settings, readings, progress=False)
+        sweep(second, [1, 4], settings, readings)
         assert path.read_bytes().startswith(before)
         assert len(second.visits) == len(whole.visits) - after
         table = table_of(second, [1, 4], settings, Readings(Journal(path, {})), [70.0, 80.0])
@@ -129,7 +134,6 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_pat
         }
 
 
-@pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA"), RuntimeError(CPU_OUT_OF_MEMORY), MemoryError()]
 )
@@ -143,7 +147,7 @@ def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
 
     runner, settings = FakeRunner(times), SweepSettings()
     readings = Readings(Journal(tmp_path / "j", {}))
-    sweep(runner, [1, 4, 8], settings, readings, progress=False)
+    sweep(runner, [1, 4, 8], settings, readings)
     assert runner.visits.count((1, 4)) == 1
     assert (1, 8) not in runner.visits
     table = table_of(runner, [1, 4, 8], settings, Readings(Journal(tmp_path / "j", {})), [70.0, 80.0])
@@ -153,16 +157,15 @@ def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
     assert np.isnan(table.monotone().latency_ms).tolist() == np.isnan(table.latency_ms).tolist()
     nothing = FakeRunner(lambda *_: times(1, 4, 0))
     with pytest.raises(TableError, match="memory ran out in all"):
-        table_of(nothing, [1], settings, sweep(nothing, [1], settings, Readings(), False), [1.5, 1.5])
+        table_of(nothing, [1], settings, sweep(nothing, [1], settings, Readings()), [1.5, 1.5])
 
 
-@pytest.mark.usefixtures("made_up")
 def test_other_errors_are_not_taken_for_missing_memory() -> None:
     def times(*_: int) -> float:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        sweep(FakeRunner(times), [1], SweepSettings(), Readings(), progress=False)
+        sweep(FakeRunner(times), [1], SweepSettings(), Readings())
 
 
 @pytest.mark.parametrize(
@@ -245,7 +248,7 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
 def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
     settings = SweepSettings(warmup_ms=0, min_time_ms=2, colocate=(1,), colocated=1)
     runner = Runner(engine)
-    readings = sweep(runner, [1], settings, Readings(), progress=False)
+    readings = sweep_with(runner, [1], settings, Readings(), progress=False)
     table = table_of(runner, [1], settings, readings, [60.0, 80.0])
     assert table.interference == (0.0, 1.0)
     assert table.contended_ms.shape == (2, 2, 1)
@@ -258,9 +261,7 @@ def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact
 
 
 @pytest.mark.parametrize("order", ["interleaved", "sequential"])
-def test_co_runners_run_in_their_cells_only(
-    order: str, made_up: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_co_runners_run_in_their_cells_only(order: str) -> None:
     class Company:
         running = 0
 
@@ -276,39 +277,49 @@ def test_co_runners_run_in_their_cells_only(
         def check(self) -> None:
             pass
 
-    company, beside = Company(), []
-    monkeypatch.setattr(sweeping, "_co_runners", lambda *_: company)
-    visit = sweeping._visit
-    monkeypatch.setattr(
-        sweeping,
-        "_visit",
-        lambda runner, cell, *more: (beside.append((cell[0], company.running)), visit(runner, cell, *more)),
-    )
+    company = Company()
+    running: list[int] = []
+    wanted: list[int] = []
+
+    def times(*_: int) -> float:
+        running.append(company.running)
+        return 1.0
+
+    class Noted(Readings):
+        def add(self, cell: Cell, window: Any) -> None:
+            wanted.append(cell[0])
+            super().add(cell, window)
+
     settings = SweepSettings(colocate=(1, 3), order=order)
-    sweep(FakeRunner(steady), [1, 2], settings, Readings(), progress=False)  # type: ignore[arg-type]
-    assert len(beside) == 2 * 2 * 3 * settings.windows
-    assert all(wanted == running for wanted, running in beside)
+    sweep(FakeRunner(times), [1, 2], settings, Noted(), co_runners=lambda *_: company)
+    assert len(running) == 2 * 2 * 3 * settings.windows
+    assert running == wanted
+    assert company.running == 0
 
 
-def passes(company: CoRunners) -> int:
-    return sum(each.value for each in company._passes)
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Tell whether a condition becomes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def test_co_runners_pause_when_they_are_told_to() -> None:
     with CoRunners(torch.nn.Linear(4, 2), torch.zeros(1, 4), 2) as company:
-        begun = passes(company)
-        assert begun >= 4
-        time.sleep(0.5)
-        assert passes(company) == begun
+        begun = company.passes
+        assert min(begun) >= 2
+        assert not within(0.5, lambda: company.passes != begun)
         company.run(1)
-        one = [each.value for each in company._passes]
-        time.sleep(0.1)
-        assert company._passes[0].value > one[0]
-        assert company._passes[1].value == one[1]
+        before = company.passes[0]
+        assert within(60.0, lambda: company.passes[0] > before + 10)
+        assert company.passes[1] == begun[1]
         company.run(0)
-        paused = passes(company)
-        time.sleep(0.5)
-        assert passes(company) == paused
+        paused = company.passes
+        assert paused[1] == begun[1]
+        assert not within(0.5, lambda: company.passes != paused)
 
 
 def test_what_runs_out_of_memory() -> None:
