@@ -19,6 +19,7 @@ from subnetact.supernet import Supernet
 
 __all__ = ["Cost", "CostModel", "cost"]
 
+_PRODUCT_MACS = FEATURES.index("product.macs")
 TRIALS = 5
 """Random subnets in a row that show nothing new, after which what varies is taken as known."""
 
@@ -34,6 +35,7 @@ class Cost:
             are counted once for each input.
         weight_bytes: of the parameters, each counted once.
         not_counted: operators whose arithmetic is not among `macs`, by their ATen names.
+        product_macs: the part of `macs` that is matrix products outside of any layer, as in attention.
     """
 
     parameters: int
@@ -41,6 +43,7 @@ class Cost:
     activation_bytes: int
     weight_bytes: int
     not_counted: tuple[str, ...]
+    product_macs: int = 0
 
 
 class CostModel:
@@ -82,7 +85,14 @@ class CostModel:
             raise SpecError(f"batch_size: {batch_size} is not at least 1")
         vector = self.vector(spec)
         macs, activation, weights = (int(vector[2 + i :: len(MEASURES)].sum()) for i in range(3))
-        return Cost(int(vector[0]), macs * batch_size, activation * batch_size, weights, self.not_counted)
+        return Cost(
+            parameters=int(vector[0]),
+            macs=macs * batch_size,
+            activation_bytes=activation * batch_size,
+            weight_bytes=weights,
+            not_counted=self.not_counted,
+            product_macs=int(vector[_PRODUCT_MACS]) * batch_size,
+        )
 
     def vector(self, spec: SubnetSpec) -> Vector:
         """Return the costs of one subnet and one input by kind of layer, in the order of `FEATURES`."""

@@ -206,6 +206,32 @@ class Supernet(nn.Module):
         """Tell whether a subnet has statistics of its own, or the network needs none."""
         return self.space.check(spec) in self._norms or not self.norm_operators()
 
+    def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the BatchNorm statistics that a subnet runs on, for each BatchNorm that it has.
+
+        Args:
+            spec: a subnet; if it was never calibrated, these are the supernet's shared statistics.
+
+        Returns:
+            The mean and the variance, each of shape (channels,), by the name of the BatchNorm.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        own = self._norms.get(spec)
+        if own is not None:
+            return own.pairs()
+        row = self.space.resolve(spec)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def note(norm: SubnetNorm) -> nn.Module:
+            found[norm.path] = norm.shared_statistics(row)
+            return nn.Identity()
+
+        bind(self.network, row, note)
+        return found
+
     def refresh(self) -> None:
         """Forget cached views, after weights were exchanged behind the supernet's back.
 

@@ -62,6 +62,15 @@ class ExportedEngine:
     def __repr__(self) -> str:
         return f"ExportedEngine({len(self)} subnets, on {self.device})"
 
+    def nbytes(self) -> int:
+        """Return the bytes of all weights in memory, those that subnets share counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for program in self._programs
+            for tensor in _weights(program)
+        }
+        return sum(storages.values())
+
     def ready(self, subnet: int) -> Callable[[Tensor], Any]:
         """Return the callable of a subnet: a batch (N, ...) on the device in, the network's output out.
 
@@ -208,10 +217,16 @@ def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.devic
     return _Package(package, tensors)
 
 
+def _weights(program: Any) -> list[Tensor]:
+    if isinstance(program, _Package):
+        return list(program.tensors.values())
+    return [*program.parameters(), *program.buffers()]
+
+
 class _Package:
     def __init__(self, package: Any, tensors: Mapping[str, Tensor]) -> None:
         self._package = package
-        self._tensors = tensors  # the package holds their addresses only
+        self.tensors = tensors  # the package holds their addresses only
 
     def __call__(self, x: Tensor) -> Any:
         return self._package(x.contiguous())  # compiled code trusts the strides it was made for

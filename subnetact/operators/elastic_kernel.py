@@ -84,6 +84,13 @@ class ElasticKernel(Operator):
         matrices: Any = [getattr(self, name) for name in names if self.template.matrices]
         return smaller_kernel(weight, matrices, list(sizes), size)
 
+    def computed_kernels(self) -> dict[int, Tensor]:
+        """Return the kernels that were made by matrices so far, (channels, 1, size, size), by their size.
+
+        All views of a size share one of them. They are memory beyond the supernet's weights.
+        """
+        return {size: computed.tensor for size, computed in sorted(self._computed.items())}
+
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight of the first channels, made for the kernel size."""
         channels, size = sizes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
+import sys
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -12,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
-import subnetact.export.onnx
 from subnetact import Axis, SubnetSpace
 from subnetact.errors import ExportError, FileFormatError
 from subnetact.export import load_exported, to_exported_programs, to_onnx
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet import Supernet
 
-X = torch.zeros(1)
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
@@ -48,8 +47,7 @@ def test_what_is_missing_is_said(
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(FileFormatError, match="holds something else"):
         to_onnx(engine, tmp_path)
-    hidden = lambda name: None if name == "onnxscript" else find_spec(name)  # noqa: E731
-    monkeypatch.setattr(subnetact.export.onnx, "find_spec", hidden)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)  # as if it were not installed
     with pytest.raises(ExportError, match=r"needs onnxscript: pip install 'subnetact\[onnx\]'"):
         to_onnx(engine, tmp_path / "onnx")
 
@@ -66,19 +64,37 @@ class TwoHeads(nn.Module):
         return {"map": x, "mean": x.mean((2, 3))}
 
 
+class Returning(nn.Module):
+    """A layer whose output each test puts into another structure."""
+
+    def __init__(self, output_of: Any) -> None:
+        super().__init__()
+        self.wide = nn.Linear(3, 4)
+        self.output_of = output_of
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output_of(self.wide(x))
+
+
 @pytest.mark.parametrize(
-    ("output", "names"),
+    ("output_of", "names"),
     [
-        (X, ["output"]),
-        ({"a": X, "b": X}, ["a", "b"]),
-        ({"a": (X, X), "b": X}, ["output_0", "output_1", "output_2"]),
-        ({"a": None, "b": X}, ["output_0"]),
-        ({"input": X}, ["output_0"]),
-        ((None, X), ["output_0"]),
+        (lambda x: x, ["output"]),
+        (lambda x: {"a": x, "b": x + 1}, ["a", "b"]),
+        (lambda x: {"a": (x, x + 1), "b": x + 2}, ["output_0", "output_1", "output_2"]),
+        (lambda x: {"a": None, "b": x}, ["output_0"]),
+        (lambda x: {"input": x}, ["output_0"]),
+        (lambda x: (None, x), ["output_0"]),
     ],
 )
-def test_outputs_are_named_once_each(output: object, names: list[str]) -> None:
-    assert subnetact.export.onnx._names(output) == names
+def test_outputs_are_named_once_each(output_of: Any, names: list[str], tmp_path: Path) -> None:
+    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [2, 4])], lambda v: {"w": v["w"][0]})
+    network = Returning(output_of).eval()
+    supernet = subnetact.insert_(network, space, {"wide": subnetact.WeightSlice.on(out="w")})
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(3))
+    folder = to_onnx(engine, tmp_path / "onnx", progress=False)
+    session = onnxruntime.InferenceSession(folder / "subnet-0.onnx", providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == names
 
 
 def test_weights_that_changed_in_place_and_several_outputs(tmp_path: Path) -> None:

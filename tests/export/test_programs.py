@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -18,8 +19,6 @@ import subnetact
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import ExportError, FileFormatError, InvalidRequest, SpecError
 from subnetact.export import ExportedEngine, load_exported, to_exported_programs
-from subnetact.files import checksum, described
-from subnetact.hot import agree
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
@@ -46,6 +45,14 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def exported(folder: Path) -> ExportedEngine:
     return load_exported(folder)
+
+
+def checksum(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def described(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def rewrite(folder: Path, **facts: Any) -> None:
@@ -85,12 +92,11 @@ def test_two_programs_share_one_storage(engine: subnetact.Engine, tmp_path: Path
     held = sum(t.numel() * t.element_size() for t in engine.supernet.state_dict().values())
     size = (folder / "weights.safetensors").stat().st_size
     assert size <= 1.05 * (held + engine.supernet.norms.nbytes())
-    weights = [
-        next(t for name, t in program.named_parameters() if name == "stages.0.0.conv2.weight")
-        for program in load_exported(folder)._programs
-    ]
-    assert weights[0].shape != weights[1].shape
-    assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
+    both = load_exported(folder)
+    largest = load_exported(to_exported_programs(engine, tmp_path / "l", subnets=[2], progress=False))
+    statistics = engine.supernet.norms.get(engine.specs[0])
+    assert statistics is not None
+    assert largest.nbytes() <= both.nbytes() <= largest.nbytes() + statistics.nbytes
 
 
 def test_a_batcher_runs_it(engine: subnetact.Engine, exported: ExportedEngine) -> None:
@@ -134,7 +140,8 @@ def test_fixed_batch_of_some_subnets(engine: subnetact.Engine, tmp_path: Path) -
     )
     assert loaded.keys == engine.keys[1:2]
     want = engine.supernet(IMAGES[:2], subnet=engine.specs[1])
-    assert agree(torch.stack(list(loaded.run(0, list(IMAGES[:2]), 2))), want)
+    got = torch.stack(list(loaded.run(0, list(IMAGES[:2]), 2)))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
     with pytest.raises(InvalidRequest, match="a batch of 2"):
         loaded(IMAGES[:2], subnet=0)
 
@@ -238,16 +245,11 @@ def test_the_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_compiler_is_said(
-    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor import cpp_builder
+def test_a_missing_compiler_is_said(engine: subnetact.Engine, tmp_path: Path) -> None:
+    from torch._inductor import config
 
-    def absent(search: Any) -> str:
-        raise RuntimeError(f"no {search}")
-
-    monkeypatch.setattr(cpp_builder, "cpp_compiler_search", absent)
-    with pytest.raises(ExportError, match="needs a C\\+\\+ compiler"):
+    absent = config.patch({"cpp.cxx": ("a-compiler-that-is-not-installed",)})
+    with absent, pytest.raises(ExportError, match="needs a C\\+\\+ compiler"):
         to_exported_programs(engine, tmp_path / "p", compile="aoti", progress=False)
 
 

@@ -23,7 +23,7 @@ from ofa_adapters import load
 from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice
 from subnetact.errors import ExportError, NotCalibrated, ProfileMismatch, SpecError
 from subnetact.export import to_torchscript
-from subnetact.export import torchscript as exporter
+from subnetact.norm_table import NormRow
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet import Supernet
 
@@ -52,24 +52,11 @@ def calibrated(supernet: Supernet, specs: list[Any]) -> Supernet:
                 torch.randn(m.shape, generator=generator) / 9,
                 torch.rand(v.shape, generator=generator) + 0.5,
             )
-            for name, (m, v) in _shared(supernet, spec).items()
+            for name, (m, v) in supernet.statistics(spec).items()
         }
-        rows[spec] = subnetact.norm_table.NormRow.of(own)
+        rows[spec] = NormRow.of(own)
     supernet.norms.update(rows)
     return supernet
-
-
-def _shared(supernet: Supernet, spec: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    from subnetact.binding import bind
-
-    row, found = supernet.space.resolve(spec), {}
-
-    def note(norm: SubnetNorm) -> nn.Module:
-        found[norm.path] = norm.shared_statistics(row)
-        return nn.Identity()
-
-    bind(supernet.network, row, note)
-    return found
 
 
 def differing(module: Any, supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> list[int]:
@@ -521,9 +508,10 @@ def test_what_cannot_be_exported_says_what_to_do(
     policy = subnetact.SlackFit(table, slo_ms=5)
     with pytest.raises(ProfileMismatch, match="other subnets than are exported"):
         to_torchscript(digits, path, specs, policy=policy, allow_uncalibrated=True)
-    monkeypatch.setattr(exporter, "UNSUPPORTED_PYTHON", sys.version_info[:2])
-    with pytest.raises(ExportError, match=r"TorchScript is not supported .*to_exported_programs"):
-        to_torchscript(digits, path, specs)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "version_info", (3, 14, 0, "final", 0))
+        with pytest.raises(ExportError, match=r"Python 3\.14: TorchScript .*to_exported_programs"):
+            to_torchscript(digits, path, specs)
     assert not path.exists()
 
 

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import families, load
-from subnetact.cost_parts import FEATURES
 from subnetact.errors import ForeignSpec, SpecError
 from subnetact.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-PRODUCTS = FEATURES.index("product.macs")
 
 
 def hooked(network: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
@@ -53,10 +51,10 @@ def test_costs_are_what_hooks_count(
     for spec in [space.smallest(), space.largest(), *(space.sample(rng) for _ in range(10))]:
         parameters, macs, written = hooked(supernet.extract(spec), x)
         cost = model(spec)
-        products = int(model.vector(spec)[PRODUCTS])
-        assert (cost.parameters, cost.macs - products, cost.activation_bytes) == (parameters, macs, written)
+        layers = cost.macs - cost.product_macs
+        assert (cost.parameters, layers, cost.activation_bytes) == (parameters, macs, written)
         assert cost.weight_bytes == 4 * parameters
-        assert (products > 0) == (family in ("autoformer", "dynabert"))
+        assert (cost.product_macs > 0) == (family in ("autoformer", "dynabert"))
 
 
 @pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "ofa_proxyless"])
@@ -83,7 +81,7 @@ def test_parameters_are_autoformers_own_count_and_products_follow_from_the_heads
         assert model(spec).parameters == case["sampled_params_numel"]
         # Per layer: scores, weighted sum, and both again with the relative positions; 197 tokens.
         heads = case["config"]["num_heads"][: case["config"]["layer_num"]]
-        assert model.vector(spec)[PRODUCTS] == sum(4 * 197 * 197 * 64 * h for h in heads)
+        assert model(spec).product_macs == sum(4 * 197 * 197 * 64 * h for h in heads)
 
 
 def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be(
@@ -95,7 +93,7 @@ def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be(
     spec = supernet.space.parse({"width_mult": 0.5, "depth_mult": 0.5})
     dims = dict(zip(supernet.space.dimensions, supernet.space.resolve(spec), strict=True))
     layers = sum(kept for name, kept in dims.items() if name.endswith(".keep"))
-    assert model.vector(spec)[PRODUCTS] == layers * 2 * tokens * tokens * dims["attention"]
+    assert model(spec).product_macs == layers * 2 * tokens * tokens * dims["attention"]
     assert any("softmax" in name for name in model(spec).not_counted)
     assert "gelu" in model(spec).not_counted
 
@@ -106,6 +104,9 @@ def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(
     spec = digits.space.sample(3)
     one, four = (subnetact.cost(digits, spec, (1, 16, 16), batch_size=n) for n in (1, 4))
     assert (four.macs, four.activation_bytes) == (4 * one.macs, 4 * one.activation_bytes)
+    bert = small("dynabert")
+    one_text, four_texts = (subnetact.cost(bert, bert.space.largest(), (11,), batch_size=n) for n in (1, 4))
+    assert four_texts.product_macs == 4 * one_text.product_macs > 0
     assert (four.parameters, four.weight_bytes) == (one.parameters, one.weight_bytes)
     model = subnetact.CostModel(digits, (1, 16, 16))
     with pytest.raises(SpecError, match="batch_size"):

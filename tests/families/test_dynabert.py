@@ -68,7 +68,7 @@ def test_sizes_and_layers_equal_upstream(case: dict[str, Any]) -> None:
     view = supernet.subnet(supernet.space.parse(case["config"]))
     assert len(view.layers) == len(case["kept_layers"])
     for layer, i in zip(view.layers, case["kept_layers"], strict=True):
-        full = supernet.network.layers._modules[str(i)]
+        full = supernet.network.get_submodule(f"layers.{i}")
         assert layer.query.weight.shape == (case["qkv_dim"], 64)
         assert layer.output.weight.shape == (64, case["ffn_dim"])
         assert layer.query.weight.data_ptr() == full.query.weight.data_ptr()

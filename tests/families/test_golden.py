@@ -141,20 +141,14 @@ def test_views_are_zero_copy(supernet_of: Any, family: str) -> None:
     supernet = supernet_of(family)
     weights = {t.untyped_storage().data_ptr() for t in supernet.state_dict().values()}
     buffers = {b.untyped_storage().data_ptr() for b in supernet.network.buffers()}
-    computed = {
-        kernel.tensor.untyped_storage().data_ptr()
-        for operator in supernet.network.modules()
-        if isinstance(operator, ElasticKernel)
-        for kernel in operator._computed.values()
-    }
     for seed in range(3):
         spec = supernet.space.sample(seed)
         view = supernet.subnet(spec)
-        computed |= {
-            kernel.tensor.untyped_storage().data_ptr()
+        computed = {
+            kernel.untyped_storage().data_ptr()
             for operator in supernet.network.modules()
             if isinstance(operator, ElasticKernel)
-            for kernel in operator._computed.values()
+            for kernel in operator.computed_kernels().values()
         }
         for name, tensor in [*view.named_parameters(), *view.named_buffers()]:
             storage = tensor.untyped_storage().data_ptr()
@@ -172,8 +166,8 @@ def test_kernels_made_by_matrices_are_shared_by_all_subnets(supernet_of: Any) ->
         supernet.subnet(supernet.space.sample(seed))
     kernels = [m for m in supernet.network.modules() if isinstance(m, ElasticKernel)]
     assert len(kernels) == 20
-    extra = sum(c.tensor.numel() for k in kernels for c in k._computed.values())
-    assert all(set(kernel._computed) <= {3, 5} for kernel in kernels)
+    extra = sum(tensor.numel() for kernel in kernels for tensor in kernel.computed_kernels().values())
+    assert all(set(kernel.computed_kernels()) <= {3, 5} for kernel in kernels)
     full = sum(kernel.get_parameter("weight").numel() for kernel in kernels)
     assert 0 < extra <= full * (25 + 9) / 49
 

@@ -61,10 +61,10 @@ def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str, 
     for seed in range(3):
         view = supernet.subnet(supernet.space.sample(seed))
         made = {
-            kernel.tensor.untyped_storage().data_ptr()
+            kernel.untyped_storage().data_ptr()
             for operator in supernet.network.modules()
             if isinstance(operator, ElasticKernel)
-            for kernel in operator._computed.values()
+            for kernel in operator.computed_kernels().values()
         }
         for name, tensor in [*view.named_parameters(), *view.named_buffers()]:
             assert tensor.untyped_storage().data_ptr() in shared | made, name
