@@ -40,13 +40,6 @@ def close(output: Tensor, expected: Tensor, folded: bool) -> None:
     torch.testing.assert_close(output, expected, rtol=rtol, atol=atol * scale)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def specs_of(supernet: Supernet, count: int) -> list[subnetact.SubnetSpec]:
     rng = random.Random(3)
     found = dict.fromkeys([supernet.space.smallest(), supernet.space.largest()])
@@ -83,7 +76,7 @@ def test_every_mode_gives_the_views_outputs(digits: Supernet, budget: float, pin
 
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 @pytest.mark.parametrize("family", SMALL)
-def test_families_run_in_every_mode(family: str) -> None:
+def test_families_run_in_every_mode(family: str, wait_for: Callable[..., None]) -> None:
     assert family in families()
     torch.manual_seed(0)
     supernet = load(family, **SMALL[family])
@@ -112,7 +105,7 @@ def test_families_run_in_every_mode(family: str) -> None:
             close(engine(x, subnet=4), expected, folded=True)
             return engine.is_hot(4) == hot
 
-        wait_for(remade)
+        wait_for(remade, 60)
         close(engine(x, subnet=4), expected, folded=True)
 
 
@@ -193,7 +186,9 @@ def test_slices_belong_to_the_layer_and_not_to_the_subnet(digits: Supernet) -> N
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_weights_and_statistics_that_change_are_followed(digits: Supernet, pinned: bool) -> None:
+def test_weights_and_statistics_that_change_are_followed(
+    digits: Supernet, pinned: bool, wait_for: Callable[..., None]
+) -> None:
     engine = engine_of(digits, 64)
     spec, x = engine.specs[1], X
     assert not pinned or engine.pin(1)
@@ -209,7 +204,7 @@ def test_weights_and_statistics_that_change_are_followed(digits: Supernet, pinne
     digits.load_state_dict({k: v * 0.5 for k, v in digits.state_dict().items()})
     close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
     if pinned:
-        wait_for(lambda: engine(x, subnet=1) is not None and engine.is_hot(1))
+        wait_for(lambda: engine(x, subnet=1) is not None and engine.is_hot(1), 60)
         close(engine(x, subnet=1), digits(x, subnet=spec), folded=True)
 
 
@@ -233,14 +228,14 @@ def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
     close(engine(X, subnet=0), digits(X, subnet=spec), folded=True)
 
 
-def test_use_makes_a_subnet_hot(digits: Supernet) -> None:
+def test_use_makes_a_subnet_hot(digits: Supernet, wait_for: Callable[..., None]) -> None:
     engine = engine_of(digits, 64)
 
     def used() -> bool:
         engine(X, subnet=2)
         return engine.is_hot(2)
 
-    wait_for(used)
+    wait_for(used, 60)
     assert not engine.is_hot(0)
     close(engine(X, subnet=2), digits(X, subnet=engine.specs[2]), folded=True)
 

@@ -297,29 +297,27 @@ def test_co_runners_run_in_their_cells_only(order: str) -> None:
     assert company.running == 0
 
 
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Tell whether a condition becomes true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
+def moved(company: CoRunners, since: tuple[int, ...]) -> bool:
+    """Tell whether any co-runner finishes another pass within half a second."""
+    end = time.monotonic() + 0.5
+    while company.passes == since and time.monotonic() < end:
         time.sleep(0.005)
-    return True
+    return company.passes != since
 
 
-def test_co_runners_pause_when_they_are_told_to() -> None:
+def test_co_runners_pause_when_they_are_told_to(wait_for: Callable[..., None]) -> None:
     with CoRunners(torch.nn.Linear(4, 2), torch.zeros(1, 4), 2) as company:
         begun = company.passes
         assert min(begun) >= 2
-        assert not within(0.5, lambda: company.passes != begun)
+        assert not moved(company, begun)
         company.run(1)
         before = company.passes[0]
-        assert within(60.0, lambda: company.passes[0] > before + 10)
+        wait_for(lambda: company.passes[0] > before + 10, 60)
         assert company.passes[1] == begun[1]
         company.run(0)
         paused = company.passes
         assert paused[1] == begun[1]
-        assert not within(0.5, lambda: company.passes != paused)
+        assert not moved(company, paused)
 
 
 def test_what_runs_out_of_memory() -> None:
