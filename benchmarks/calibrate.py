@@ -27,16 +27,14 @@ from typing import Any
 
 import torch
 from peers import upstream_network
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
 from ofa_adapters.registry import family_of
-from subnetact.binding import bind
 from subnetact.calibration_run import CalibrationRun
 from subnetact.norm_table import NormRow, NormTable
-from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 from subnetact.timing import machine
@@ -199,23 +197,12 @@ def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRo
     run = CalibrationRun(supernet, specs, None, None, float("inf"))
     found = {}
     for spec in specs:
-        sizes, steps = supernet.space.resolve(spec), run.steps(spec)
-        used: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def take(
-            norm: SubnetNorm,
-            sizes: Any = sizes,
-            steps: dict[str, int] = steps,
-            used: dict[str, tuple[Tensor, Tensor]] = used,
-        ) -> nn.Module:
-            (channels,) = norm.sizes(sizes)
-            step = steps[norm.path]
+        steps, used = run.steps(spec), dict[str, tuple[Tensor, Tensor]]()
+        for path, (shared, _) in supernet.statistics(spec).items():
+            step, channels = steps[path], len(shared)
             if step not in made:
                 made[step] = torch.randn(channels), torch.rand(channels)
-            used[norm.path] = made[step]
-            return nn.Identity()
-
-        bind(supernet.network, sizes, take)
+            used[path] = made[step]
         found[spec] = NormRow.of(used)
     return found
 

@@ -31,17 +31,13 @@ from typing import Any
 
 import torch
 from peers import upstream_network
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
-from subnetact.binding import bind
-from subnetact.engine_stats import weight_bytes
 from subnetact.hot import agree
 from subnetact.norm_table import NormRow
-from subnetact.operators import SubnetNorm
-from subnetact.space import Row
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 from subnetact.timing import machine, synchronize
@@ -114,10 +110,13 @@ def contenders(
     runs["view"] = lambda: supernet(x, subnet=spec)
     for name, budget in (("zero_copy", 0.0), ("slice_cache", ROOMY_MB), ("hot", ROOMY_MB)):
         engine = subnetact.Engine(
-            supernet, [spec], example=x[0], memory_budget_mb=budget, allow_uncalibrated=True
+            supernet,
+            [spec],
+            example=x[0],
+            memory_budget_mb=budget,
+            allow_uncalibrated=True,
+            specialise=name != "slice_cache",  # slices only; an engine with room for programs makes them
         )
-        if name == "slice_cache":
-            engine._heater = None  # slices only; an engine with room for programs would make them
         if name == "hot" and not engine.pin(0):
             raise RuntimeError(f"{spec} could not be specialised")
         runs[name] = partial(engine, x, subnet=0)
@@ -189,17 +188,8 @@ def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
     """Give every subnet random statistics of its own: what matters here is their size."""
     rows = {}
     for spec in specs:
-        row = supernet.space.resolve(spec)
-        used: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def take(
-            norm: SubnetNorm, row: Row = row, used: dict[str, tuple[Tensor, Tensor]] = used
-        ) -> nn.Module:
-            (channels,) = norm.sizes(row)
-            used[norm.path] = torch.randn(channels) / 10, torch.rand(channels) + 0.5
-            return nn.Identity()
-
-        bind(supernet.network, row, take)
+        shared = supernet.statistics(spec)
+        used = {path: (torch.randn(len(m)) / 10, torch.rand(len(m)) + 0.5) for path, (m, _) in shared.items()}
         rows[spec] = NormRow.of(used)
     supernet.norms.update(rows)
 
@@ -257,10 +247,10 @@ def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: AR
     specs = distinct(supernet, 1000)
     rows_for(supernet, specs)
     supernet.private_view(specs[0])
-    found: dict[str, Any] = {"weights_MiB": weight_bytes(supernet) / 2**20, "resident": {}}
     table = supernet.norms.nbytes() / len(specs) / 2**20
     before = resident_mb()
     engine = subnetact.Engine(supernet, specs[:1])
+    found: dict[str, Any] = {"weights_MiB": engine.stats().weights / 2**20, "resident": {}}
     for count in (1, 10, 100, 1000):
         for spec in specs[len(engine) : count]:
             engine.register(spec)

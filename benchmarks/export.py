@@ -26,20 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_families import small_family
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import families, load
 from subnetact import Axis, LayerSelect, SubnetSpace
-from subnetact.binding import bind
 from subnetact.export import to_torchscript
 from subnetact.norm_table import NormRow
-from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 from subnetact.timing import machine
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from small_families import small_inputs, small_supernet
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -74,23 +74,11 @@ def registered(supernet: Supernet, count: int) -> list[SubnetSpec]:
     generator = torch.Generator().manual_seed(0)
     for spec in specs if supernet.norm_operators() else ():
         own = {}
-        for path, channels in norms_used(supernet, spec).items():
-            mean, var = torch.randn(2, channels, generator=generator)
+        for path, (shared, _) in supernet.statistics(spec).items():
+            mean, var = torch.randn(2, len(shared), generator=generator)
             own[path] = mean / 9, 0.5 + var.abs()
         supernet.norms.update({spec: NormRow.of(own)})
     return list(specs)
-
-
-def norms_used(supernet: Supernet, spec: SubnetSpec) -> dict[str, int]:
-    """The channels of each BatchNorm that a subnet has; the file keeps no statistics of others."""
-    row, found = supernet.space.resolve(spec), {}
-
-    def note(norm: SubnetNorm) -> nn.Module:
-        found[norm.path] = norm.shared_statistics(row)[0].numel()
-        return nn.Identity()
-
-    bind(supernet.network, row, note)
-    return found
 
 
 def weight_bytes(supernet: Supernet) -> int:
@@ -267,7 +255,8 @@ def main() -> None:
             full = family == "full"
             torch.manual_seed(0)
             image = {"x": torch.randn(1, 3, args.image_size, args.image_size)}
-            supernet, inputs = (load("ofa_resnet50"), image) if full else small_family(family)
+            supernet = load("ofa_resnet50") if full else small_supernet(family)
+            inputs = image if full else small_inputs(family)
             about = {"family": "ofa_resnet50" if full else family, "size": "full" if full else "small"}
             found = torchscript(supernet, inputs, args.subnets, driver, Path(folder))
             result["rows"].append({"format": "TorchScript", **about, **found})

@@ -28,14 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_families import small_family
 from torch import Tensor
 
 import subnetact
 from ofa_adapters import families, load
 from subnetact.export import load_exported, to_exported_programs, to_onnx
-from subnetact.export.tracing import example_batch
 from subnetact.timing import machine
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from small_families import small_inputs, small_supernet
 
 FAMILIES = families()
 MIB = 2**20
@@ -43,8 +44,7 @@ BATCHES = (1, 2, 5)
 
 
 def small_engine(family: str, subnets: int) -> subnetact.Engine:
-    supernet, inputs = small_family(family)
-    return engine_of(supernet, next(iter(inputs.values()))[0], subnets)
+    return engine_of(small_supernet(family), next(iter(small_inputs(family).values()))[0], subnets)
 
 
 def full_engine(subnets: int) -> subnetact.Engine:
@@ -67,12 +67,19 @@ def folder_bytes(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
+def batch_of(example: Tensor, size: int) -> Tensor:
+    """Return `size` different inputs of the example's shape and dtype."""
+    if example.is_floating_point():
+        return torch.randn(size, *example.shape, generator=torch.Generator().manual_seed(size))
+    return torch.stack([example.roll(i) for i in range(size)])
+
+
 def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dynamic: bool = True) -> float:
     """Largest difference from eager over subnets and batch sizes, relative to the largest output."""
     worst = 0.0
     for i, spec in enumerate(engine.specs):
         for size in BATCHES if dynamic else (1,):
-            x = example_batch(engine.example, size, engine.device)
+            x = batch_of(engine.example, size)
             with torch.inference_mode():
                 want = engine.supernet(x, subnet=spec)
             worst = max(worst, float((run(i, x) - want).abs().max() / want.abs().max()))

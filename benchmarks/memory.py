@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from ofa_adapters import load
 from subnetact.norm_table import NormRow
-from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet import Supernet
 from subnetact.timing import machine
@@ -33,24 +32,8 @@ def resident_bytes() -> int:
 
 
 def random_row(supernet: Supernet, spec: SubnetSpec) -> NormRow:
-    sizes = supernet.space.resolve(spec)
-    rows = {}
-    for path, norm in kept_norms(supernet, spec).items():
-        (channels,) = norm.sizes(sizes)
-        rows[path] = torch.zeros(channels), torch.ones(channels)
-    return NormRow.of(rows)
-
-
-def kept_norms(supernet: Supernet, spec: SubnetSpec) -> dict[str, SubnetNorm]:
-    found: dict[str, SubnetNorm] = {}
-    from subnetact.binding import bind
-
-    def note(norm: SubnetNorm) -> torch.nn.Module:
-        found[norm.path] = norm
-        return torch.nn.Identity()
-
-    bind(supernet.network, supernet.space.resolve(spec), note)
-    return found
+    shared = supernet.statistics(spec)
+    return NormRow.of({path: (torch.zeros_like(m), torch.ones_like(v)) for path, (m, v) in shared.items()})
 
 
 def main() -> None:

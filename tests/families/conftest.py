@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_families import GOLDEN, small_constructor, small_inputs, small_supernet
 
 from ofa_adapters import load
 from subnetact.supernet import Supernet
-
-GOLDEN = Path(__file__).parent.parent / "golden"
-SMALL: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "small_families.json").read_text())
-"""Constructor arguments of the families without golden files."""
 
 
 @dataclass(frozen=True)
@@ -67,40 +64,22 @@ def supernet_of() -> Callable[[str], Supernet]:
     return cache(lambda family: read_golden(family).load())
 
 
-def _constructor_of(family: str) -> dict[str, Any]:
-    return read_golden(family).facts["constructor"] if family not in SMALL else SMALL[family]
-
-
 @pytest.fixture(scope="session")
 def constructor_of() -> Callable[[str], dict[str, Any]]:
     """Constructor arguments of a small network."""
-    return _constructor_of
+    return small_constructor
 
 
 @pytest.fixture(scope="session")
 def small() -> Callable[[str], Supernet]:
-    """A small supernet with random weights; tests do not change it."""
-
-    @cache
-    def make(family: str) -> Supernet:
-        torch.manual_seed(0)
-        return load(family, None, **_constructor_of(family))
-
-    return make
+    """A small supernet; tests do not change it."""
+    return cache(small_supernet)
 
 
 @pytest.fixture(scope="session")
 def inputs_of() -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Inputs of a small supernet."""
-
-    def make(family: str, n: int = 2) -> tuple[torch.Tensor, ...]:
-        generator = torch.Generator().manual_seed(0)
-        if family == "dynabert":
-            return (torch.randint(1, 90, (n, 9), generator=generator),)
-        size = 32 if family == "autoformer" else 64
-        return (torch.randn(n, 3, size, size, generator=generator),)
-
-    return make
+    """The first input of a small supernet, the only one that each of them needs."""
+    return lambda family, n=2: tuple(small_inputs(family, n).values())[:1]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,77 @@
+"""Supernets of every family, small enough to be tested or exported in seconds, and inputs for them.
+
+The tests and `benchmarks/export.py` and `benchmarks/export_formats.py` use these.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ofa_adapters import load
+from subnetact.supernet import Supernet
+
+__all__ = ["GOLDEN", "small_constructor", "small_inputs", "small_supernet"]
+
+GOLDEN = Path(__file__).parent / "golden"
+"""Weights, inputs and outputs of upstream's networks, one folder per family."""
+
+_STAGE = {"k": [3, 5], "t": [2, 3], "c": [8, 16, 24], "d": [1, 2], "act_func": "swish", "se": True}
+
+WITHOUT_GOLDEN: dict[str, dict[str, Any]] = {
+    "attentivenas": {
+        "n_classes": 5,
+        "supernet_cfg": {
+            "use_v3_head": True,
+            "resolutions": [32, 48],
+            "first_conv": {"c": [8, 16], "s": 2, "act_func": "swish"},
+            **{f"mb{i}": {**_STAGE, "s": 2 if i % 2 else 1} for i in range(1, 8)},
+            "last_conv": {"c": [24, 32], "act_func": "swish"},
+        },
+    },
+    "slimmable_resnet50": {"num_classes": 5, "width_mult_list": [0.0625, 0.125]},
+    "us_mobilenet_v2": {
+        "num_classes": 5,
+        "width_mult_list": [0.5, 0.75, 1.0],
+        "width_mult_range": [0.25, 0.5],
+    },
+}
+"""Constructor arguments of the families that have no golden files."""
+
+
+def small_constructor(family: str) -> dict[str, Any]:
+    """Return the constructor arguments of a small network."""
+    if family in WITHOUT_GOLDEN:
+        return WITHOUT_GOLDEN[family]
+    facts: dict[str, Any] = json.loads((GOLDEN / family / "cases.json").read_text())
+    return dict(facts["constructor"])
+
+
+def small_supernet(family: str) -> Supernet:
+    """Return a small supernet: with its golden weights, or with random ones that are always the same."""
+    constructor = small_constructor(family)
+    if family not in WITHOUT_GOLDEN:
+        return load(family, load_file(GOLDEN / family / "state_dict.safetensors"), **constructor)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        supernet = load(family, **constructor)
+        for weight in supernet.parameters():
+            if weight.dim() > 1:  # the default initialisation leaves deep networks without a signal
+                nn.init.kaiming_normal_(weight)
+    return supernet
+
+
+def small_inputs(family: str, n: int = 2) -> dict[str, Tensor]:
+    """Return a batch of `n` inputs by name, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    if family == "dynabert":
+        tokens = torch.randint(1, 90, (n, 9), generator=generator)
+        lengths = torch.tensor([9, 5]).repeat(n)[:n, None]
+        return {"input_ids": tokens, "attention_mask": (torch.arange(9) < lengths).long()}
+    size = 32 if family == "autoformer" else 64
+    return {"x": torch.randn(n, 3, size, size, generator=generator)}
