@@ -33,7 +33,7 @@ from batcher_replay import replay_section
 from batcher_report import report
 
 from subnetact import __version__
-from subnetact.timing import machine
+from subnetact.device import machine
 
 #: of the interpreter; a model of many short operations asks for it back after each of them
 SWITCH_MS = {"null": 5.0, "digits": 0.5, "replay": 5.0, "http": 0.5}

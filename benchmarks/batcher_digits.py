@@ -26,9 +26,18 @@ from open_loop import Reply, Sent, run_open_loop
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Answer, Batcher, Fixed, HullFit, LatencyTable, SlackFit, profile_latency, simulate
+from subnetact import (
+    Answer,
+    Batcher,
+    Fixed,
+    HullFit,
+    LatencyTable,
+    SlackFit,
+    profile_latency,
+    simulate,
+)
 from subnetact.errors import InvalidRequest
-from subnetact.serving.context import Policy
+from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["digits_section"]
 

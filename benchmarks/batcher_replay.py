@@ -22,8 +22,15 @@ from load_generator import ask_batcher, trace
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact import Batcher, Fixed, HullFit, LatencyTable, SlackFit, simulate
-from subnetact.serving.context import Policy
+from subnetact import (
+    Batcher,
+    Fixed,
+    HullFit,
+    LatencyTable,
+    SlackFit,
+    simulate,
+)
+from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["replay_section"]
 

@@ -33,11 +33,11 @@ from tqdm import tqdm
 import subnetact
 from ofa_adapters import load
 from ofa_adapters.registry import family_of
-from subnetact.calibration_run import CalibrationRun
-from subnetact.norm_table import NormRow, NormTable
+from subnetact.calibration.run import CalibrationRun
+from subnetact.device import machine
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
-from subnetact.timing import machine
+from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.supernet import Supernet
 
 FAMILY = "ofa_resnet50"
 BEGIN, END = "<!-- calibrate: begin -->", "<!-- calibrate: end -->"

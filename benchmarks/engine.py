@@ -36,11 +36,11 @@ from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
-from subnetact.hot import agree
-from subnetact.norm_table import NormRow
+from subnetact.device import machine, synchronize
+from subnetact.engine.fused_program import agree
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
-from subnetact.timing import machine, synchronize
+from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.supernet import Supernet
 
 BASE = "extracted_eager"
 ROOMY_MB = 2048.0

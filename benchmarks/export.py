@@ -32,11 +32,11 @@ from tqdm import tqdm
 import subnetact
 from ofa_adapters import families, load
 from subnetact import Axis, LayerSelect, SubnetSpace
+from subnetact.device import machine
 from subnetact.export import to_torchscript
-from subnetact.norm_table import NormRow
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
-from subnetact.timing import machine
+from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.supernet import Supernet
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from small_families import small_inputs, small_supernet

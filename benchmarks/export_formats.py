@@ -32,8 +32,8 @@ from torch import Tensor
 
 import subnetact
 from ofa_adapters import families, load
+from subnetact.device import machine
 from subnetact.export import load_exported, to_exported_programs, to_onnx
-from subnetact.timing import machine
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from small_families import small_inputs, small_supernet

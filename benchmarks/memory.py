@@ -19,10 +19,10 @@ import torch
 from tqdm import tqdm
 
 from ofa_adapters import load
-from subnetact.norm_table import NormRow
+from subnetact.device import machine
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
-from subnetact.timing import machine
+from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.supernet import Supernet
 
 
 def resident_bytes() -> int:

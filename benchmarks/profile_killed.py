@@ -27,9 +27,9 @@ from peers import upstream_network
 from safetensors.torch import load_file
 
 import subnetact
-from subnetact.candidates import Request
-from subnetact.pareto_set import searched_sizes
-from subnetact.timing import machine
+from subnetact.device import machine
+from subnetact.profile.pareto_set import searched_sizes
+from subnetact.profile.selection import Request
 
 BATCH_SIZES = (1, 2, 4)
 FIT_WINDOWS = 3

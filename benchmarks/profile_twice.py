@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from subnetact import LatencyTable
-from subnetact.timing import machine
+from subnetact.device import machine
 
 BATCH_SIZES = (1, 4)
 

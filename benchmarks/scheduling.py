@@ -22,16 +22,27 @@ from scheduling_report import report
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.latency import LatencyTable
-from subnetact.serving.context import ArrivalMeter, Context
-from subnetact.serving.datasets import load_trace, superserve_a40
-from subnetact.serving.fluid import fluid_bound
-from subnetact.serving.optimum import exact_optimum
-from subnetact.serving.plotting import plot_comparison, plot_dynamics
-from subnetact.serving.policies import Fixed, HullFit, SlackFit, comparison, make_policy
-from subnetact.serving.queue import EDFQueue
-from subnetact.serving.simulator import WorkerEvent, simulate
-from subnetact.serving.traces import bursty, from_counts, poisson, time_varying
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies import (
+    Fixed,
+    HullFit,
+    SlackFit,
+    comparison,
+    make_policy,
+)
+from subnetact.serving.scheduling.context import ArrivalMeter, Context
+from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.simulation.datasets import load_trace, superserve_a40
+from subnetact.serving.simulation.fluid import fluid_bound
+from subnetact.serving.simulation.optimum import exact_optimum
+from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
+from subnetact.serving.simulation.simulator import WorkerEvent, simulate
+from subnetact.serving.simulation.traces import (
+    bursty,
+    from_counts,
+    poisson,
+    time_varying,
+)
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = superserve_a40()
@@ -147,7 +158,7 @@ def robustness() -> Section:
 
 
 def _maf_counts() -> npt.NDArray[np.int64]:
-    from subnetact.serving.datasets import series
+    from subnetact.serving.simulation.datasets import series
 
     counts: npt.NDArray[np.int64] = series("maf")["sum14d_union"]
     return counts

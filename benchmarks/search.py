@@ -26,12 +26,17 @@ from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
-from subnetact.costs import CostModel
-from subnetact.digits import SIDE, distort, load_digits_supernet, read_digits
-from subnetact.files import replacing
+from subnetact.costs.model import CostModel
+from subnetact.device import machine
+from subnetact.digits import (
+    SIDE,
+    distort,
+    load_digits_supernet,
+    read_digits,
+)
+from subnetact.documents import replacing
 from subnetact.pareto import pareto_front
 from subnetact.spec import SubnetSpec
-from subnetact.timing import machine
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
 BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"

@@ -24,9 +24,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import BatchFailed, DeadlinePassed, InvalidRequest, QueueFull, WorkerHung
-from subnetact.latency import LatencyTable
-from subnetact.serving.batcher import Answer, Batcher
+from subnetact.errors import (
+    BatchFailed,
+    DeadlinePassed,
+    InvalidRequest,
+    QueueFull,
+    WorkerHung,
+)
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Answer, Batcher
 from subnetact.serving.policies import SlackFit
 
 SIZES = (1, 2, 4, 8, 16, 32)

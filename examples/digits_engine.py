@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from subnetact import profile_latency
-from subnetact.calibration import calibrate
-from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
-from subnetact.engine import Engine
-from subnetact.latency import LatencyTable
+from subnetact.calibration.calibrate import calibrate
+from subnetact.digits import (
+    Digits,
+    distort,
+    load_digits_supernet,
+    read_digits,
+)
+from subnetact.engine.engine import Engine
+from subnetact.latency.table import LatencyTable
 
 __all__ = ["BATCH_SIZES", "digits_engine", "profiled", "unseen_digits"]
 

@@ -25,8 +25,13 @@ from torch import Tensor
 
 from subnetact import Answer, Batcher
 from subnetact.errors import RequestError, SubnetActError
-from subnetact.serving.datasets import TRACES, load_trace
-from subnetact.serving.traces import bursty, from_timestamps, poisson, time_varying
+from subnetact.serving.simulation.datasets import TRACES, load_trace
+from subnetact.serving.simulation.traces import (
+    bursty,
+    from_timestamps,
+    poisson,
+    time_varying,
+)
 
 __all__ = ["ask_batcher", "ask_server", "refusal", "trace"]
 

@@ -14,10 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from subnetact.calibration import calibrate
-from subnetact.digits import Digits, distort, new_digits_supernet, read_digits
+from subnetact.calibration.calibrate import calibrate
+from subnetact.digits import (
+    Digits,
+    distort,
+    new_digits_supernet,
+    read_digits,
+)
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 
 def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: int) -> None:

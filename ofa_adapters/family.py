@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ofa_adapters.encoding import Features
+from ofa_adapters.features import Features
 from subnetact.operators import CALIBRATION_RULES, Elastic
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec

@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ofa_adapters.checkpoint import fill, read, settings, unwrap
-from ofa_adapters.encoding import Features
 from ofa_adapters.family import Family, Keys
-from subnetact.binding import bind
-from subnetact.insert import insert_
-from subnetact.norm_table import NormRow
+from ofa_adapters.features import Features
 from subnetact.operators import SubnetNorm
 from subnetact.space import Row, SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
+from subnetact.supernet.bind import bind
+from subnetact.supernet.insert import insert_
+from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["encode", "families", "family_of", "identify", "load"]
 
@@ -52,7 +52,7 @@ def family_of(name: str) -> Family:
     name = _ALIASES.get(name, name)
     if name not in _MODULES:
         raise ValueError(f"unknown family {name!r}; choose from {', '.join(_MODULES)}")
-    found: Family = import_module(f"ofa_adapters.{name}").FAMILY
+    found: Family = import_module(f"ofa_adapters.networks.{name}").FAMILY
     return found
 
 

@@ -6,8 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from subnetact.profile import build_parser, main
-from subnetact.timing import find_device, machine
+from subnetact.device import find_device, machine
+from subnetact.profile.cli import build_parser, main
 
 TABLES = Path(__file__).parent / "tables"
 

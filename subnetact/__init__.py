@@ -1,34 +1,73 @@
 """Serve any subnet of a trained supernet in place, from one copy of the weights.
 
-Public names are imported on first use, so that importing the package (and the torch-free
+The public names are imported on first use, so that importing the package (and the torch-free
 `subnetact.serving`) is quick and initialises nothing.
+
+Map
+---
+A line imports only from the lines above it; `python tests/rooms.py` draws this from the code.
+
+    errors, documents, journal, device   typed errors; versioned files; resumable steps; the device in use
+    pareto, spec, space                  dominance; the identity of a subnet; the search space
+    operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
+    supernet/                            Supernet, insert_, NormTable; binds the view of one subnet
+    calibration/                         calibrate: BatchNorm statistics of many subnets
+    latency/                             LatencyTable: check, save, interpolate, merge, compare (no torch)
+    engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles
+    costs/                               CostModel: parameters, multiply-accumulates, bytes
+    nas/                                 search, evaluate, accuracy and latency predictors
+    profile/                             profile_latency and python -m subnetact.profile
+    serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
+    export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
+    digits, demo, simulate               the embedded supernet; two commands: the demo, the simulator
+    ofa_adapters/                        published supernet families and their checkpoints
+
+Glossary
+--------
+space: all subnets of a supernet. It consists of axes.
+axis: one kind of choice, for example the width of every stage. It consists of slots.
+slot: one place of an axis where a subnet takes one choice, for example the width of stage 2.
+choice: one of the values that a slot may take.
+dimension: a named size that modules follow, for example the channels of a stage.
+size row: the integers of one subnet, one per dimension; every operator slices by the size row.
+view: a subnet as an ordinary module whose parameters are slices of the supernet's storage.
+statistics row: the BatchNorm means and variances of one subnet, kept in the NormTable.
+bundle: a folder with weights, statistics, space, subnets and latency tables; it is loaded without pickle.
+table: a LatencyTable, which holds the accuracy of every subnet and its latency per batch size.
+policy: decides which subnet and batch size an idle worker runs next.
+slack: the time left until the deadline of the most urgent request.
+floor: the minimum accuracy that a request demands of the subnet that answers it.
+fused program: a subnet whose BatchNorms, activations and additions are merged into its convolutions.
+promotion: making the fused program of a subnet that is used often, within the memory budget.
+co-runner: another process or tenant that uses the same device at the same time.
+expired: a request whose deadline no subnet can meet any more.
+dropped: an expired request that was answered at once with DeadlinePassed.
+deferred: an expired request that is served when nothing else waits.
+refused: a request that was never accepted, because it is invalid or the queue is full.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from subnetact import errors
-from subnetact._version import __version__
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from subnetact.accuracy_predictor import AccuracyPredictor
-    from subnetact.calibration import CalibrationReport, calibrate
-    from subnetact.costs import Cost, CostModel, cost
-    from subnetact.engine import Engine
-    from subnetact.evaluation import evaluate
-    from subnetact.insert import insert_
-    from subnetact.latency import LatencyTable
-    from subnetact.latency_predictor import LatencyPredictor
-    from subnetact.nas import Candidate, SearchResult, search
-    from subnetact.norm_table import NormTable
+    from subnetact.calibration.calibrate import CalibrationReport, calibrate
+    from subnetact.costs.model import Cost, CostModel, cost
+    from subnetact.engine.engine import Engine
+    from subnetact.latency.table import LatencyTable
+    from subnetact.nas.accuracy_predictor import AccuracyPredictor
+    from subnetact.nas.evaluation import evaluate
+    from subnetact.nas.latency_predictor import LatencyPredictor
+    from subnetact.nas.search import Candidate, SearchResult, search
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
     from subnetact.pareto import hypervolume, pareto_front
-    from subnetact.serving.batcher import Answer, Batcher
-    from subnetact.serving.context import Context, Policy
-    from subnetact.serving.datasets import load_trace, superserve_a40
-    from subnetact.serving.fluid import fluid_bound
-    from subnetact.serving.optimum import exact_optimum
-    from subnetact.serving.planner import plan
+    from subnetact.profile.sweep import profile_latency
+    from subnetact.serving.live.batcher import Answer, Batcher
+    from subnetact.serving.planning.planner import plan
+    from subnetact.serving.planning.tuner import Tuner
     from subnetact.serving.policies import (
         CheapestFeasible,
         Coarse,
@@ -42,63 +81,72 @@ if TYPE_CHECKING:
         Veltair,
         make_policy,
     )
-    from subnetact.serving.simulator import simulate
-    from subnetact.serving.tuner import Tuner
-    from subnetact.space import Axis, Slot, SubnetSpace, UsedWhen
+    from subnetact.serving.scheduling.context import Context, Policy
+    from subnetact.serving.simulation.datasets import load_trace, superserve_a40
+    from subnetact.serving.simulation.fluid import fluid_bound
+    from subnetact.serving.simulation.optimum import exact_optimum
+    from subnetact.serving.simulation.simulator import simulate
+    from subnetact.space import (
+        Axis,
+        Slot,
+        SubnetSpace,
+        UsedWhen,
+    )
     from subnetact.spec import SubnetSpec
-    from subnetact.supernet import Supernet
-    from subnetact.sweep import profile_latency
+    from subnetact.supernet.insert import insert_
+    from subnetact.supernet.norm_table import NormTable
+    from subnetact.supernet.supernet import Supernet
 
 _HOME = {
-    "AccuracyPredictor": "accuracy_predictor",
-    "Candidate": "nas",
-    "Cost": "costs",
-    "CostModel": "costs",
-    "LatencyPredictor": "latency_predictor",
-    "SearchResult": "nas",
-    "cost": "costs",
-    "evaluate": "evaluation",
+    "AccuracyPredictor": "nas.accuracy_predictor",
+    "Candidate": "nas.search",
+    "Cost": "costs.model",
+    "CostModel": "costs.model",
+    "LatencyPredictor": "nas.latency_predictor",
+    "SearchResult": "nas.search",
+    "cost": "costs.model",
+    "evaluate": "nas.evaluation",
     "hypervolume": "pareto",
     "UsedWhen": "space",
     "Slot": "space",
-    "Answer": "serving.batcher",
-    "Context": "serving.context",
-    "Policy": "serving.context",
+    "Answer": "serving.live.batcher",
+    "Context": "serving.scheduling.context",
+    "Policy": "serving.scheduling.context",
     "Axis": "space",
-    "Batcher": "serving.batcher",
-    "CalibrationReport": "calibration",
+    "Batcher": "serving.live.batcher",
+    "CalibrationReport": "calibration.calibrate",
     "CheapestFeasible": "serving.policies",
     "Coarse": "serving.policies",
-    "Engine": "engine",
+    "Engine": "engine.engine",
     "Fixed": "serving.policies",
     "Flex": "serving.policies",
     "HullFit": "serving.policies",
-    "LatencyTable": "latency",
+    "LatencyTable": "latency.table",
     "LayerSelect": "operators",
     "MaxAcc": "serving.policies",
     "MaxBatch": "serving.policies",
     "ModelSwitching": "serving.policies",
-    "NormTable": "norm_table",
+    "NormTable": "supernet.norm_table",
     "SlackFit": "serving.policies",
     "SubnetNorm": "operators",
     "SubnetSpace": "space",
     "SubnetSpec": "spec",
-    "Supernet": "supernet",
-    "Tuner": "serving.tuner",
+    "Supernet": "supernet.supernet",
+    "Tuner": "serving.planning.tuner",
     "Veltair": "serving.policies",
     "WeightSlice": "operators",
-    "calibrate": "calibration",
-    "exact_optimum": "serving.optimum",
-    "fluid_bound": "serving.fluid",
-    "insert_": "insert",
-    "load_trace": "serving.datasets",
+    "calibrate": "calibration.calibrate",
+    "exact_optimum": "serving.simulation.optimum",
+    "fluid_bound": "serving.simulation.fluid",
+    "insert_": "supernet.insert",
+    "load_trace": "serving.simulation.datasets",
     "make_policy": "serving.policies",
     "pareto_front": "pareto",
-    "plan": "serving.planner",
-    "profile_latency": "sweep",
-    "search": "nas",
-    "simulate": "serving.simulator",
-    "superserve_a40": "serving.datasets",
+    "plan": "serving.planning.planner",
+    "profile_latency": "profile.sweep",
+    "search": "nas.search",
+    "simulate": "serving.simulation.simulator",
+    "superserve_a40": "serving.simulation.datasets",
 }
 
 __all__ = [

@@ -21,21 +21,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from subnetact.calibration import calibrate
-from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
-from subnetact.engine import Engine
+from subnetact.calibration.calibrate import calibrate
+from subnetact.device import machine
+from subnetact.digits import (
+    Digits,
+    distort,
+    load_digits_supernet,
+    read_digits,
+)
+from subnetact.engine.engine import Engine
 from subnetact.errors import RequestError, UncalibratedSubnetWarning
-from subnetact.latency import LatencyTable
-from subnetact.nas import Candidate
+from subnetact.latency.table import LatencyTable
+from subnetact.nas.search import Candidate
 from subnetact.pareto import pareto_front
-from subnetact.serving.batcher import Batcher, Decided
-from subnetact.serving.context import Policy
+from subnetact.profile.sweep import profile_latency
+from subnetact.serving.live.batcher import Batcher, Decided
 from subnetact.serving.policies import Fixed, SlackFit
-from subnetact.serving.traces import bursty
+from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.simulation.traces import bursty
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
-from subnetact.sweep import profile_latency
-from subnetact.timing import machine
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["main"]
 

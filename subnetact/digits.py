@@ -13,10 +13,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from subnetact.insert import insert_
-from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
-from subnetact.space import Axis, AxisValues, SubnetSpace, make_divisible
-from subnetact.supernet import Supernet
+from subnetact.operators import (
+    Elastic,
+    LayerSelect,
+    SubnetNorm,
+    WeightSlice,
+)
+from subnetact.space import (
+    Axis,
+    AxisValues,
+    SubnetSpace,
+    make_divisible,
+)
+from subnetact.supernet.insert import insert_
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Digits", "distort", "load_digits_supernet", "new_digits_supernet", "read_digits"]
 

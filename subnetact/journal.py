@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from subnetact.documents import replacing
 from subnetact.errors import FileFormatError, ResumeMismatch
-from subnetact.files import replacing
 
 __all__ = ["Journal"]
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from subnetact.serving.cli import main
-from subnetact.serving.simulator import simulate
+from subnetact.serving.simulation.cli import main
+from subnetact.serving.simulation.simulator import simulate
 
 if __name__ == "__main__":
     sys.exit(main())

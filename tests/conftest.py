@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 torch.set_num_threads(1)
 # Some virtual machines announce matrix units that they do not let a process use: oneDNN's bfloat16 kernels

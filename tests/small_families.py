@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ofa_adapters import load
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 __all__ = ["GOLDEN", "small_constructor", "small_inputs", "small_supernet"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import ofa_adapters
 import subnetact
-from subnetact import Axis, SubnetSpace, profile
+from subnetact import Axis, SubnetSpace
 from subnetact.errors import (
     CheckpointError,
     EngineError,
@@ -24,8 +24,15 @@ from subnetact.errors import (
     SpecError,
     TableError,
 )
-from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript, to_triton
-from subnetact.supernet import Supernet
+from subnetact.export import (
+    load_exported,
+    to_exported_programs,
+    to_onnx,
+    to_torchscript,
+    to_triton,
+)
+from subnetact.profile import cli as profile
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 IMAGE = torch.zeros(1, 16, 16)

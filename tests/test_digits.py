@@ -11,7 +11,7 @@ import torch
 
 import subnetact
 from subnetact.digits import distort, load_digits_supernet, read_digits
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 

@@ -74,14 +74,6 @@ def test_importing_is_quiet_and_initialises_nothing() -> None:
     assert python(code) == "False []"
 
 
-def test_serving_never_imports_torch() -> None:
-    for path in [*(ROOT / "subnetact" / "serving").rglob("*.py"), ROOT / "subnetact" / "latency.py"]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not any(n.split(".")[0] == "torch" for n in names), path
-
-
 def test_profiling_is_a_folder_and_not_a_package() -> None:
     assert (ROOT / "profiling").is_dir()
     assert not (ROOT / "profiling" / "__init__.py").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from subnetact.profile import build_parser
+from subnetact.profile.cli import build_parser
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
-from subnetact.space import Axis, Slot, SubnetSpace, UsedWhen, make_divisible
+from subnetact.space import (
+    Axis,
+    Slot,
+    SubnetSpace,
+    UsedWhen,
+    make_divisible,
+)
 from subnetact.spec import SubnetSpec
 
 

@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subnetact.export.exported import ExportedEngine, load_exported
     from subnetact.export.onnx import to_onnx
-    from subnetact.export.programs import to_exported_programs
-    from subnetact.export.torchscript import to_torchscript
-    from subnetact.export.triton import to_triton
+    from subnetact.export.programs.exported_engine import ExportedEngine, load_exported
+    from subnetact.export.programs.exporter import to_exported_programs
+    from subnetact.export.torchscript.exporter import to_torchscript
+    from subnetact.export.triton.exporter import to_triton
 
 _HOME = {
-    "ExportedEngine": "exported",
-    "load_exported": "exported",
-    "to_exported_programs": "programs",
+    "ExportedEngine": "programs.exported_engine",
+    "load_exported": "programs.exported_engine",
+    "to_exported_programs": "programs.exporter",
     "to_onnx": "onnx",
-    "to_torchscript": "torchscript",
-    "to_triton": "triton",
+    "to_torchscript": "torchscript.exporter",
+    "to_triton": "triton.exporter",
 }
 
 __all__ = [

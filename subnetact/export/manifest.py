@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from subnetact._version import __version__
+from subnetact import __version__
+from subnetact.documents import checksum, described, replacing_folder
 from subnetact.errors import FileFormatError
-from subnetact.files import checksum, described, replacing_folder
 
 __all__ = ["MANIFEST", "SCHEMA", "read_manifest", "writing_folder"]
 

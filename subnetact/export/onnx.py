@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from subnetact.engine import Engine
+from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError
 from subnetact.export.manifest import writing_folder
-from subnetact.export.programs import TOLERANCES
-from subnetact.export.tracing import (
+from subnetact.export.programs.exporter import TOLERANCES
+from subnetact.export.programs.program import (
     blamed,
     chosen_subnets,
     example_batch,

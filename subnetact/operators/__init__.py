@@ -1,31 +1,29 @@
 """Elastic operators: modules that hold full-size parameters and make any subnet's part of them."""
 
 from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.collecting import CollectingNorm
 from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
+from subnetact.operators.layer_norm_slice import LayerNormSlice
 from subnetact.operators.layer_select import LayerSelect
-from subnetact.operators.listed_norm import ListedBatchNorm2d, ListedNorm
-from subnetact.operators.norm_slice import NormSlice
-from subnetact.operators.parameter_slice import ParameterSlice, Setting
+from subnetact.operators.parameter_slice import ElasticAttribute, ParameterSlice
+from subnetact.operators.per_width_norm import PerWidthBatchNorm2d, PerWidthNorm
 from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
-from subnetact.operators.switch import Alternatives, Switch
+from subnetact.operators.switch import ModuleSwitch, SwitchableModule
 from subnetact.operators.weight_slice import WeightSlice
 
 __all__ = [
     "CALIBRATION_RULES",
-    "Alternatives",
-    "CollectingNorm",
     "Elastic",
+    "ElasticAttribute",
     "ElasticKernel",
     "KernelConv2d",
+    "LayerNormSlice",
     "LayerSelect",
-    "ListedBatchNorm2d",
-    "ListedNorm",
-    "NormSlice",
+    "ModuleSwitch",
     "Operator",
     "ParameterSlice",
-    "Setting",
+    "PerWidthBatchNorm2d",
+    "PerWidthNorm",
     "SubnetNorm",
-    "Switch",
+    "SwitchableModule",
     "WeightSlice",
 ]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
-from subnetact.operators.view import shell
+from subnetact.operators.view_module import shell
 from subnetact.space import Row
 
 __all__ = ["Elastic", "Operator"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.operators.base import Operator
-from subnetact.operators.view import shell
+from subnetact.operators.view_module import shell
 from subnetact.space import Row
 
 __all__ = ["ElasticKernel", "KernelConv2d"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from subnetact.operators.base import Operator
-from subnetact.operators.view import shell
+from subnetact.operators.view_module import shell
 from subnetact.space import Row
 
 __all__ = ["LayerSelect"]

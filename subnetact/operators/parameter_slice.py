@@ -1,4 +1,4 @@
-"""ParameterSlice and Setting: modules whose own parameters, or plain numbers, belong to the subnet."""
+"""ParameterSlice and ElasticAttribute: own parameters and plain numbers that belong to the subnet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from subnetact.operators.base import Operator
 from subnetact.space import Row
 
-__all__ = ["ParameterSlice", "Setting"]
+__all__ = ["ElasticAttribute", "ParameterSlice"]
 
 
 class ParameterSlice(Operator):
@@ -37,10 +37,10 @@ class ParameterSlice(Operator):
         return {}
 
 
-class Setting(Operator):
+class ElasticAttribute(Operator):
     """Gives a module plain numbers that depend on the subnet: heads, an input resolution ...
 
-    `Setting.on(heads="block0.heads")` sets the attribute `heads`, whose value in the full network is
+    `ElasticAttribute.on(heads="block0.heads")` sets the attribute `heads`, whose value in the full network is
     the largest. The module has no submodules, and its forward reads the attribute.
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
-from subnetact.operators.view import shell
+from subnetact.operators.view_module import shell
 from subnetact.space import Row
 
 __all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]

@@ -1,4 +1,4 @@
-"""Switch: one of several modules, one for each listed subnet."""
+"""ModuleSwitch: one of several modules, one for each listed subnet."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.space import Row
 
-__all__ = ["Alternatives", "Switch"]
+__all__ = ["ModuleSwitch", "SwitchableModule"]
 
 
-class Alternatives(nn.Module):
+class SwitchableModule(nn.Module):
     """Modules of which one is used; as it is, the one at `default`.
 
     Args:
@@ -32,10 +32,10 @@ class Alternatives(nn.Module):
         return self._modules[self.default](x)  # type: ignore[misc, no-any-return]
 
 
-class Switch(LayerSelect):
-    """Puts one of an `Alternatives`' modules in its place (Slimmable Networks' switchable BatchNorm).
+class ModuleSwitch(LayerSelect):
+    """Puts one of an `SwitchableModule`' modules in its place (Slimmable Networks' switchable BatchNorm).
 
-    `Switch.on(choice="width.position")` follows a dimension that is one more than the position. The
+    `ModuleSwitch.on(choice="width.position")` follows a dimension that is one more than the position. The
     alternatives share nothing, affine parameters included.
     """
 
@@ -43,8 +43,8 @@ class Switch(LayerSelect):
 
     def check(self) -> None:
         """Refuse other modules."""
-        if not isinstance(self.template, Alternatives) or "choice" not in self.dims:
-            raise self.refuse("only Alternatives, with a dimension for 'choice', can be switched")
+        if not isinstance(self.template, SwitchableModule) or "choice" not in self.dims:
+            raise self.refuse("only SwitchableModule, with a dimension for 'choice', can be switched")
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the number of alternatives."""

@@ -10,7 +10,7 @@ import torch
 from small_families import small_inputs, small_supernet
 
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from subnetact import Axis, SubnetSpace
 from subnetact.errors import ExportError, FileFormatError
 from subnetact.export import load_exported, to_exported_programs, to_onnx
 from subnetact.operators import ElasticKernel, KernelConv2d
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 

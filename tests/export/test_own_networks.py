@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import subnetact
-from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice
+from subnetact import (
+    Axis,
+    LayerSelect,
+    SubnetNorm,
+    SubnetSpace,
+    WeightSlice,
+)
 from subnetact.errors import ExportError
 from subnetact.export import to_torchscript
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 

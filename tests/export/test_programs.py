@@ -17,7 +17,12 @@ from torch import nn
 
 import subnetact
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import ExportError, FileFormatError, InvalidRequest, SpecError
+from subnetact.errors import (
+    ExportError,
+    FileFormatError,
+    InvalidRequest,
+    SpecError,
+)
 from subnetact.export import ExportedEngine, load_exported, to_exported_programs
 
 IMAGES = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))

@@ -20,12 +20,23 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import subnetact
 from ofa_adapters import load
-from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice
-from subnetact.errors import ExportError, NotCalibrated, ProfileMismatch, SpecError
+from subnetact import (
+    Axis,
+    LayerSelect,
+    SubnetNorm,
+    SubnetSpace,
+    WeightSlice,
+)
+from subnetact.errors import (
+    ExportError,
+    NotCalibrated,
+    ProfileMismatch,
+    SpecError,
+)
 from subnetact.export import to_torchscript
-from subnetact.norm_table import NormRow
 from subnetact.operators import ElasticKernel, KernelConv2d
-from subnetact.supernet import Supernet
+from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 

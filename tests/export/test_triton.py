@@ -19,7 +19,12 @@ from torch import nn
 
 import subnetact
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import ExportError, FileFormatError, ProfileMismatch, QueueFull
+from subnetact.errors import (
+    ExportError,
+    FileFormatError,
+    ProfileMismatch,
+    QueueFull,
+)
 from subnetact.export import to_triton
 
 IMAGES = torch.randn(6, 1, 16, 16, generator=torch.Generator().manual_seed(1))

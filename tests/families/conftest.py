@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from small_families import GOLDEN, small_constructor, small_inputs, small_supernet
 
 from ofa_adapters import load
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ofa_adapters import encode, load
 from ofa_adapters.registry import family_of
 from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import make_divisible
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from ofa_adapters import load
 from subnetact.errors import CheckpointError, InsertError, SpecError
-from subnetact.insert import insert_
-from subnetact.operators import NormSlice, ParameterSlice, Setting
+from subnetact.operators import ElasticAttribute, LayerNormSlice, ParameterSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace
+from subnetact.supernet.insert import insert_
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "autoformer"
 FACTS = json.loads((GOLDEN / "cases.json").read_text())
@@ -164,7 +164,7 @@ SPACE = SubnetSpace("slices", [Axis.uniform("width", ["w"], (4, 8))], resolve)
 
 def test_parameters_norms_and_settings_follow_their_dimension() -> None:
     network = nn.Sequential(Token(), nn.LayerNorm(8))
-    elastic = {"0": ParameterSlice.on(features="width"), "1": NormSlice.on(features="width")}
+    elastic = {"0": ParameterSlice.on(features="width"), "1": LayerNormSlice.on(features="width")}
     supernet = insert_(network, SPACE, elastic).eval()
     x = torch.randn(3, 4)
     expected = F.layer_norm(x + torch.arange(4.0) / 8, (4,))
@@ -173,7 +173,7 @@ def test_parameters_norms_and_settings_follow_their_dimension() -> None:
     assert view[1].normalized_shape == (4,)
     assert view[0].token.data_ptr() == network[0].get_parameter("token").data_ptr()
     torch.testing.assert_close(supernet.extract(SPACE.smallest())(x), expected)
-    settings = insert_(nn.Sequential(Token()), SPACE, {"0": Setting.on(heads="width")}).eval()
+    settings = insert_(nn.Sequential(Token()), SPACE, {"0": ElasticAttribute.on(heads="width")}).eval()
     y = torch.zeros(1, 8)
     torch.testing.assert_close(settings(y, subnet=SPACE.smallest()), torch.arange(8.0)[None] / 4)
     torch.testing.assert_close(settings(y, subnet=SPACE.largest()), torch.arange(8.0)[None] / 8)
@@ -182,15 +182,19 @@ def test_parameters_norms_and_settings_follow_their_dimension() -> None:
 @pytest.mark.parametrize(
     ("module", "entry", "message"),
     [
-        (nn.Linear(8, 8), NormSlice.on(features="width"), "only LayerNorm over the last axis"),
-        (nn.LayerNorm((2, 8)), NormSlice.on(features="width"), "only LayerNorm over the last axis"),
+        (nn.Linear(8, 8), LayerNormSlice.on(features="width"), "only LayerNorm over the last axis"),
+        (nn.LayerNorm((2, 8)), LayerNormSlice.on(features="width"), "only LayerNorm over the last axis"),
         (nn.ReLU(), ParameterSlice.on(features="width"), "a module without submodules, all of one width"),
         (nn.Linear(4, 8), ParameterSlice.on(features="width"), "all of one width"),
         (nn.Sequential(nn.Linear(8, 8)), ParameterSlice.on(features="width"), "without submodules"),
-        (nn.ReLU(), Setting.on(heads="width"), r"it sets whole numbers of a module .* not \['heads'\]"),
+        (
+            nn.ReLU(),
+            ElasticAttribute.on(heads="width"),
+            r"it sets whole numbers of a module .* not \['heads'\]",
+        ),
         (
             nn.LayerNorm(4),
-            NormSlice.on(features="width"),
+            LayerNormSlice.on(features="width"),
             "the largest subnet has 8 at width, the module only 4",
         ),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import families, load
 from subnetact.errors import ForeignSpec, SpecError
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -157,7 +157,7 @@ class Scale(nn.Module):
 
 
 def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
-    from subnetact.operators import Setting, WeightSlice
+    from subnetact.operators import ElasticAttribute, WeightSlice
 
     sides, widths = (8, 16, 24, 32), (2, 4, 8)
     axes = [subnetact.Axis.uniform("side", ["all"], sides), subnetact.Axis.uniform("width", ["all"], widths)]
@@ -166,7 +166,7 @@ def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
     )
     described = {
         "first": WeightSlice.on(out="width"),
-        "scale": Setting.on(side="side"),
+        "scale": ElasticAttribute.on(side="side"),
         "second": WeightSlice.on(in_="width"),
     }
     supernet = subnetact.insert_(Resized().eval(), space, described)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from ofa_adapters import identify, load
-from ofa_adapters.dynabert import kept_layers
-from ofa_adapters.rewiring import importance, rewire_
+from ofa_adapters.networks.dynabert import kept_layers
+from ofa_adapters.rewire import importance, rewire_
 from subnetact.errors import CheckpointError, SpecError
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "dynabert"
 FACTS = json.loads((GOLDEN / "cases.json").read_text())

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from subnetact.errors import InsertError, SpecError
-from subnetact.insert import insert_
 from subnetact.operators import ElasticKernel, KernelConv2d, LayerSelect
 from subnetact.space import Axis, AxisValues, SubnetSpace
-from subnetact.supernet import Supernet
+from subnetact.supernet.insert import insert_
+from subnetact.supernet.supernet import Supernet
 
 SIZES = (3, 5, 7)
 

@@ -13,7 +13,7 @@ import torch
 import subnetact
 from ofa_adapters import families
 from subnetact.export import load_exported, to_exported_programs, to_onnx
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 FAMILIES = sorted(families())

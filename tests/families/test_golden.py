@@ -16,7 +16,7 @@ import subnetact
 from ofa_adapters import encode, load
 from ofa_adapters.registry import family_of
 from subnetact.operators import ElasticKernel
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 GOLDEN = Path(__file__).parent.parent / "golden"

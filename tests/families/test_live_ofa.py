@@ -12,7 +12,7 @@ import torch
 
 import subnetact
 from ofa_adapters import encode, load
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 pytest.importorskip("ofa", reason="parity with the upstream package needs it")
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")

@@ -17,7 +17,7 @@ from torch import nn
 import subnetact
 from ofa_adapters import encode, load
 from subnetact.errors import CheckpointError, SearchError, SpecError
-from subnetact.supernet import Supernet
+from subnetact.supernet.supernet import Supernet
 
 SIZES = [128, 144, 160, 176, 192, 224, 240, 256]
 

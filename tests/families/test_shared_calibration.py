@@ -13,10 +13,10 @@ from torch import nn
 import subnetact
 from ofa_adapters import load
 from ofa_adapters.registry import family_of
-from subnetact.binding import bind
 from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import Supernet
+from subnetact.supernet.bind import bind
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 FAMILIES = (

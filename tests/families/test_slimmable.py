@@ -12,10 +12,15 @@ import torch.nn.functional as F
 import subnetact
 from ofa_adapters import load
 from subnetact.errors import CheckpointError, IllegalChoice, InsertError
-from subnetact.insert import insert_
-from subnetact.operators import Alternatives, ListedBatchNorm2d, ListedNorm, Switch
+from subnetact.operators import (
+    ModuleSwitch,
+    PerWidthBatchNorm2d,
+    PerWidthNorm,
+    SwitchableModule,
+)
 from subnetact.space import Axis, SubnetSpace, make_divisible
-from subnetact.supernet import Supernet
+from subnetact.supernet.insert import insert_
+from subnetact.supernet.supernet import Supernet
 
 EPS = 1e-5
 X = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(3))
@@ -300,20 +305,20 @@ def test_switch_and_listed_norm_refuse_other_modules() -> None:
         "one", [Axis.uniform("width", ["w"], (1, 2))], lambda v: {"position": int(v["width"][0] or 0)}
     )
     conv = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1))
-    with pytest.raises(InsertError, match="only Alternatives"):
-        insert_(conv, space, {"0": Switch.on(choice="position")})
-    with pytest.raises(InsertError, match="only ListedBatchNorm2d"):
-        insert_(conv, space, {"0": ListedNorm.on(channels="position", position="position")})
-    alternatives = Alternatives(torch.nn.BatchNorm2d(2), default=0)
+    with pytest.raises(InsertError, match="only SwitchableModule"):
+        insert_(conv, space, {"0": ModuleSwitch.on(choice="position")})
+    with pytest.raises(InsertError, match="only PerWidthBatchNorm2d"):
+        insert_(conv, space, {"0": PerWidthNorm.on(channels="position", position="position")})
+    alternatives = SwitchableModule(torch.nn.BatchNorm2d(2), default=0)
     with pytest.raises(InsertError, match="the largest subnet has 2 at position, the module only 1"):
-        insert_(torch.nn.Sequential(alternatives), space, {"0": Switch.on(choice="position")})
+        insert_(torch.nn.Sequential(alternatives), space, {"0": ModuleSwitch.on(choice="position")})
 
 
 def test_the_plain_modules_run_as_the_widest() -> None:
-    listed = ListedBatchNorm2d(4, [2, 4]).eval()
+    listed = PerWidthBatchNorm2d(4, [2, 4]).eval()
     listed.running_mean_1.copy_(torch.arange(4.0))
     x = torch.randn(2, 4, 3, 3)
     expected = (x - torch.arange(4.0)[:, None, None]) / (1 + EPS) ** 0.5
     torch.testing.assert_close(listed(x), expected)
-    alternatives = Alternatives(torch.nn.BatchNorm2d(2), torch.nn.BatchNorm2d(4), default=1).eval()
+    alternatives = SwitchableModule(torch.nn.BatchNorm2d(2), torch.nn.BatchNorm2d(4), default=1).eval()
     torch.testing.assert_close(alternatives(x), x / (1 + EPS) ** 0.5)

@@ -10,11 +10,11 @@ import torch
 
 import subnetact
 from ofa_adapters import load
-from subnetact.readings import Readings
-from subnetact.runners import Runner, engine_for
-from subnetact.supernet import Supernet
-from subnetact.sweep import sweep, table_of
-from subnetact.sweep_settings import SweepSettings
+from subnetact.profile.measurements import Measurements
+from subnetact.profile.modes import Runner, engine_for
+from subnetact.profile.sweep import sweep, table_of
+from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.supernet.supernet import Supernet
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,9 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
         supernet, specs, mode, example=torch.zeros(3, 64, 64), device="cuda", memory_budget_mb=512
     )
     runner, settings = Runner(engine, mode, include_h2d=include_h2d), SweepSettings(min_time_ms=10)
-    table = table_of(runner, [1, 4], settings, sweep(runner, [1, 4], settings, Readings(), False), [1.5, 2.5])
+    table = table_of(
+        runner, [1, 4], settings, sweep(runner, [1, 4], settings, Measurements(), False), [1.5, 2.5]
+    )
     assert (table.latency_ms > 0).all()
     assert (table.statistics["device_p50"] > 0).all()
     assert (table.stamp["mode"], table.stamp["include_h2d"]) == (mode, include_h2d)

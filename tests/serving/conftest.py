@@ -1,6 +1,6 @@
 import pytest
 
-from subnetact.serving.datasets import superserve_a40
+from subnetact.serving.simulation.datasets import superserve_a40
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from subnetact.errors import (
     ProfileMismatch,
     QueueFull,
 )
-from subnetact.serving.batcher import Batcher
+from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
 
 FOREVER = 1e7

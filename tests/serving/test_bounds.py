@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError, TraceError
-from subnetact.serving.fluid import binned_fluid_bound, fluid_bound
-from subnetact.serving.optimum import exact_optimum
 from subnetact.serving.policies import make_policy
-from subnetact.serving.simulator import simulate
-from subnetact.serving.traces import bursty, poisson
+from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
+from subnetact.serving.simulation.optimum import exact_optimum
+from subnetact.serving.simulation.simulator import simulate
+from subnetact.serving.simulation.traces import bursty, poisson
 
 
 def by_exhaustion(arrivals, table, slo_ms, workers):

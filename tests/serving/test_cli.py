@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from subnetact.serving.cli import main
-from subnetact.serving.datasets import superserve_a40
+from subnetact.serving.simulation.cli import main
+from subnetact.serving.simulation.datasets import superserve_a40
 
 
 def test_the_comparison_is_printed_drawn_and_written(tmp_path, capsys):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from subnetact.errors import FileFormatError, PolicyError, ProfileMismatch
-from subnetact.latency import LatencyTable
-from subnetact.serving.batcher import Batcher
-from subnetact.serving.corrections import Corrections
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.policies import (
     CheapestFeasible,
     Coarse,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from subnetact.latency import LatencyTable
-from subnetact.serving.core import Core
-from subnetact.serving.jobs import Job
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.core import Core
+from subnetact.serving.live.jobs import Job
 from subnetact.serving.policies import HullFit, SlackFit
 
 SIZES = (1, 2, 4, 8, 16)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from subnetact.errors import BatcherClosed, BatchFailed, PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.batcher import Batcher
-from subnetact.serving.context import Context
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, SlackFit
-from subnetact.serving.simulator import simulate
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.simulation.simulator import simulate
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 2.0], [2.0, math.nan]])
 

@@ -9,10 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung
-from subnetact.latency import LatencyTable
-from subnetact.serving.core import Core
-from subnetact.serving.jobs import Job
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    QueueFull,
+    WorkerHung,
+)
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.core import Core
+from subnetact.serving.live.jobs import Job
 from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
 
 TABLE = LatencyTable.from_arrays(

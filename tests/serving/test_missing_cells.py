@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.dispatch import Dispatcher
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed, comparison, make_policy
-from subnetact.serving.simulator import simulate
-from subnetact.serving.traces import poisson
+from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.simulation.simulator import simulate
+from subnetact.serving.simulation.traces import poisson
 
 SIZES = [1, 2, 4, 8]
 

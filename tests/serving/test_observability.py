@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from subnetact.errors import DeadlinePassed, FileFormatError, QueueFull
-from subnetact.latency import LatencyTable
-from subnetact.serving.batcher import Batcher
-from subnetact.serving.cli import main
-from subnetact.serving.histograms import Histogram
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.histograms import Histogram
+from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.policies import Fixed
-from subnetact.serving.prometheus import Collector
-from subnetact.serving.replay import LiveRun
+from subnetact.serving.simulation.cli import main
+from subnetact.serving.simulation.replay import LiveRun
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 

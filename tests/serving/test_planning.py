@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from subnetact.errors import PolicyError, TraceError
-from subnetact.serving.herd import Stream, group_streams
-from subnetact.serving.planner import plan
+from subnetact.serving.planning.herd import Stream, group_streams
+from subnetact.serving.planning.planner import plan
+from subnetact.serving.planning.tuner import Tuner, arrival_envelope
 from subnetact.serving.policies import Fixed, HullFit
-from subnetact.serving.simulator import simulate
-from subnetact.serving.traces import bursty, poisson
-from subnetact.serving.tuner import Tuner, arrival_envelope
+from subnetact.serving.simulation.simulator import simulate
+from subnetact.serving.simulation.traces import bursty, poisson
 
 
 def test_the_plan_is_the_least_that_meets_the_target(a40):

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError, TableError
-from subnetact.latency import LatencyTable
-from subnetact.serving.context import ArrivalMeter, Context, Policy
-from subnetact.serving.frontier import pareto_of_batch, time_per_request, upper_hull
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import (
     CheapestFeasible,
     Coarse,
@@ -25,9 +23,11 @@ from subnetact.serving.policies import (
     comparison,
     make_policy,
 )
-from subnetact.serving.queue import EDFQueue
-from subnetact.serving.simulator import CoRunner, simulate
-from subnetact.serving.traces import bursty, poisson
+from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
+from subnetact.serving.scheduling.frontier import pareto_of_batch, time_per_request, upper_hull
+from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.simulation.simulator import CoRunner, simulate
+from subnetact.serving.simulation.traces import bursty, poisson
 
 
 def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, workers=8, shed=None):

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from subnetact.serving.queue import NO_FLOOR, EDFQueue
+from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
 DEADLINES = st.integers(0, 20).map(float)
 FLOORS = st.sampled_from([NO_FLOOR, NO_FLOOR, 70.0, 75.0])

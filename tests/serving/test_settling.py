@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from subnetact.serving.requests import Answer, Request, settle
+from subnetact.serving.live.requests import Answer, Request, settle
 
 
 class Loop:

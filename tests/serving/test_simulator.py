@@ -7,10 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError, ProfileMismatch, TraceError
-from subnetact.latency import LatencyTable
-from subnetact.serving.policies import Fixed, Flex, HullFit, ModelSwitching, SlackFit, make_policy
-from subnetact.serving.simulator import CoRunner, WorkerEvent, simulate
-from subnetact.serving.traces import bursty, poisson
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies import (
+    Fixed,
+    Flex,
+    HullFit,
+    ModelSwitching,
+    SlackFit,
+    make_policy,
+)
+from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
+from subnetact.serving.simulation.traces import bursty, poisson
 
 NAMES = ["hullfit", "slackfit", "slackfit:3", "maxbatch", "maxacc", "modelswitching", "coarse", "cheapest"]
 RULES = ["serve", "drop", "defer"]

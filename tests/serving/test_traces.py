@@ -2,8 +2,20 @@ import numpy as np
 import pytest
 
 from subnetact.errors import TraceError
-from subnetact.serving.datasets import TRACES, about, load_trace, series, superserve_a40
-from subnetact.serving.traces import bursty, from_counts, from_timestamps, poisson, time_varying
+from subnetact.serving.simulation.datasets import (
+    TRACES,
+    about,
+    load_trace,
+    series,
+    superserve_a40,
+)
+from subnetact.serving.simulation.traces import (
+    bursty,
+    from_counts,
+    from_timestamps,
+    poisson,
+    time_varying,
+)
 
 
 def cv2(times):

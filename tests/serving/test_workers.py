@@ -21,12 +21,12 @@ from subnetact.errors import (
     QueueFull,
     WorkerHung,
 )
-from subnetact.latency import LatencyTable
-from subnetact.serving.batcher import Batcher
-from subnetact.serving.dispatch import Dispatcher
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit
-from subnetact.serving.priority import unaffordable
-from subnetact.serving.queue import EDFQueue
+from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.scheduling.priority import unaffordable
+from subnetact.serving.scheduling.queue import EDFQueue
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
 FOREVER = 1e7

@@ -1,12 +1,12 @@
 """Every scheduling policy of the library, and a registry of their names for command lines."""
 
-from subnetact.serving.policies.fixed import CheapestFeasible, Fixed
+from subnetact.serving.policies.fixed_subnet import CheapestFeasible, Fixed
 from subnetact.serving.policies.flex import Flex
 from subnetact.serving.policies.greedy import MaxAcc, MaxBatch
 from subnetact.serving.policies.hullfit import HullFit, Tuning
+from subnetact.serving.policies.model_switching import Coarse, ModelSwitching
 from subnetact.serving.policies.registry import POLICIES, comparison, make_policy
 from subnetact.serving.policies.slackfit import SlackFit
-from subnetact.serving.policies.switching import Coarse, ModelSwitching
 from subnetact.serving.policies.veltair import Veltair
 
 __all__ = [

@@ -5,9 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.context import Context
-from subnetact.serving.frontier import Option, cheapest, largest_batch, pareto_of_batch
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.frontier import (
+    Option,
+    cheapest,
+    largest_batch,
+    pareto_of_batch,
+)
 
 __all__ = ["Floored", "Fronts"]
 

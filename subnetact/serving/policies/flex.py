@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_accuracy
-from subnetact.serving.context import Context
-from subnetact.serving.frontier import cheapest
-from subnetact.serving.policies.fixed import batch_limits, largest_within
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
+from subnetact.serving.scheduling.checks import check_accuracy
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.frontier import cheapest
 
 __all__ = ["Flex", "RunningBatch"]
 

@@ -7,11 +7,11 @@ from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.context import Context
-from subnetact.serving.frontier import Option
-from subnetact.serving.policies.market import Market
-from subnetact.serving.policies.pricing import Pricing
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies.hull_table import HullTable
+from subnetact.serving.policies.time_price import Pricing
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.frontier import Option
 
 __all__ = ["FloorPlanner"]
 
@@ -33,7 +33,7 @@ class FloorPlanner:
         self._table = table
         self._pricing = pricing
         self._levels = [0.0, *sorted(set(table.accuracy))]
-        self._markets: dict[float, Market] = {0.0: pricing.market}
+        self._markets: dict[float, HullTable] = {0.0: pricing.market}
         self._level_of: dict[float, float] = {}
         self._shares: dict[float, float] = {}
 
@@ -155,20 +155,20 @@ class FloorPlanner:
             heapreplace(free, finish)
         return True
 
-    def _in_the_way(self, context: Context, market: Market) -> int:
+    def _in_the_way(self, context: Context, market: HullTable) -> int:
         count, spare = 0, context.queued - market.full_size
         while count < spare and context.queue.deadline(count) < context.now_ms + market.full_ms:
             count += 1
         return count
 
-    def _value(self, market: Market, price: float) -> float:
+    def _value(self, market: HullTable, price: float) -> float:
         point = market.point_at(price)
         return market.values[point] - price * market.taus[point]
 
-    def _market(self, level: float) -> Market:
+    def _market(self, level: float) -> HullTable:
         market = self._markets.get(level)
         if market is None:
-            market = self._markets[level] = Market(self._table, level)
+            market = self._markets[level] = HullTable(self._table, level)
         return market
 
     def _level(self, floor: float) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_accuracy
-from subnetact.serving.context import Context
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.base import Floored
-from subnetact.serving.policies.fixed import batch_limits, largest_within
+from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
+from subnetact.serving.scheduling.checks import check_accuracy
+from subnetact.serving.scheduling.context import Context
 
 __all__ = ["MaxAcc", "MaxBatch"]
 

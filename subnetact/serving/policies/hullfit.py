@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_margin, check_slo
-from subnetact.serving.context import Context
-from subnetact.serving.frontier import Option
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.floors import FloorPlanner
-from subnetact.serving.policies.market import Market
-from subnetact.serving.policies.pricing import Pricing, Tuning
+from subnetact.serving.policies.hull_table import HullTable
+from subnetact.serving.policies.time_price import Pricing, Tuning
+from subnetact.serving.scheduling.checks import check_margin, check_slo
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.frontier import Option
 
 __all__ = ["HullFit", "Tuning"]
 
@@ -59,7 +59,7 @@ class HullFit:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
         self.pricing = Pricing(
-            Market(table),
+            HullTable(table),
             self.slo_ms,
             check_margin(margin, "margin"),
             check_margin(margin_ms, "margin_ms"),

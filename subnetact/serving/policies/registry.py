@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.context import Policy
-from subnetact.serving.policies.fixed import CheapestFeasible, Fixed
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies.fixed_subnet import CheapestFeasible, Fixed
 from subnetact.serving.policies.flex import Flex
 from subnetact.serving.policies.greedy import MaxAcc, MaxBatch
 from subnetact.serving.policies.hullfit import HullFit
+from subnetact.serving.policies.model_switching import Coarse, ModelSwitching
 from subnetact.serving.policies.slackfit import SlackFit
-from subnetact.serving.policies.switching import Coarse, ModelSwitching
 from subnetact.serving.policies.veltair import Veltair
+from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["POLICIES", "comparison", "make_policy"]
 

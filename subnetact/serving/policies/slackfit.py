@@ -6,11 +6,11 @@ import math
 from bisect import bisect_right
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_count, check_margin, check_slo
-from subnetact.serving.context import Context
-from subnetact.serving.frontier import Option
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.base import Fronts
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
+from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.frontier import Option
 
 __all__ = ["SlackFit"]
 

@@ -6,10 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from subnetact.errors import PolicyError
-from subnetact.latency import LatencyTable
-from subnetact.serving.checks import check_margin
-from subnetact.serving.context import Context, Policy
+from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.slackfit import SlackFit
+from subnetact.serving.scheduling.checks import check_margin
+from subnetact.serving.scheduling.context import Context, Policy
 
 __all__ = ["Veltair"]
 

@@ -1,0 +1,326 @@
+"""DynaBERT (NeurIPS'20; huawei-noah/Pretrained-Language-Model): BERT, RoBERTa of elastic width, depth."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ofa_adapters.family import Family, Keys
+from ofa_adapters.notation import choices, upstream_config
+from subnetact.operators import Elastic, LayerSelect, WeightSlice
+from subnetact.space import (
+    Axis,
+    AxisValues,
+    Slot,
+    SubnetSpace,
+)
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class Layer(nn.Module):
+    """One post-norm Transformer layer; heads keep their size, so their number follows the queries'."""
+
+    def __init__(
+        self, width: int, heads: int, hidden: int, activation: str, eps: float, drop: float, attn_drop: float
+    ) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.attention_output = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, eps)
+        self.intermediate = nn.Linear(width, hidden)
+        self.output = nn.Linear(hidden, width)
+        self.output_norm = nn.LayerNorm(width, eps)
+        self.head_size = width // heads
+        self.activation = ACTIVATIONS[activation]
+        self.drop, self.attn_drop = drop, attn_drop
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], -1, self.head_size).transpose(1, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Map (N, T, width) to (N, T, width); the mask (N, 1, 1, T) is added to the scores."""
+        q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+        dropped = self.attn_drop if self.training else 0.0
+        context = F.scaled_dot_product_attention(q, k, v, mask, dropped).transpose(1, 2).flatten(2)
+        attended = F.dropout(self.attention_output(context), self.drop, self.training)
+        x = self.attention_norm(x + attended)
+        fed = self.output(self.activation(self.intermediate(x)))
+        return self.output_norm(x + F.dropout(fed, self.drop, self.training))  # type: ignore[no-any-return]
+
+
+class BertClassifier(nn.Module):
+    """The full network: embeddings, layers, a dense layer on the first token, a linear classifier.
+
+    Args:
+        first_position: RoBERTa's padding token, after which its positions count on; None for BERT.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        width: int,
+        vocabulary: int,
+        positions: int,
+        types: int,
+        labels: int,
+        eps: float,
+        drop: float,
+        first_position: int | None,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(positions, width)
+        self.types = nn.Embedding(types, width)
+        self.norm = nn.LayerNorm(width, eps)
+        self.layers = nn.ModuleList(layers)
+        self.pooler = nn.Linear(width, width)
+        self.classifier = nn.Linear(width, labels)
+        self.drop = drop
+        self.first_position = first_position
+        self.masked = -10000.0
+
+    def encode(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Map tokens (N, T) to hidden states (N, T, width), padding included."""
+        if self.first_position is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        else:
+            real = (input_ids != self.first_position).long()
+            positions = real.cumsum(1) * real + self.first_position
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        x = self.norm(self.words(input_ids) + self.positions(positions) + self.types(types))
+        x = F.dropout(x, self.drop, self.training)
+        mask = (
+            None
+            if attention_mask is None
+            else (1 - attention_mask[:, None, None, :].to(x.dtype)) * self.masked
+        )
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x  # type: ignore[no-any-return]
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Map tokens (N, T), mask (N, T) of ones and zeros, token types (N, T) to logits (N, labels)."""
+        hidden = self.encode(input_ids, attention_mask, token_type_ids)[:, 0]
+        pooled = F.dropout(torch.tanh(self.pooler(hidden)), self.drop, self.training)
+        return self.classifier(pooled)  # type: ignore[no-any-return]
+
+
+def build(
+    vocab_size: int = 30522,
+    hidden_size: int = 768,
+    num_hidden_layers: int = 12,
+    num_attention_heads: int = 12,
+    intermediate_size: int = 3072,
+    hidden_act: str = "gelu",
+    hidden_dropout_prob: float = 0.1,
+    attention_probs_dropout_prob: float = 0.1,
+    max_position_embeddings: int = 512,
+    type_vocab_size: int = 2,
+    layer_norm_eps: float = 1e-12,
+    pad_token_id: int | None = None,
+    num_labels: int = 2,
+    model_type: str = "bert",
+    vocab_size_or_config_json_file: int | None = None,
+    width_mult_list: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
+    depth_mult_list: Sequence[float] = (0.5, 0.75, 1.0),
+) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
+    """Return the plain network at full size, its space, and what in it is elastic.
+
+    Arguments are `BertConfig`'s own and `num_labels`; `model_type` is "bert" or "roberta". The lists
+    are the trained multipliers of heads and neurons, and of layers. With a checkpoint, sizes that are
+    not given are read from its tensors.
+
+    Raises:
+        ValueError: an unknown model type or activation, sizes that do not divide, or a width without
+            a head.
+    """
+    if model_type not in ("bert", "roberta") or hidden_act not in ACTIVATIONS:
+        raise ValueError(
+            f"dynabert: model_type is bert or roberta and hidden_act one of {', '.join(ACTIVATIONS)}, got "
+            f"{model_type!r} and {hidden_act!r}"
+        )
+    if hidden_size % num_attention_heads:
+        raise ValueError(f"dynabert: hidden_size {hidden_size} is no multiple of {num_attention_heads} heads")
+    widths, depths = choices(width_mult_list), choices(depth_mult_list)
+    headless = [w for w in widths if not 1 <= round(num_attention_heads * w) <= num_attention_heads]
+    if headless or not all(0 < d <= 1 and round(d * num_hidden_layers) for d in depths):
+        raise ValueError(
+            f"dynabert: multipliers must leave 1..{num_attention_heads} heads and 1..{num_hidden_layers} "
+            f"layers, got widths {widths} and depths {depths}"
+        )
+    layout = Layout(hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths)
+    layers = [
+        Layer(
+            hidden_size,
+            num_attention_heads,
+            intermediate_size,
+            hidden_act,
+            layer_norm_eps,
+            hidden_dropout_prob,
+            attention_probs_dropout_prob,
+        )
+        for _ in range(num_hidden_layers)
+    ]
+    network = BertClassifier(
+        layers,
+        hidden_size,
+        vocab_size_or_config_json_file or vocab_size,
+        max_position_embeddings,
+        type_vocab_size,
+        num_labels,
+        layer_norm_eps,
+        hidden_dropout_prob,
+        (1 if pad_token_id is None else pad_token_id) if model_type == "roberta" else None,
+    )
+    return network, layout.space(), _elastic(num_hidden_layers)
+
+
+def kept_layers(depth_mult: float, layers: int) -> list[int]:
+    """Return the layers a depth keeps: evenly spread, not a prefix (modeling_bert.py, BertEncoder)."""
+    return [math.floor(i / depth_mult) for i in range(round(depth_mult * layers))]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The full sizes and the multipliers, and what follows from them."""
+
+    width: int
+    heads: int
+    hidden: int
+    layers: int
+    widths: tuple[float, ...]
+    depths: tuple[float, ...]
+
+    def sizes(self, values: AxisValues) -> dict[str, int]:
+        """Resolve axis values to dimensions."""
+        w: Any
+        d: Any
+        (w,), (d,) = values["width"], values["depth"]
+        fraction = round(self.heads * w) * 1.0 / self.heads
+        kept = kept_layers(d, self.layers)
+        sizes = {
+            "attention": max(1, int(fraction * self.width)),
+            "neurons": max(1, int(fraction * self.hidden)),
+        }
+        return sizes | {f"layer{i}.keep": int(i in kept) for i in range(self.layers)}
+
+    def space(self) -> SubnetSpace:
+        """Return the space, in upstream's notation `{"width_mult", "depth_mult"}`."""
+        width = Axis("width", (Slot("heads and neurons", self.widths),))
+        depth = Axis("depth", (Slot("layers", self.depths),))
+        return SubnetSpace("dynabert", [width, depth], self.sizes, _parse, _format)
+
+
+def _parse(config: Any) -> dict[str, Any]:
+    given = upstream_config("dynabert", config, ("width_mult", "depth_mult"))
+    return {"width": given["width_mult"], "depth": given["depth_mult"]}
+
+
+def _format(values: AxisValues) -> dict[str, Any]:
+    return {"width_mult": values["width"][0], "depth_mult": values["depth"][0]}
+
+
+def _elastic(layers: int) -> dict[str, Elastic]:
+    elastic = {"layers": LayerSelect.on(**{str(i): f"layer{i}.keep" for i in range(layers)})}
+    for i in range(layers):
+        for name in ("query", "key", "value"):
+            elastic[f"layers.{i}.{name}"] = WeightSlice.on(out="attention")
+        elastic[f"layers.{i}.attention_output"] = WeightSlice.on(in_="attention")
+        elastic[f"layers.{i}.intermediate"] = WeightSlice.on(out="neurons")
+        elastic[f"layers.{i}.output"] = WeightSlice.on(in_="neurons")
+    return elastic
+
+
+_NAMES = {
+    "embeddings.word_embeddings.": "words.",
+    "embeddings.position_embeddings.": "positions.",
+    "embeddings.token_type_embeddings.": "types.",
+    "embeddings.LayerNorm.": "norm.",
+    "pooler.dense.": "pooler.",
+    "classifier.dense.": "pooler.",
+    "classifier.out_proj.": "classifier.",
+}
+_IN_LAYER = {
+    "attention.self.": "",
+    "attention.output.dense.": "attention_output.",
+    "attention.output.LayerNorm.": "attention_norm.",
+    "intermediate.dense.": "intermediate.",
+    "output.dense.": "output.",
+    "output.LayerNorm.": "output_norm.",
+}
+UNUSED = r"position_ids$|^cls\.|^lm_head\.|^roberta\.pooler\."
+
+
+def rename(key: str) -> str:
+    """Map a Hugging Face BERT or RoBERTa name, old or new, to the plain network's."""
+    if re.search(UNUSED, key):
+        return key
+    key = key.removeprefix("bert.").removeprefix("roberta.")
+    key = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", key)
+    key = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", key)
+    found = re.match(r"encoder\.layer\.(\d+)\.(.*)", key)
+    start, rest, names = (f"layers.{found[1]}.", found[2], _IN_LAYER) if found else ("", key, _NAMES)
+    for theirs, ours in names.items():
+        if rest.startswith(theirs):
+            return f"{start}{ours}{rest.removeprefix(theirs)}"
+    return f"{start}{rest}"
+
+
+def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read sizes that are not given from the tensors; the number of heads is not among them."""
+    stripped = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
+    own = {rename(key): tensor for key, tensor in stripped.items()}
+    layers = [int(found[1]) for key in own if (found := re.match(r"layers\.(\d+)\.", key))]
+    roberta = any(key.startswith(("roberta.", "classifier.out_proj.")) for key in stripped)
+    shapes = {
+        "vocab_size": ("words.weight", 0),
+        "hidden_size": ("words.weight", 1),
+        "max_position_embeddings": ("positions.weight", 0),
+        "type_vocab_size": ("types.weight", 0),
+        "intermediate_size": ("layers.0.intermediate.weight", 0),
+        "num_labels": ("classifier.weight", 0),
+    }
+    found_sizes: dict[str, Any] = {
+        name: own[key].shape[axis]
+        for name, (key, axis) in shapes.items()
+        if key in own and own[key].dim() > axis
+    }
+    if layers:
+        found_sizes["num_hidden_layers"] = max(layers) + 1
+    if roberta:
+        found_sizes.update(model_type="roberta", layer_norm_eps=1e-5)
+    hidden = given.get("hidden_size", found_sizes.get("hidden_size", 0))
+    if hidden and hidden % 64 == 0:
+        found_sizes["num_attention_heads"] = hidden // 64
+    return {**found_sizes, **given}
+
+
+def looks(keys: Keys) -> bool:
+    """Tell whether the names are of a BERT or RoBERTa."""
+    return keys.some(r"encoder\.layer\.\d+\.attention\.self\.query\.")
+
+
+FAMILY = Family(
+    build,
+    rename,
+    source="huawei-noah/Pretrained-Language-Model, DynaBERT",
+    licence="Apache-2.0",
+    looks=looks,
+    checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
+    unused=UNUSED,
+    infer=infer,
+    input_shape=(128,),
+    input_dtype="int64",
+)

@@ -1,0 +1,148 @@
+"""Slimmable ResNet-50 (Slimmable Networks, ICLR'19): a few widths, each with BatchNorms of its own.
+
+Upstream's code and checkpoints are licensed for
+non-commercial use (CC-BY-NC-4.0); none of either is in this package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ofa_adapters.family import CUMULATIVE_UNBIASED, Family, Keys
+from ofa_adapters.networks.slimmable_space import width_space
+from subnetact.operators import (
+    Elastic,
+    ModuleSwitch,
+    SwitchableModule,
+    WeightSlice,
+)
+from subnetact.space import SubnetSpace
+
+STEM = 64
+STAGES = (64, 128, 256, 512)
+LENGTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 bottleneck; a 1x1 convolution on the shortcut where the shape changes."""
+
+    def __init__(self, in_: Sequence[int], out: Sequence[int], stride: int) -> None:
+        super().__init__()
+        mid = [width // 4 for width in out]
+        self.conv1, self.norm1 = nn.Conv2d(max(in_), max(mid), 1, bias=False), _norms(mid)
+        self.conv2 = nn.Conv2d(max(mid), max(mid), 3, stride, 1, bias=False)
+        self.norm2 = _norms(mid)
+        self.conv3, self.norm3 = nn.Conv2d(max(mid), max(out), 1, bias=False), _norms(out)
+        self.shortcut_conv = self.shortcut_norm = None
+        if stride != 1 or list(in_) != list(out):
+            self.shortcut_conv = nn.Conv2d(max(in_), max(out), 1, stride, bias=False)
+            self.shortcut_norm = _norms(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
+        shortcut = x
+        if self.shortcut_conv is not None and self.shortcut_norm is not None:
+            shortcut = self.shortcut_norm(self.shortcut_conv(x))
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)))
+        return F.relu(self.norm3(self.conv3(x)) + shortcut)
+
+
+class SlimmableResNet(nn.Module):
+    """The full network: 7x7 stem, four stages of bottlenecks, mean, linear classifier."""
+
+    def __init__(self, stem: Sequence[int], blocks: Sequence[Bottleneck], width: int, classes: int) -> None:
+        super().__init__()
+        self.stem_conv = nn.Conv2d(3, max(stem), 7, 2, 3, bias=False)
+        self.stem_norm = _norms(stem)
+        self.blocks = nn.Sequential(*blocks)
+        self.classifier = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, 3, H, W) to logits (N, num_classes)."""
+        x = F.max_pool2d(F.relu(self.stem_norm(self.stem_conv(x))), 3, 2, 1)
+        return self.classifier(self.blocks(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def _norms(widths: Sequence[int]) -> SwitchableModule:
+    return SwitchableModule(*map(nn.BatchNorm2d, widths), default=list(widths).index(max(widths)))
+
+
+def build(
+    num_classes: int = 1000,
+    input_size: int = 224,  # noqa: ARG001
+    width_mult_list: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
+    depth: int = 50,
+) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
+    """Return the plain network at full size, its space, and what in it is elastic.
+
+    Arguments are upstream's, its flags `width_mult_list` (in the order of the checkpoint's
+    BatchNorms) and `depth` among them. The network takes any input size.
+
+    Raises:
+        ValueError: an unknown depth, or widths that are not distinct and positive.
+    """
+    if depth not in LENGTHS:
+        raise ValueError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(LENGTHS)}")
+    sizes = {"stem": [int(STEM * w) for w in width_mult_list]}
+    sizes.update({f"stage{s}": [int(base * w * 4) for w in width_mult_list] for s, base in enumerate(STAGES)})
+    sizes.update({f"mid{s}": [width // 4 for width in sizes[f"stage{s}"]] for s in range(len(STAGES))})
+    space = width_space("slimmable_resnet50", width_mult_list, sizes)
+    elastic = {"classifier": WeightSlice.on(in_="stage3")}
+
+    def conv(path: str, norm: str, in_: str | None, out: str) -> None:
+        elastic[path] = WeightSlice.on(out=out) if in_ is None else WeightSlice.on(in_=in_, out=out)
+        elastic[norm] = ModuleSwitch.on(choice="position")
+
+    conv("stem_conv", "stem_norm", None, "stem")
+    blocks: list[Bottleneck] = []
+    before = "stem"
+    for s, length in enumerate(LENGTHS[depth]):
+        for position in range(length):
+            path, out, mid = f"blocks.{len(blocks)}", f"stage{s}", f"mid{s}"
+            block = Bottleneck(sizes[before], sizes[out], 2 if s and position == 0 else 1)
+            conv(f"{path}.conv1", f"{path}.norm1", before, mid)
+            conv(f"{path}.conv2", f"{path}.norm2", mid, mid)
+            conv(f"{path}.conv3", f"{path}.norm3", mid, out)
+            if block.shortcut_conv is not None:
+                conv(f"{path}.shortcut_conv", f"{path}.shortcut_norm", before, out)
+            blocks.append(block)
+            before = out
+    return SlimmableResNet(sizes["stem"], blocks, max(sizes["stage3"]), num_classes), space, elastic
+
+
+_BODY = {"0": "conv1", "1": "norm1", "3": "conv2", "4": "norm2", "6": "conv3", "7": "norm3"}
+_SHORTCUT = {"0": "shortcut_conv", "1": "shortcut_norm"}
+
+
+def rename(key: str) -> str:
+    """Map an upstream name to the plain network's."""
+    key = key.replace("classifier.0.", "classifier.").replace(".bn.", ".")
+    key = re.sub(r"^features\.0\.0\.", "stem_conv.", key)
+    key = re.sub(r"^features\.0\.1\.", "stem_norm.", key)
+    for kind, names in (("body", _BODY), ("shortcut", _SHORTCUT)):
+        found = re.match(rf"features\.(\d+)\.{kind}\.(\d+)\.(.*)", key)
+        if found and found[2] in names:
+            return f"blocks.{int(found[1]) - 1}.{names[found[2]]}.{found[3]}"
+    return key
+
+
+def looks(keys: Keys) -> bool:
+    """Tell whether the names are of a slimmable ResNet: BatchNorms with an affine for every width."""
+    return keys.some(r"^features\.1\.shortcut\.") and keys.some(r"\.bn\.0\.weight$")
+
+
+FAMILY = Family(
+    build,
+    rename,
+    source="JiahuiYu/slimmable_networks",
+    licence="CC-BY-NC-4.0",
+    looks=looks,
+    checkpoints=("s_resnet50_0.25_0.5_0.75_1.0.pt",),
+    calibration=CUMULATIVE_UNBIASED,
+    listed_statistics=True,
+)

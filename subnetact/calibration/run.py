@@ -1,0 +1,242 @@
+"""CalibrationRun: the subnets of one calibration, and what is averaged so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.calibration.calibration_norm import CalibrationNorm
+from subnetact.calibration.shared_forward import NotShareable, SharedForward
+from subnetact.operators import SubnetNorm
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.bind import bind
+from subnetact.supernet.norm_row import NormRow
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["CalibrationRun"]
+
+TRIAL_IMAGES = 2
+AT_LEAST = 4
+"""Batches before a subnet may be found to be within the tolerance."""
+
+
+@dataclass(eq=False)
+class _Alone:
+    """A subnet that runs as it is."""
+
+    view: nn.Module
+    norms: list[CalibrationNorm]
+    batches: int = 0
+
+    @property
+    def layers(self) -> int:
+        return sum(not module._modules for module in self.view.modules())
+
+
+class CalibrationRun:
+    """Takes batches through many subnets, and averages the statistics of every BatchNorm.
+
+    Args:
+        supernet: the supernet; it is not changed.
+        specs: its subnets.
+        rule: one of `CALIBRATION_RULES`; None = the norms' own.
+        tolerance: when a subnet needs no more batches; None = it takes all.
+        memory: bytes to keep of one subnet's forward pass for later subnets.
+
+    Attributes:
+        specs: in an order that does not depend on the given one.
+        finished: batches that all subnets have taken.
+        position: subnets that share layers and have taken the next batch.
+        stopped: the statistics of subnets within the tolerance, and the batches they took.
+        one_at_a_time: why a subnet shares no layers.
+        layers_computed, layers_alone: module calls with sharing and without.
+    """
+
+    def __init__(
+        self,
+        supernet: Supernet,
+        specs: Sequence[SubnetSpec],
+        rule: str | None,
+        tolerance: float | None,
+        memory: float,
+    ) -> None:
+        self._supernet = supernet
+        self._rule = rule
+        self._tolerance = tolerance
+        self.specs = sorted(specs, key=lambda spec: spec.key)
+        self.device = next(supernet.network.parameters()).device
+        self.finished = self.position = self.layers_computed = self.layers_alone = 0
+        self.stopped: dict[SubnetSpec, tuple[NormRow, int]] = {}
+        self.one_at_a_time: dict[SubnetSpec, str] = {}
+        self._alone: dict[SubnetSpec, _Alone] = {}
+        self._steps: dict[SubnetSpec, dict[str, int]] = {}
+        self._order: dict[SubnetSpec, list[SubnetNorm]] = {}
+        self._shared = SharedForward(memory)
+        for spec in self.specs:
+            view, norms = self._bind(spec)
+            self._order[spec] = [norm.norm for norm in norms]
+            try:
+                self._steps[spec] = self._shared.add(view, norms)
+            except NotShareable as reason:
+                self._leave_alone(spec, str(reason))
+
+    def _bind(self, spec: SubnetSpec) -> tuple[nn.Module, list[CalibrationNorm]]:
+        row = self._supernet.space.resolve(spec)
+        norms: list[CalibrationNorm] = []
+
+        def collecting(norm: SubnetNorm) -> nn.Module:
+            norms.append(CalibrationNorm(norm, row, self._rule, spread=self._tolerance is not None))
+            return norms[-1].module  # type: ignore[no-any-return]
+
+        return bind(self._supernet.network, row, collecting), norms
+
+    def _leave_alone(self, spec: SubnetSpec, reason: str) -> None:
+        self._steps.pop(spec, None)
+        self._alone[spec] = _Alone(*self._bind(spec))
+        self.one_at_a_time[spec] = reason
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def prepare(self, x: Tensor) -> None:
+        """Make sure, on a few images, that shared layers compute what a subnet by itself does."""
+        if self._steps:
+            try:
+                reason = self._trial(x[:TRIAL_IMAGES].clone())
+            except Exception as error:
+                reason = f"a trial failed: {error}"
+            for norm in self._shared.norms.values():
+                norm.reset()
+            if reason is not None:
+                for spec in list(self._steps):
+                    self._leave_alone(spec, reason)
+        self._shared.layers = self._shared.peak = 0
+        self._arrange()
+
+    def _trial(self, x: Tensor) -> str | None:
+        spec = next(iter(self._steps))
+        view, norms = self._bind(spec)
+        view(x.clone())
+        self._shared.arrange({spec: list(self._steps[spec].values())})
+        list(self._shared.run(x.clone(), 0, check=True))
+        for norm in self._shared.norms.values():
+            norm.reset()
+        list(self._shared.run(x, 0))
+        shared = self._norms_of(spec)
+        for norm in norms:
+            here, there = norm.average, shared[norm.norm.path].average if norm.norm.path in shared else None
+            if (here is None) != (there is None):
+                return f"{norm.norm.path} is reached only when the subnet is not traced"
+            if here is not None and there is not None:
+                for a, b in zip(here, there, strict=True):
+                    if not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
+                        return f"{norm.norm.path} has other statistics when the subnet is traced"
+        return None
+
+    def _arrange(self) -> None:
+        active = {spec: steps for spec, steps in self._steps.items() if spec not in self.stopped}
+        self._shared.arrange({spec: list(steps.values()) for spec, steps in active.items()})
+
+    def batch(self, x: Tensor) -> Iterator[SubnetSpec]:
+        """Take a batch, x of shape (N, ...), through all active subnets; yield each when it is done."""
+        counted = self.position
+        for i, spec in enumerate(self._shared.run(x, self.finished)):
+            self._count(self._shared.layers, self._shared.alone(spec) if i >= counted else 0)
+            self._shared.layers, self.position = 0, max(counted, i + 1)
+            yield spec
+        for spec, alone in self._alone.items():
+            if spec not in self.stopped:
+                if alone.batches <= self.finished:
+                    alone.view(x.clone())  # a forward may write over its input
+                    alone.batches += 1
+                    self._count(alone.layers, alone.layers)
+                yield spec
+        self.finished, self.position = self.finished + 1, 0
+        self._stop()
+
+    def _count(self, computed: int, alone: int) -> None:
+        self.layers_computed += computed
+        self.layers_alone += alone
+
+    def _stop(self) -> None:
+        if self._tolerance is None or self.finished < AT_LEAST:
+            return
+        errors: dict[int, float] = {}
+        found = {}
+        for spec in self.specs:
+            if spec not in self.stopped:
+                norms = self._norms_of(spec).values()
+                for norm in norms:
+                    errors.setdefault(id(norm), norm.error())
+                if max((errors[id(norm)] for norm in norms), default=0.0) < self._tolerance:
+                    found[spec] = self._row(spec), self.finished
+        if found:
+            self.stopped.update(found)
+            self._arrange()
+
+    # -- results ---------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """How many subnets need further batches."""
+        return len(self.specs) - len(self.stopped)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were kept of one subnet's forward pass for later ones."""
+        return self._shared.peak
+
+    def norms(self) -> list[CalibrationNorm]:
+        """Return every BatchNorm that averages, in an order of which resuming can be sure."""
+        return [*self._shared.norms.values(), *(n for alone in self._alone.values() for n in alone.norms)]
+
+    def steps(self, spec: SubnetSpec) -> dict[str, int]:
+        """Return the number of every shared BatchNorm of a subnet; subnets with equal numbers share it."""
+        return dict(self._steps.get(spec, {}))
+
+    def layers(self) -> tuple[int, int]:
+        """Return the module calls of a batch, with sharing and without."""
+        self._arrange()
+        alone = sum(subnet.layers for subnet in self._alone.values())
+        shared = sum(map(self._shared.alone, self._steps))
+        return self._shared.together() + alone, shared + alone
+
+    def alone_batches(self, batches: Sequence[int] | None = None) -> list[int]:
+        """Return, or set, how many batches each of the subnets that run one at a time has taken."""
+        if batches is not None:
+            for alone, count in zip(self._alone.values(), batches, strict=True):
+                alone.batches = count
+        return [alone.batches for alone in self._alone.values()]
+
+    def restore(self, finished: int, position: int, stopped: dict[SubnetSpec, tuple[NormRow, int]]) -> None:
+        """Go on after so many batches and subnets, some of them stopped; the norms are restored already."""
+        self.finished, self.position, self.stopped = finished, position, stopped
+        self._arrange()
+
+    def batches(self) -> dict[SubnetSpec, int]:
+        """Return how many batches the statistics of each subnet average."""
+        return {spec: self.stopped[spec][1] if spec in self.stopped else self.finished for spec in self.specs}
+
+    def rows(self) -> dict[SubnetSpec, NormRow]:
+        """Return the statistics of every subnet."""
+        return {
+            spec: self.stopped[spec][0] if spec in self.stopped else self._row(spec) for spec in self.specs
+        }
+
+    def _norms_of(self, spec: SubnetSpec) -> dict[str, CalibrationNorm]:
+        if spec in self._alone:
+            return {norm.norm.path: norm for norm in self._alone[spec].norms}
+        return {path: self._shared.norms[step] for path, step in self._steps[spec].items()}
+
+    def _row(self, spec: SubnetSpec) -> NormRow:
+        norms, sizes = self._norms_of(spec), self._supernet.space.resolve(spec)
+        statistics = {}
+        for norm in self._order[spec]:
+            averaged = norms[norm.path].average if norm.path in norms else None
+            if averaged is None:  # the forward pass never came by
+                statistics[norm.path] = norm.shared_statistics(sizes)
+            else:
+                statistics[norm.path] = averaged[0], averaged[1]
+        return NormRow.of(statistics)

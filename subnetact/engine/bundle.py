@@ -1,0 +1,234 @@
+"""Bundles: everything an engine serves, in one directory, without pickle.
+
+`bundle.json` names every other file with its size and SHA-256, and carries a checksum of itself.
+Checksums find accidents and edits; they are no signature.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from subnetact import __version__
+from subnetact.documents import (
+    checksum,
+    described,
+    replacing,
+    replacing_folder,
+)
+from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.latency.table import LatencyTable
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.norm_table import NormTable
+from subnetact.supernet.supernet import Supernet
+
+if TYPE_CHECKING:
+    from subnetact.engine.engine import Engine
+
+__all__ = ["Bundle", "load_bundle", "save_bundle"]
+
+KIND, SCHEMA = "subnetact.bundle", 1
+INDEX, WEIGHTS, NORMS = "bundle.json", "weights.safetensors", "norms.safetensors"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a bundle holds; the attributes are `Engine`'s arguments."""
+
+    supernet: Supernet
+    specs: list[SubnetSpec]
+    accuracy: list[float | None]
+    removed: list[int]
+    example: Any
+    tables: dict[str, LatencyTable]
+    allow_uncalibrated: bool
+
+
+def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
+    """Write a bundle, which takes the place of an earlier one when it is complete.
+
+    Raises:
+        FileFormatError: the directory holds something else than a bundle.
+    """
+    with replacing_folder(directory, INDEX, "a bundle") as folder:
+        _write(engine, folder)
+
+
+def _write(engine: Engine, folder: Path) -> None:
+    supernet = engine.supernet
+    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
+    with replacing(folder / WEIGHTS) as temporary:  # which gives it the usual permissions
+        save_file(tensors, temporary, {"format": "pt"})
+    supernet.norms.save(folder / NORMS)
+    tables = {f"latency-{i}.json": name for i, name in enumerate(engine.tables)}
+    for file, name in tables.items():
+        engine.tables[name].save(folder / file)
+    example = engine._example
+    document = {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "subnetact": __version__,
+        "space": supernet.space.id,
+        "family": _portable(supernet.origin),
+        "example": _described_example(example),
+        "allow_uncalibrated": engine._allow_uncalibrated,
+        "subnets": [spec.to_json() for spec in engine.specs],
+        "accuracy": list(engine.accuracy),
+        "removed": sorted(set(range(len(engine))) - set(engine.ids)),
+        "tables": tables,
+        "files": {name: described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
+    }
+    document["checksum"] = checksum(document)
+    (folder / INDEX).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bundle:
+    """Read a bundle into the given supernet, or into one rebuilt by its family's name.
+
+    Raises:
+        FileFormatError: naming the file that is missing, truncated, changed, or of a newer schema.
+        ForeignSpec: the given supernet is of another space.
+    """
+    folder = Path(directory)
+    index = folder / INDEX
+    document = _read_index(index)
+    try:
+        for name, known in document["files"].items():
+            if Path(name).name != name:
+                raise FileFormatError(f"{index}: {name!r} is not a file of this directory")
+            if described(folder / name) != known:
+                raise FileFormatError(
+                    f"{folder / name}: truncated or changed since it was saved; restore it, or save again"
+                )
+        built = supernet is None
+        if supernet is None:
+            supernet = _rebuilt(document["family"], index)
+        if supernet.space.id != document["space"]:
+            message = f"{index}: is of space {document['space']}, the supernet's is {supernet.space.id}"
+            raise FileFormatError(message) if built else ForeignSpec(message)
+        specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
+        example = _example(document["example"])
+        norms = NormTable.load(folder / NORMS)
+        tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
+        accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
+        if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
+            raise ValueError("subnets, accuracy and removed ones do not belong together")
+        _fill(supernet, folder / WEIGHTS, own_dtype=not built)
+        supernet.norms = norms
+        return Bundle(
+            supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
+        )
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, FileFormatError) or (isinstance(error, ForeignSpec) and supernet is not None):
+            raise
+        raise FileFormatError(f"{index}: a field is missing or of the wrong kind: {error!r}") from error
+
+
+def _portable(origin: Any) -> Any:
+    try:
+        return json.loads(json.dumps(origin))
+    except (TypeError, ValueError):
+        return None  # built with arguments that no file can hold: the caller has to give the supernet
+
+
+def _read_index(index: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(index.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileFormatError(
+            f"{index.parent}: no bundle is there ({index.name} is missing); give the directory that "
+            "Engine.save() wrote"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{index}: not a readable bundle ({error}); save it again") from error
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise FileFormatError(f"{index}: not a bundle; write one with Engine.save()")
+    schema = document.get("schema")
+    if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
+        raise FileFormatError(
+            f"{index}: bundle of schema {schema!r}, this version reads 1 to {SCHEMA}; update subnetact"
+        )
+    if document.pop("checksum", None) != checksum(document):
+        raise FileFormatError(f"{index}: changed since it was saved; restore it, or save again")
+    return document
+
+
+def _rebuilt(origin: Any, index: Path) -> Supernet:
+    if origin is None:
+        raise FileFormatError(
+            f"{index}: is of an own network; give it: Engine.load(directory, "
+            "supernet=insert_(network, ...)), or --model on the command line"
+        )
+    family, constructor = origin["name"], origin["constructor"]
+    if family == "digits":
+        built: Supernet = import_module("subnetact.digits").new_digits_supernet()
+        return built
+    try:
+        built = import_module("ofa_adapters").load(family, None, **constructor)
+    except (ImportError, ValueError, TypeError) as error:
+        raise FileFormatError(f"{index}: cannot rebuild {family!r} ({error}); update ofa_adapters") from error
+    return built
+
+
+def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FileFormatError(f"{path}: not readable as safetensors ({error}); save it again") from error
+    own: Mapping[str, Tensor] = supernet.state_dict()
+    differing = sorted(set(own) ^ set(tensors)) or [
+        name for name, tensor in tensors.items() if tensor.shape != own[name].shape
+    ]
+    if differing:
+        raise FileFormatError(
+            f"{path}: its tensors are not the supernet's; {differing[0]} differs "
+            "first; give the supernet that was saved, made with the same arguments"
+        )
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if not own_dtype and len(kinds) == 1:
+        supernet.to(kinds.pop())
+        own = supernet.state_dict()
+    for name, tensor in tensors.items():
+        if tensor.dtype != own[name].dtype:
+            raise FileFormatError(
+                f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
+                "supernet of that dtype: Engine.load(directory, supernet=...)"
+            )
+    supernet.load_state_dict(tensors)
+
+
+def _described_example(example: Any) -> Any:
+    """[dtype, shape] of a tensor; {"tuple": [...]} or {"dict": {...}} of such; None for none."""
+    if isinstance(example, tuple):
+        return {"tuple": [_described_example(part) for part in example]}
+    if isinstance(example, dict):
+        return {"dict": {name: _described_example(part) for name, part in example.items()}}
+    return None if example is None else [str(example.dtype), list(example.shape)]
+
+
+def _example(described: Any) -> Any:
+    if described is None:
+        return None
+    if isinstance(described, dict):
+        if "tuple" in described:
+            return tuple(_example(part) for part in described["tuple"])
+        return {name: _example(part) for name, part in described["dict"].items()}
+    dtype, shape = described
+    return torch.zeros(shape, dtype=_dtype(dtype))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found

@@ -1,0 +1,126 @@
+"""torch.compile for every subnet, without its silent fall-back.
+
+torch.compile keeps eight versions per code object and then runs eagerly without a word. Here each
+(subnet, input shape) has a code object of its own, which is compiled once; what would compile it again
+is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.engine.ready_subnet import Bound
+from subnetact.errors import EngineError, RecompileRefused
+
+__all__ = ["Compiler"]
+
+
+class Compiler:
+    """Compiled callables by subnet and input shape.
+
+    Args:
+        backend: a torch.compile backend, `inductor` for example.
+
+    Raises:
+        EngineError: this torch has no such backend.
+    """
+
+    def __init__(self, backend: str) -> None:
+        if backend not in torch.compiler.list_backends(()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise EngineError(f"compile: this torch has no backend {backend!r}; choose from {known}")
+        self._backend = backend
+        self._compiled: dict[int, tuple[Bound, Callable[[Tensor], Any]]] = {}
+        self._compiling = threading.RLock()
+        self._sealed = False
+        self._here = threading.local()
+
+    def __len__(self) -> int:
+        """Return how many subnets have code."""
+        return len(self._compiled)
+
+    def of(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
+        """Return the callable of a subnet, for inputs of the shapes prepared."""
+        known = self._compiled.get(subnet)
+        if known is None or known[0] is not bound:
+            with self._compiling:
+                known = self._compiled.get(subnet)
+                if known is None or known[0] is not bound:
+                    known = self._compiled[subnet] = bound, self._callable(subnet, bound)
+        return known[1]
+
+    def drop(self, subnet: int) -> None:
+        """Forget a subnet's code."""
+        self._compiled.pop(subnet, None)
+
+    def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
+        shapes: dict[Any, Callable[[Tensor], Any]] = {}
+        kernels = [p.computed for p in bound.view.parameters() if hasattr(p, "computed")]
+
+        def run(x: Tensor) -> Any:
+            for kernel in kernels:  # compiled code takes them as they are
+                kernel.refresh()
+            compiled = shapes.get((x.shape, x.dtype))
+            try:
+                if compiled is not None:
+                    return compiled(x)
+                with self._compiling:  # the first call compiles
+                    compiled = shapes.get((x.shape, x.dtype)) or self._compile(subnet, bound.view, x)
+                    output = compiled(x)
+                    shapes[x.shape, x.dtype] = compiled
+                    return output
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, RecompileRefused):
+                    raise error.inner_exception from None
+                raise
+
+        return run
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let this thread compile, sealed or not."""
+        self._here.allowed = True
+        try:
+            yield
+        finally:
+            self._here.allowed = False
+
+    def seal(self) -> None:
+        """Refuse to compile from now on."""
+        self._sealed = True
+
+    def _compile(self, subnet: int, view: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:
+        if self._sealed and not getattr(self._here, "allowed", False):
+            raise RecompileRefused(
+                f"subnet {subnet}: input of shape {tuple(x.shape)} was not prepared, or weights or "
+                f"statistics were replaced; call engine.prepare(batch_sizes=[{x.shape[0]}, ...]) again, or "
+                "pad the batch"
+            )
+        lookup: Any = torch._dynamo.lookup_backend
+        backend = lookup(self._backend)
+        compiled_once = False
+
+        def once(graph: Any, inputs: Any) -> Any:
+            nonlocal compiled_once
+            if compiled_once:
+                raise RecompileRefused(
+                    f"subnet {subnet}: torch.compile would compile a prepared shape again, "
+                    f"{tuple(x.shape)}; run it as it was prepared"
+                )
+            compiled_once = True
+            return backend(graph, inputs)
+
+        def call(x: Tensor) -> Any:
+            return view(x)
+
+        code = call.__code__.replace(co_name=f"subnet_{subnet}_{'x'.join(map(str, x.shape))}")
+        own = FunctionType(code, globals(), code.co_name, None, call.__closure__)
+        compiled: Callable[[Tensor], Any] = torch.compile(own, backend=once, fullgraph=True, dynamic=False)
+        return compiled

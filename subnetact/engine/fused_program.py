@@ -1,0 +1,236 @@
+"""Hot subnets: BatchNorm folded, activation and residual addition fused, weights prepacked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from subnetact.engine.packed_conv import PackedConv, plain_conv
+from subnetact.operators.view_module import owned
+from subnetact.supernet.trace import trace_
+
+__all__ = ["Program", "agree"]
+
+_Activation = tuple[str, tuple[float, ...]]
+_RELU: _Activation = ("relu", ())
+_RELU6: _Activation = ("hardtanh", (0.0, 6.0))
+_HARDSWISH: _Activation = ("hardswish", ())
+_ACTIVATIONS: dict[Any, _Activation] = {
+    F.relu: _RELU,
+    torch.relu: _RELU,
+    nn.ReLU: _RELU,
+    "relu": _RELU,
+    F.relu6: _RELU6,
+    nn.ReLU6: _RELU6,
+    F.hardswish: _HARDSWISH,
+    nn.Hardswish: _HARDSWISH,
+}
+_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+
+
+class _Fused(nn.Module):
+    def __init__(self, conv: PackedConv) -> None:
+        super().__init__()
+        self.conv = conv
+        self.overwrite = False
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return self.conv(x, other, self.overwrite)
+
+
+class Program:
+    """One subnet, specialised; the outputs differ from its view's by rounding.
+
+    Args:
+        view: a view that nobody else uses, of a network that maps one tensor to one.
+        dtype: what to compute in; inputs are converted, outputs converted back. None = as they are.
+
+    Raises:
+        Exception: the network cannot be specialised.
+    """
+
+    def __init__(self, view: nn.Module, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        graph, leaves = trace_(view)
+        modules: dict[str, nn.Module] = dict(leaves)
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        self._convs: list[PackedConv] = []
+        for node in list(graph.nodes):
+            if node.op == "call_module" and plain_conv(leaves[node.target]) and len(node.args) == 1:
+                name = f"fused_{order[node]}"
+                fused = _Fused(_fuse(graph, node, leaves, order, name, dtype))
+                modules[name] = fused
+                self._convs.append(fused.conv)
+        _overwrite(graph, modules)
+        used = {node.target for node in graph.nodes if node.op == "call_module"}
+        modules = {path: module for path, module in modules.items() if path in used}
+        self._copied = 0
+        if dtype is not None:
+            for path, module in modules.items():
+                if not isinstance(module, _Fused):
+                    modules[path] = owned(module).to(dtype)
+                    self._copied += sum(p.numel() * p.element_size() for p in modules[path].parameters())
+        graph.lint()
+        self.module = fx.GraphModule(modules, graph)
+        self.module.graph.owning_module = None  # else only the garbage collector frees the weights
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors that belong to this program alone, as of now."""
+        return self._copied + sum(conv.nbytes for conv in self._convs)
+
+    def limit(self, reserve: Callable[[int], bool]) -> None:
+        """Have `reserve` asked for the bytes of what further shapes of input need."""
+        for conv in self._convs:
+            conv.reserve = reserve
+
+    def __call__(self, x: Tensor) -> Any:
+        """Run a batch, x of shape (N, C, H, W) in channels_last."""
+        if self.dtype is None:
+            return self.module(x)
+        return self.module(x.to(self.dtype)).to(x.dtype)
+
+
+def _fuse(
+    graph: fx.Graph,
+    node: fx.Node,
+    leaves: dict[str, nn.Module],
+    order: dict[fx.Node, int],
+    name: str,
+    dtype: torch.dtype | None,
+) -> PackedConv:
+    """Replace a convolution, and what follows it alone, by one node of the given name."""
+    conv: Any = leaves[str(node.target)]
+    norm, last, other = None, node, None
+    follower = _only_user(last)
+    if follower is not None and follower.op == "call_module" and _is_folding(leaves[str(follower.target)]):
+        norm, last = leaves[str(follower.target)], follower
+        follower = _only_user(last)
+    added = _added(follower, last)
+    if follower is not None and added is not None and order[added] < order[node]:
+        other, last = added, follower
+        follower = _only_user(last)
+    activation = _activation(follower, leaves)
+    if other is not None and activation != _RELU:
+        activation = None  # oneDNN knows no other activation after an addition
+    if follower is not None and activation is not None:
+        last = follower
+    inputs = (node.args[0],) if other is None else (node.args[0], other)
+    with graph.inserting_before(last):
+        fused = graph.call_module(name, inputs)
+    order[fused] = order[last]
+    last.replace_all_uses_with(fused)
+    while last is not node:
+        before = next(n for n in last.all_input_nodes if n is not other and order[n] >= order[node])
+        graph.erase_node(last)
+        last = before
+    graph.erase_node(node)
+    dtype = dtype or conv.weight.dtype
+    bias = _bias(conv, norm)
+    return PackedConv(
+        conv,
+        lambda: _weight(conv, norm).to(dtype),
+        None if bias is None else bias.to(dtype),
+        dtype,
+        *(activation or ()),
+    )
+
+
+def _overwrite(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
+    """Let additions write over the output of another convolution that nothing reads later."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        fused = modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(fused, _Fused) and len(node.args) == 2:
+            other = node.args[1]
+            made = isinstance(modules.get(str(other.target)), _Fused) and other is not node.args[0]
+            # What reads it in between may have returned a part of it rather than something new.
+            readers = [u for u in other.users if u is not node]
+            fused.overwrite = made and all(
+                order[u] < order[node] and isinstance(modules.get(str(u.target)), _Fused) for u in readers
+            )
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_folding(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not module.training and module.running_mean is not None
+
+
+def _scale(norm: Any) -> Tensor:
+    scale = torch.rsqrt(norm.running_var + norm.eps)
+    return scale if norm.weight is None else scale * norm.weight
+
+
+def _weight(conv: nn.Conv2d, norm: nn.Module | None) -> Tensor:
+    computed: Any = getattr(conv.weight, "computed", None)
+    if computed is not None:
+        computed.refresh()
+    weight = conv.weight.detach()
+    return weight if norm is None else weight * _scale(norm).reshape(-1, 1, 1, 1)
+
+
+def _bias(conv: nn.Conv2d, norm: Any) -> Tensor | None:
+    bias = None if conv.bias is None else conv.bias.detach()
+    if norm is None:
+        return bias
+    shift: Tensor = ((0.0 if bias is None else bias) - norm.running_mean) * _scale(norm)
+    return shift if norm.bias is None else shift + norm.bias.detach()
+
+
+def _added(node: fx.Node | None, to: fx.Node) -> fx.Node | None:
+    if node is None or node.target not in _ADDITIONS or len(node.args) != 2 or node.kwargs:
+        return None
+    other = node.args[1] if node.args[0] is to else node.args[0]
+    return other if isinstance(other, fx.Node) and other is not to else None
+
+
+def _activation(node: fx.Node | None, leaves: dict[str, nn.Module]) -> _Activation | None:
+    if node is None:
+        return None
+    if node.op == "call_module":
+        return next((a for cls, a in _ACTIVATIONS.items() if _is(leaves.get(str(node.target)), cls)), None)
+    return _ACTIVATIONS.get(node.target)
+
+
+def _is(module: nn.Module | None, cls: Any) -> bool:
+    return isinstance(cls, type) and isinstance(module, cls)
+
+
+def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
+    """Tell whether two outputs are equal, their tensors up to rounding.
+
+    Args:
+        output: tensors, other values, and tuples, lists or dictionaries of them.
+        expected: likewise.
+        rtol: relative difference.
+        atol: absolute difference, of the largest expected value where that is above 1.
+    """
+    if isinstance(output, Tensor) and isinstance(expected, Tensor):
+        if output.shape != expected.shape or output.dtype != expected.dtype:
+            return False
+        if not (expected.is_floating_point() or expected.is_complex()):
+            return torch.equal(output, expected)
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        scale = max(1.0, largest if largest < float("inf") else 1.0)
+        return torch.allclose(output, expected, rtol, atol * scale, equal_nan=True)
+    if isinstance(output, Mapping) and isinstance(expected, Mapping):
+        return set(output) == set(expected) and all(
+            agree(output[name], expected[name], rtol, atol) for name in expected
+        )
+    if isinstance(output, (tuple, list)) and isinstance(expected, (tuple, list)):
+        return len(output) == len(expected) and all(
+            agree(one, other, rtol, atol) for one, other in zip(output, expected, strict=True)
+        )
+    try:
+        return type(output) is type(expected) and bool(output == expected)
+    except (RuntimeError, ValueError):  # arrays, and objects that hold tensors, have no one answer
+        return False

@@ -1,0 +1,79 @@
+"""Whether a file computes what its supernet does."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from subnetact.engine.fused_program import agree
+from subnetact.errors import ExportError, UncalibratedSubnetWarning
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["compare"]
+
+
+def compare(
+    scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: dict[str, Tensor], progress: bool
+) -> None:
+    """Compare every subnet's output with that of its view.
+
+    Args:
+        scripted: the module of the file.
+        supernet: what it was made from.
+        specs: in the order of their numbers.
+        example: one batch of each input, by name. Where floating-point inputs are all one value, outputs
+            on random numbers are compared too, if the subnet runs on them.
+        progress: whether to show a bar.
+
+    Raises:
+        ExportError: outputs differ, or a subnet does not run on the example.
+    """
+    home = next(supernet.parameters()).device
+    example = {name: x.to(home) for name, x in example.items()}
+    varied = {name: _random(x) for name, x in example.items()}
+    constant = any(varied[name] is not example[name] for name in example)
+    for i, spec in enumerate(tqdm(specs, desc="comparing subnets", disable=not progress)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncalibratedSubnetWarning)
+            view = supernet.subnet(spec)
+        _compare_one(scripted, view, f"subnet {i} ({spec})", example, torch.tensor([i]))
+        if constant:
+            with suppress(_DoesNotRun):
+                _compare_one(scripted, view, f"subnet {i} ({spec})", varied, torch.tensor([i]))
+
+
+class _DoesNotRun(ExportError):
+    """The network does not run on an input."""
+
+
+def _compare_one(
+    scripted: Any, view: nn.Module, subnet: str, inputs: dict[str, Tensor], number: Tensor
+) -> None:
+    with torch.inference_mode():
+        try:
+            expected = view(**inputs)
+        except Exception as error:
+            raise _DoesNotRun(f"example: {subnet} does not run on it ({error}); give another") from error
+        try:
+            same, why = agree(scripted(*inputs.values(), number), expected), ""
+        except Exception as error:
+            same, why = False, f" ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
+    if not same:
+        raise ExportError(
+            f"{subnet}: the scripted network's output differs from the supernet's{why}; its forward does "
+            "what tracing cannot see, such as a branch on the type of a value; rewrite that, or use "
+            "subnetact.export.to_exported_programs"
+        )
+
+
+def _random(x: Tensor) -> Tensor:
+    """Return a batch of random numbers in the place of a constant one, which may not tell networks apart."""
+    if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
+        return x
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)

@@ -1,0 +1,237 @@
+"""ExportedEngine: what `to_exported_programs` wrote, with an engine's calling convention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from subnetact.device import find_device
+from subnetact.engine.inputs import check_input, unstack
+from subnetact.errors import (
+    DeviceError,
+    FileFormatError,
+    InvalidRequest,
+    SpecError,
+)
+from subnetact.export.manifest import read_manifest
+from subnetact.export.programs.exporter import KIND, WEIGHTS, capability
+from subnetact.export.programs.program import quiet
+from subnetact.export.programs.shared_tensors import SharedTensors
+
+__all__ = ["ExportedEngine", "load_exported"]
+
+_Program = Callable[[Tensor], Any]
+
+
+class ExportedEngine:
+    """Exported subnets 0 .. n-1, ready to run from one copy of the weights; a `Batcher` runs it.
+
+    Safe to use from many threads; packages of AOTInductor run one call a subnet at a time.
+
+    Attributes:
+        keys: readable keys of the subnets.
+        ids: 0 .. n-1.
+        accuracy: percent, or None where it was not known.
+        specs: the subnets as JSON, as `SubnetSpec.from_json` reads them.
+        fingerprint: the hash of the supernet's weights.
+        device: where it runs.
+        example: one input without a batch dimension, on the CPU.
+        dynamic_batch: whether batches of any size run, or only of one.
+    """
+
+    def __init__(
+        self, programs: Sequence[_Program], facts: Mapping[str, Any], example: Tensor, device: torch.device
+    ) -> None:
+        subnets = facts["subnets"]
+        self._programs = tuple(programs)
+        self.keys: tuple[str, ...] = tuple(subnet["key"] for subnet in subnets)
+        self.ids = tuple(range(len(programs)))
+        self.accuracy: tuple[float | None, ...] = tuple(subnet["accuracy"] for subnet in subnets)
+        self.specs: tuple[dict[str, Any], ...] = tuple(subnet["spec"] for subnet in subnets)
+        self.fingerprint: str = facts["fingerprint"]
+        self.dynamic_batch: bool = facts["dynamic_batch"]
+        self.device = device
+        self.example = example
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __repr__(self) -> str:
+        return f"ExportedEngine({len(self)} subnets, on {self.device})"
+
+    def nbytes(self) -> int:
+        """Return the bytes of all weights in memory, those that subnets share counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for program in self._programs
+            for tensor in _weights(program)
+        }
+        return sum(storages.values())
+
+    def ready(self, subnet: int) -> Callable[[Tensor], Any]:
+        """Return the callable of a subnet: a batch (N, ...) on the device in, the network's output out.
+
+        Raises:
+            SpecError: there is no such id.
+        """
+        if isinstance(subnet, (bool, float)) or subnet not in self.ids:
+            raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
+        return partial(self._run, self._programs[subnet])
+
+    def __call__(self, x: Tensor, subnet: int) -> Any:
+        """Run a batch, x of shape (N, ...) on the device, through a subnet.
+
+        Raises:
+            SpecError: there is no such id.
+            InvalidRequest: a batch that the programs were not exported for.
+        """
+        return self.ready(subnet)(x)
+
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
+        """Run single inputs, as one batch where batches are dynamic; one output each, on the CPU."""
+        program = self.ready(subnet)
+        x = torch.stack(list(inputs)).to(self.device)
+        if self.dynamic_batch:
+            return unstack(program(x), len(inputs))
+        return [unstack(program(one.unsqueeze(0)), 1)[0] for one in x]
+
+    def check(self, x: Any, finite: bool = False) -> None:
+        """Refuse one input, without a batch dimension, of other shape or dtype than the example.
+
+        With `finite`, also one with values that are not.
+
+        Raises:
+            InvalidRequest: naming what is wrong.
+        """
+        check_input(x, self.example, self.device, finite)
+
+    def _run(self, program: _Program, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] == 0:
+            raise InvalidRequest("input: expected a batch, (N, ...) with N >= 1")
+        self.check(x[0])
+        if not self.dynamic_batch and x.shape[0] != 1:
+            raise InvalidRequest(
+                f"input: a batch of {x.shape[0]}, these programs take batches of 1; "
+                "export with dynamic_batch=True"
+            )
+        with torch.inference_mode():
+            return program(x)
+
+
+def load_exported(
+    directory: str | PathLike[str], *, device: str | torch.device | None = None, progress: bool = True
+) -> ExportedEngine:
+    """Read what `to_exported_programs` wrote. Nothing is unpickled.
+
+    AOTInductor packages are native code, which loading makes part of the process: load those that you
+    or somebody you trust made.
+
+    Args:
+        directory: the export.
+        device: where to run; None = the kind of device it was exported on. Programs are of one kind.
+        progress: whether to show a bar.
+
+    Raises:
+        FileFormatError: a file is missing, truncated, changed, of a newer schema, or holds a pickle;
+            or the packages were compiled by another torch, or for another kind of machine.
+        DeviceError: there is no such device.
+    """
+    folder = Path(directory)
+    facts = read_manifest(folder, KIND)
+    try:
+        home = find_device(facts["device"] if device is None else device)
+        _refuse_foreign(folder, facts, home)
+        dtype, shape = facts["example"]
+        example = torch.zeros(shape, dtype=getattr(torch, dtype))
+        subnets = facts["subnets"]
+        tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
+        load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
+        named = tqdm(
+            zip(subnets, tensors, strict=True),
+            desc="loading subnets",
+            total=len(subnets),
+            disable=not progress,
+        )
+        programs = [load(folder / subnet["program"], own) for subnet, own in named]
+        return ExportedEngine(programs, facts, example, home)
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if isinstance(error, (FileFormatError, DeviceError)):
+            raise
+        raise FileFormatError(f"{folder}: a field is missing or of the wrong kind: {error!r}") from error
+
+
+def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device) -> None:
+    if facts["device"] != device.type:
+        raise FileFormatError(
+            f"{folder}: exported for {facts['device']}, asked to run on {device}; export from an Engine there"
+        )
+    if facts["compile"] == "none":
+        return
+    made, here = (facts["torch"], facts["capability"]), (torch.__version__, capability(device))
+    if made != here:
+        raise FileFormatError(
+            f"{folder}: compiled by torch {made[0]} for {made[1]}, this is torch {here[0]} on {here[1]}; "
+            "export again on this kind of machine, or with compile='none'"
+        )
+
+
+def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> _Program:
+    _refuse_pickles(path)
+    try:
+        with quiet():
+            program = torch.export.load(path)
+    except Exception as error:
+        raise FileFormatError(f"{path}: torch {torch.__version__} cannot read it ({error})") from error
+    for owner in (program.state_dict, program.constants):
+        for key, old in owner.items():
+            parameter = isinstance(old, torch.nn.Parameter)
+            owner[key] = torch.nn.Parameter(tensors[key], False) if parameter else tensors[key]
+    with quiet():
+        return program.module()
+
+
+def _refuse_pickles(path: Path) -> None:
+    """`torch.export.load` unpickles what an archive marks as such, and example inputs; ours hold neither."""
+    archive = torch._C.PyTorchFileReader(str(path))
+    for name in archive.get_all_records():
+        payload = archive.get_record(name)
+        if name.endswith("_config.json"):
+            entries = json.loads(payload).get("config", {}).values()
+            clean = not any(e["use_pickle"] or "custom_obj" in e["path_name"] for e in entries)
+        elif name.startswith("data/"):
+            clean = name.startswith("data/weights/weight_") or not payload
+        else:
+            clean = not name.endswith((".pt", ".pkl"))
+        if not clean:
+            raise FileFormatError(f"{path}: {name} would be unpickled; write it with to_exported_programs()")
+
+
+def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> _Program:
+    with quiet():
+        index: int | None = device.index
+        package = torch._inductor.aoti_load_package(str(path), device_index=-1 if index is None else index)
+    package.load_constants(dict(tensors), check_full_update=True, user_managed=True)
+    return _Package(package, tensors)
+
+
+def _weights(program: Any) -> list[Tensor]:
+    if isinstance(program, _Package):
+        return list(program.tensors.values())
+    return [*program.parameters(), *program.buffers()]
+
+
+class _Package:
+    def __init__(self, package: Any, tensors: Mapping[str, Tensor]) -> None:
+        self._package = package
+        self.tensors = tensors  # the package holds their addresses only
+
+    def __call__(self, x: Tensor) -> Any:
+        return self._package(x.contiguous())  # compiled code trusts the strides it was made for

@@ -1,0 +1,243 @@
+"""Model repositories for NVIDIA Triton Inference Server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from numbers import Integral
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.engine.engine import Engine
+from subnetact.errors import ExportError, ProfileMismatch
+from subnetact.export.manifest import writing_folder
+from subnetact.export.programs.program import chosen_subnets, example_batch, quiet
+from subnetact.export.torchscript.exporter import served_table, to_torchscript
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.policies import SlackFit
+
+__all__ = ["KIND", "to_triton"]
+
+KIND = "subnetact.triton"
+FLAVOURS = ("libtorch", "python")
+TYPES = {
+    torch.float32: "FP32",
+    torch.float16: "FP16",
+    torch.float64: "FP64",
+    torch.int64: "INT64",
+    torch.int32: "INT32",
+    torch.int16: "INT16",
+    torch.int8: "INT8",
+    torch.uint8: "UINT8",
+    torch.bool: "BOOL",
+}
+
+
+def to_triton(
+    engine: Engine,
+    repository: str | PathLike[str],
+    flavour: str = "libtorch",
+    *,
+    name: str = "subnetact",
+    table: LatencyTable | None = None,
+    slo_ms: float = 36.0,
+    max_batch_size: int | None = None,
+    external_scheduler: bool = False,
+    queue_delay_us: int = 0,
+) -> Path:
+    """Write one model, `<repository>/<name>`, with its config.pbtxt and version 1.
+
+    `libtorch`: one TorchScript file; the client chooses the subnet. INPUT__0 is the batch (B, ...), and
+    INPUT__1 the subnet as a *shape code*: booleans of any value, of shape (B, id + 1). Triton never
+    batches inputs of unequal shape together, so dynamic batching never mixes subnets; a batch of them
+    raises in any case. Ids are positions among the subnets that the engine serves. With
+    `external_scheduler` Triton batches nothing (`max_batch_size: 0`): whole batches are sent, and INPUT__1
+    is the id itself, int64 of shape (1,).
+
+    `python`: a bundle and a short model.py around the `Batcher`: SlackFit chooses the subnet of each
+    batch by the requests' `deadline_ms` and `min_accuracy` parameters. Outputs are OUTPUT__0, the SUBNET
+    (int32) and whether the deadline was MET, for each row. Triton's Python needs subnetact installed.
+
+    Args:
+        engine: the subnets, the example input, the device.
+        repository: the model repository; other models in it are left alone.
+        flavour: `libtorch` or `python`.
+        name: of the model.
+        table: latencies of the engine's subnets; None = the engine's own where it has exactly one. The
+            Python flavour needs it.
+        slo_ms: time a request is given that names no deadline.
+        max_batch_size: largest batch of Triton's own batcher; None = the table's largest, or 16.
+        external_scheduler: see above; libtorch only.
+        queue_delay_us: how long Triton's batcher waits for a batch to fill; libtorch only.
+
+    Returns:
+        The model's directory.
+
+    Raises:
+        ExportError: an argument or a network that the flavour cannot take.
+        ProfileMismatch, PolicyError: the table is of other subnets or weights, or no subnet meets slo_ms.
+        FileFormatError: the model's directory holds something else.
+    """
+    if flavour not in FLAVOURS:
+        raise ExportError(f"flavour: {flavour!r} is not known; choose from {', '.join(FLAVOURS)}")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise ExportError(f"name: {name!r} is no model name; use letters, digits, _, - and .")
+    if not 0 < slo_ms < math.inf:
+        raise ExportError(f"slo_ms: {slo_ms} must be finite and > 0")
+    if external_scheduler and flavour == "python":
+        raise ExportError(
+            "external_scheduler: the Python flavour schedules itself; choose flavour='libtorch'"
+        )
+    served = chosen_subnets(engine, None)
+    if table is None and len(engine.tables) == 1:
+        table = next(iter(engine.tables.values()))
+    size = max_batch_size
+    if size is None:
+        size = 16 if table is None else table.batch_sizes[-1]
+    if not _is_count(size) or size < 1:
+        raise ExportError(
+            f"max_batch_size: {size!r} must be a whole number of at least 1; external_scheduler=True "
+            "batches nothing"
+        )
+    if not _is_count(queue_delay_us):
+        raise ExportError(f"queue_delay_us: {queue_delay_us!r} must be a whole number of microseconds, >= 0")
+    if queue_delay_us and flavour == "python":
+        raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
+    example = example_batch(engine.example, 1, engine.device)
+    made = [subnet(example) for subnet in served]
+    for output in made:
+        if not isinstance(output, Tensor):
+            raise ExportError(
+                f"the network returns {type(output).__name__}; Triton models return one tensor here"
+            )
+    # A libtorch file numbers the served subnets; a bundle keeps the engine's ids.
+    keys = [engine.keys[i] for i in engine.ids] if flavour == "libtorch" else list(engine.keys)
+    target = Path(repository) / name
+    with writing_folder(target, KIND, {"flavour": flavour, "subnets": keys}) as folder:
+        version = folder / "1"
+        version.mkdir()
+        inputs = [_tensor("INPUT__0", [example], not external_scheduler)]
+        outputs = [_tensor("OUTPUT__0", made, not external_scheduler)]
+        if flavour == "python":
+            _write_python(engine, version, table, slo_ms)
+            outputs += [
+                'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
+                'name: "MET" data_type: TYPE_BOOL dims: [ 1 ]',
+            ]
+            budget = engine.stats().budget / 2**20
+            head = ['backend: "python"', f"max_batch_size: {size}"]
+            tail = [
+                "dynamic_batching { }",
+                *(
+                    f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+                    for key, value in (
+                        ("slo_ms", f"{slo_ms:g}"),
+                        ("memory_budget_mb", f"{budget:g}"),
+                        ("learn", "true"),
+                    )
+                ),
+            ]
+        else:
+            _write_libtorch(engine, version, table, slo_ms, shape_coded=not external_scheduler)
+            head = ['platform: "pytorch_libtorch"', f"max_batch_size: {0 if external_scheduler else size}"]
+            code = "TYPE_INT64 dims: [ 1 ]" if external_scheduler else "TYPE_BOOL dims: [ -1 ]"
+            inputs.append(f'name: "INPUT__1" data_type: {code}')
+            delay = f"max_queue_delay_microseconds: {queue_delay_us}"
+            tail = [] if external_scheduler else [f"dynamic_batching {{ {delay} }}"]
+        kind = "KIND_GPU" if engine.device.type == "cuda" else "KIND_CPU"
+        lines = [f'name: "{name}"', *head]
+        lines += [f"input [ {{ {text} }} ]" for text in inputs]
+        lines += [f"output [ {{ {text} }} ]" for text in outputs]
+        lines += [*tail, f"instance_group [ {{ count: 1 kind: {kind} }} ]"]
+        (folder / "config.pbtxt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return target
+
+
+class ShapeCoded(nn.Module):
+    """A scripted supernet whose subnet is the width, less one, of a second input (B, id + 1)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, code: Tensor) -> Tensor:
+        """Map (B, ...) and the shape code to the network's output."""
+        if code.dim() != 2 or code.size(0) != x.size(0) or code.size(1) == 0:
+            raise ValueError("INPUT__1 has shape " + str(code.size()) + "; give (batch, subnet + 1)")
+        subnet = torch.full([1], code.size(1) - 1, dtype=torch.int64)
+        output: Tensor = self.inner(x, subnet)
+        return output
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
+
+
+def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
+    """Describe a tensor by the subnets' own; sizes that differ among them are variable, -1."""
+    kind = TYPES.get(seen[0].dtype)
+    if kind is None:
+        raise ExportError(
+            f"{name}: {seen[0].dtype} has no type in Triton's numpy interface; use float32 or float16"
+        )
+    shapes = {x.shape[1:] for x in seen}
+    if len({len(shape) for shape in shapes}) > 1:
+        raise ExportError(f"{name}: subnets differ in its number of dimensions; Triton needs one")
+    dims = [sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*shapes, strict=True)]
+    if not dims and batched:
+        raise ExportError(
+            f"{name}: Triton needs a dimension beside the batch, got shape {tuple(seen[0].shape)}"
+        )
+    dims = dims if batched else [-1, *dims]
+    return f'name: "{name}" data_type: TYPE_{kind} dims: [ {", ".join(map(str, dims))} ]'
+
+
+def _write_python(engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float) -> None:
+    if table is None:
+        raise ExportError(
+            "table: the Python flavour schedules by latencies; give table=profile_latency(engine, ...)"
+        )
+    if engine.fingerprint != engine.supernet.fingerprint():
+        raise ProfileMismatch(
+            "engine: its weights have changed since it was made, so its latencies are of others; make a new "
+            "Engine and profile that"
+        )
+    Batcher(engine, table=table, slo_ms=slo_ms).close()  # refuses what model.py could not start with
+    try:
+        json.dumps(engine.supernet.origin)
+        portable = engine.supernet.origin is not None
+    except (TypeError, ValueError):
+        portable = False
+    if not portable:
+        raise ExportError(
+            "the Python flavour rebuilds the network by its family's name, and an own network has none; "
+            "choose flavour='libtorch'"
+        )
+    engine.save(version / "bundle")
+    table.save(version / "table.json")
+    with as_file(files("subnetact.export.triton") / "python_backend.py") as template:
+        shutil.copyfile(template, version / "model.py")
+
+
+def _write_libtorch(
+    engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float, shape_coded: bool
+) -> None:
+    path = version / "model.pt"
+    policy = None
+    if table is not None:
+        keys = [engine.keys[i] for i in engine.ids]
+        policy = SlackFit(served_table(table, keys), slo_ms)
+    with quiet():
+        to_torchscript(engine, path, policy=policy, allow_uncalibrated=engine._allow_uncalibrated)
+        if shape_coded:
+            scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
+            torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)

@@ -1,0 +1,87 @@
+"""One latency table of two: more subnets, more batch sizes, or both."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import TableError
+from subnetact.latency.compare import differing_facts
+
+if TYPE_CHECKING:
+    from subnetact.latency.table import LatencyTable
+
+__all__ = ["merge"]
+
+SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "input_dtype", "space",
+        "supernet", "mode", "statistic", "include_actuation", "include_h2d", "channels_last",
+        "colocated")  # fmt: skip
+"""Facts without which latencies do not compare."""
+BY_ROW = ("out_of_memory", "subnet_dimension", "beaten")
+"""Facts about one table's rows."""
+
+
+def merge(first: LatencyTable, second: LatencyTable) -> dict[str, Any]:
+    """What `LatencyTable.from_arrays` makes the merged table of; see `LatencyTable.merged`."""
+    differing = differing_facts(first.stamp, second.stamp)
+    apart = {name: values for name, values in differing.items() if name in SAME}
+    if apart:
+        shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in apart.items())
+        raise TableError(f"the tables were not measured alike and cannot be one: {shown}")
+    if first.interference != second.interference:
+        raise TableError(
+            f"the tables have interference at {list(first.interference)} and {list(second.interference)}; "
+            "merge tables of the same levels, or table.at_interference(pressure)"
+        )
+    keys = [*first.subnets, *(key for key in second.subnets if key not in set(first.subnets))]
+    sizes = sorted({*first.batch_sizes, *second.batch_sizes})
+    shape = len(keys), len(sizes)
+
+    def placed(table: LatencyTable, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        at = np.ix_([keys.index(k) for k in table.subnets], [sizes.index(b) for b in table.batch_sizes])
+        cells = np.full((*values.shape[:-2], *shape), np.nan)
+        cells[..., at[0], at[1]] = values
+        return cells
+
+    def owned(table: LatencyTable) -> npt.NDArray[np.bool_]:
+        return ~np.isnan(placed(table, np.ones(table.latency_ms.shape)))
+
+    def joined(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.where(owned(second), placed(second, b), placed(first, a))
+
+    def statistic(table: LatencyTable, name: str) -> npt.NDArray[np.float64]:
+        return table.statistics.get(name, np.full(table.latency_ms.shape, np.nan))
+
+    names = [*first.statistics, *(name for name in second.statistics if name not in first.statistics)]
+    stamp = {
+        key: value
+        for key, value in first.stamp.items()
+        if key not in BY_ROW and second.stamp.get(key) == value
+    }
+    return {
+        "subnets": keys,
+        "accuracy": [_accuracy(first, second, key) for key in keys],
+        "batch_sizes": sizes,
+        "latency_ms": joined(first.latency_ms, second.latency_ms),
+        "statistics": {name: joined(statistic(first, name), statistic(second, name)) for name in names},
+        "stamp": {**stamp, "merged_from": [dict(first.stamp), dict(second.stamp)]},
+        "interference": first.interference,
+        "contended_ms": joined(first.contended_ms, second.contended_ms) if first.interference else None,
+    }
+
+
+def _accuracy(first: LatencyTable, second: LatencyTable, key: str) -> float:
+    known = {
+        table.accuracy[table.subnets.index(key)]
+        for table in (first, second)
+        if key in table.subnets and not math.isnan(table.accuracy[table.subnets.index(key)])
+    }
+    if len(known) > 1:
+        raise TableError(
+            f"accuracy of {key!r}: {' and '.join(map(str, sorted(known)))}; "
+            "give both tables the same with table.with_accuracy([...])"
+        )
+    return known.pop() if known else math.nan

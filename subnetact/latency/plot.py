@@ -1,0 +1,93 @@
+"""Figures of a latency table; they need the extra `plot` (matplotlib)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from subnetact.errors import MissingExtra
+from subnetact.latency.table import LatencyTable
+from subnetact.pareto import pareto_front
+
+__all__ = ["need_matplotlib", "plot_front", "plot_heat_map"]
+
+LABELLED = 16
+"""Up to so many rows, every cell of a heat map has its number."""
+
+
+def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str = "") -> None:
+    """Latency over batch size and subnet, as SuperServe draws it (NSDI'25, Fig. 6).
+
+    Rows ascend in accuracy; where it is not known, in latency. Cells that cannot run stay white.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    known = not np.isnan(table.accuracy).any()
+    by = np.asarray(table.accuracy) if known else np.nan_to_num(table.latency_ms[:, 0], nan=np.inf)
+    order = np.argsort(by, kind="stable")
+    cells = table.latency_ms[order]
+    rows = len(order)
+    figure, axes = _figure(5.5, 2.0 + min(7.0, 0.35 * rows))
+    from matplotlib.colors import LogNorm
+
+    drawn = axes.imshow(cells, aspect="auto", origin="lower", cmap="viridis", norm=LogNorm())
+    bar = figure.colorbar(drawn, label="latency (ms)", format="{x:g}")
+    bar.ax.yaxis.set_minor_formatter("{x:g}")
+    axes.set_xticks(range(len(table.batch_sizes)), labels=list(map(str, table.batch_sizes)))
+    shown = range(0, rows, max(1, rows // LABELLED))
+    labels = [f"{table.accuracy[order[i]]:.2f}" if known else str(order[i]) for i in shown]
+    axes.set_yticks(list(shown), labels=labels)
+    axes.set(
+        xlabel="batch size",
+        ylabel="accuracy (%)" if known else "subnet (accuracy not known), by latency",
+        title=title or f"{rows} subnets on {table.stamp.get('device_name', 'an unnamed device')}",
+    )
+    if rows <= LABELLED:
+        middle = np.sqrt(np.nanmin(cells) * np.nanmax(cells))
+        for i, j in np.argwhere(~np.isnan(cells)):
+            colour = "white" if cells[i, j] < middle else "black"
+            axes.text(j, i, f"{cells[i, j]:.3g}", ha="center", va="center", fontsize=7, color=colour)
+    figure.savefig(path, dpi=130)
+
+
+def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "") -> None:
+    """Accuracy over latency, one line a batch size; subnets that another one beats stay single points.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+        TableError: an accuracy is not known.
+    """
+    accuracy = table.known_accuracy()
+    figure, axes = _figure(6.5, 4.5)
+    for j, size in enumerate(table.batch_sizes):
+        points = [(ms, accuracy[i]) for i, ms in enumerate(table.latency_ms[:, j].tolist()) if ms == ms]
+        if not points:
+            continue
+        front = pareto_front(points, cost=lambda p: p[0], gain=lambda p: p[1])
+        (line,) = axes.plot(*zip(*front, strict=True), marker="o", markersize=3, label=f"batch {size}")
+        axes.scatter(*zip(*points, strict=True), s=6, color=line.get_color(), alpha=0.4)
+    axes.set(xlabel="latency (ms)", ylabel="accuracy (%)", xscale="log", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=130)
+
+
+def need_matplotlib() -> Any:
+    """Return matplotlib's `Figure`.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("figures need matplotlib; pip install 'subnetact[plot]'") from error
+    return Figure
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    figure = need_matplotlib()(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()

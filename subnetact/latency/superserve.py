@@ -1,0 +1,87 @@
+"""SuperServe's own profile layout: JSON, times in nanoseconds, one list of batch sizes a subnet.
+
+The layout is that of the profiles in github.com/dhruvsgarg/once-for-all, which SuperServe's authors publish.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from subnetact.errors import FileFormatError, TableError
+from subnetact.latency.file import read_object
+
+__all__ = ["read_superserve"]
+
+STAGES = ("forward", "deserialize", "h2d_copy", "postprocess", "d2h_copy", "total")
+STATISTICS = ("mean", "std", "p99")
+
+
+def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dict[str, Any]:
+    """What `LatencyTable.from_arrays` makes a table of: the means of one stage, ms.
+
+    Args:
+        path: the file.
+        stage: `forward`, the model's own latency; another of the file's stages; or `total`, their sum.
+
+    Raises:
+        FileFormatError: the file has another layout.
+        TableError: the stage is unknown.
+    """
+    if stage not in STAGES:
+        raise TableError(f"stage: {stage!r} is unknown; choose from {', '.join(STAGES)}")
+    models = read_object(path).get("models")
+    if not isinstance(models, list) or not models:
+        raise FileFormatError(f"{path}: not a SuperServe profile; it has no list 'models'")
+    try:
+        measured = [_by_batch(model, stage) for model in models]
+        sizes = sorted(set().union(*measured))
+        dimensions = [model["subnet_dimension"] for model in models]
+        keys = [_key(model["id"], dimension) for model, dimension in zip(models, dimensions, strict=True)]
+        accuracy = [_known(model["accuracy"]) for model in models]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
+    cells = {
+        name: [[row.get(size, {}).get(name, math.nan) for size in sizes] for row in measured]
+        for name in STATISTICS
+    }
+    stamp = {
+        "source": Path(path).name,
+        "layout": "SuperServe",
+        "stage": stage,
+        "statistic": "mean",
+        "subnet_dimension": dimensions,
+    }
+    return {
+        "subnets": keys,
+        "accuracy": accuracy,
+        "batch_sizes": sizes,
+        "latency_ms": cells["mean"],
+        "statistics": cells,
+        "stamp": stamp,
+    }
+
+
+def _by_batch(model: Mapping[str, Any], stage: str) -> dict[int, dict[str, float]]:
+    rows = {}
+    for row in model["latency_and_batch_ns"]:
+        times = row if stage == "total" else row["stages"][stage]
+        rows[int(row["batch_size"])] = {
+            name: float(times[name]) / 1e6 for name in STATISTICS if times.get(name) is not None
+        }
+        if "mean" not in rows[int(row["batch_size"])]:
+            raise KeyError("mean")
+    return rows
+
+
+def _known(percent: float) -> float:
+    return math.nan if percent < 0 else float(percent)
+
+
+def _key(identity: int, dimension: Mapping[str, list[Any]]) -> str:
+    axes = {"depth_values": "d", "elasticity_ratio": "e", "width_multiplier": "w"}
+    spelt = " ".join(f"{short}={','.join(map(str, dimension[name]))}" for name, short in axes.items())
+    return f"{identity}: {spelt}"

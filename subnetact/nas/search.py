@@ -1,0 +1,293 @@
+"""Candidate search: which subnets are worth serving."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, overload
+
+import numpy as np
+from tqdm import tqdm
+
+from subnetact.costs.model import CostModel
+from subnetact.errors import SearchError
+from subnetact.nas.nsga2 import METHODS, survivors
+from subnetact.nas.state import Objectives, SearchState
+from subnetact.pareto import front_of, spread
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["Candidate", "SearchResult", "search"]
+
+Latency: TypeAlias = Callable[[SubnetSpec], float]
+MOST = 10_000_000
+"""Subnets that `exhaustive` evaluates at the most."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A subnet with what it gains and what it costs.
+
+    Attributes:
+        spec: the subnet.
+        accuracy: percent; NaN where it is not known.
+        latency_ms: at the first batch size.
+        latencies_ms: at every batch size searched for.
+    """
+
+    spec: SubnetSpec
+    accuracy: float
+    latency_ms: float
+    latencies_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class SearchResult(Sequence[Candidate]):
+    """The chosen Pareto-optimal subnets, in ascending latency at the first batch size.
+
+    Attributes:
+        front: the chosen ones; the result itself is this sequence.
+        evaluated: every subnet that was evaluated, in that order, with the values the search saw.
+        method: `evolution`, `exhaustive` or `random`.
+        batch_sizes: what the latencies are of.
+        remeasured: whether the latencies of `front` were measured again after the search.
+    """
+
+    front: tuple[Candidate, ...]
+    evaluated: tuple[Candidate, ...]
+    method: str
+    batch_sizes: tuple[int, ...]
+    remeasured: bool = False
+
+    def __len__(self) -> int:
+        return len(self.front)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+        return self.front[index]
+
+    def __repr__(self) -> str:
+        return f"SearchResult({len(self.front)} of {len(self.evaluated)} subnets, by {self.method})"
+
+
+def search(
+    supernet: Supernet,
+    accuracy: Callable[[SubnetSpec], float] | None,
+    latency: Latency | Sequence[Latency],
+    size: int = 100,
+    evaluations: int = 1000,
+    population: int | None = None,
+    seed: int = 0,
+    method: str | None = None,
+    batch_sizes: Sequence[int] = (),
+    input_shape: Sequence[int] | None = None,
+    remeasure: Callable[[SubnetSpec], float | Sequence[float]] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> SearchResult:
+    """Find subnets that no other beats: of high accuracy and low latency.
+
+    `evolution` is NSGA-II (Deb et al., 2002) with the mutations of once-for-all's search (Cai et al.,
+    ICLR'20), on accuracy and every latency at once; a surrogate chooses among many children. All
+    subnets it evaluates count for the result, and none is evaluated twice. Of those that nothing
+    beats, `size` are chosen evenly over the latencies at the first batch size. Accuracy and latency
+    are any functions: predictors, cost models, true evaluation, measurement. Where they give the same
+    values again, so does the search.
+
+    Args:
+        supernet: whose space to search.
+        accuracy: percent of a subnet. None where it is not known: multiply-accumulates stand in for it
+            in the search, and the result's accuracies are NaN.
+        latency: milliseconds of a subnet at the batch size that matters, or several such functions,
+            one for each batch size.
+        size: how many subnets to choose; fewer where the front has fewer.
+        evaluations: how many subnets to evaluate, at least 2; `exhaustive` evaluates all.
+        population: subnets that the next ones descend from, a quarter as many in a generation; default:
+            a tenth of the evaluations, 16 to 100.
+        seed: of everything random.
+        method: `evolution`, `exhaustive` or `random`; default: exhaustive where the space is no larger
+            than `evaluations`, else evolution.
+        batch_sizes: what the latencies are of, to be noted in the result; default: batch size 1.
+        input_shape: of one input; needed only where the accuracy is not known.
+        remeasure: latency of a chosen subnet, or one for each batch size. Each is measured again before
+            it is trusted; those that turn out beaten make room for others of the front.
+        resume: a file to which the state is written after every generation. If it exists, the search
+            goes on from there, and ends as it would have without the interruption.
+        progress: whether to show a progress bar.
+
+    Raises:
+        SearchError: arguments that contradict each other, values that are no numbers, or a state of
+            another space or other settings.
+        FileFormatError: the state is damaged.
+    """
+    functions = list(latency) if isinstance(latency, Sequence) else [latency]
+    sizes = tuple(batch_sizes) or ((1,) if len(functions) == 1 else ())
+    method = method or ("exhaustive" if supernet.space.size() <= evaluations else "evolution")
+    if population is None:
+        population = min(max(evaluations // 10, 16), 100)
+    _check(supernet.space.size(), method, evaluations, population, size, functions, sizes)
+    if accuracy is None:
+        if input_shape is None:
+            raise SearchError(
+                "accuracy: not known, so that input_shape is needed to count operations instead"
+            )
+        costs = CostModel(supernet, input_shape)
+        gain: Callable[[SubnetSpec], float] = lambda spec: costs(spec).macs  # noqa: E731
+    else:
+        gain = accuracy
+    settings = {
+        "method": method,
+        "evaluations": evaluations,
+        "population": population,
+        "batch_sizes": list(sizes),
+        "accuracy": accuracy is not None,
+    }
+    state = SearchState(supernet.space, settings, seed)
+    if resume is not None and Path(resume).exists():
+        state.load(resume)
+    _run(state, gain, functions, resume, progress)
+    front = _front(state)
+    if remeasure is None:
+        chosen = [front[i] for i in spread([state.found[spec][1] for spec in front], size)]
+        latencies = {spec: state.found[spec][1:] for spec in chosen}
+    else:
+        latencies = _remeasured(state, front, size, remeasure, resume, progress)
+    known = accuracy is not None
+
+    def candidate(spec: SubnetSpec, ms: Objectives) -> Candidate:
+        return Candidate(spec, state.found[spec][0] if known else math.nan, ms[0], ms)
+
+    return SearchResult(
+        tuple(candidate(*row) for row in sorted(latencies.items(), key=lambda row: row[1])),
+        tuple(candidate(spec, row[1:]) for spec, row in state.found.items()),
+        method,
+        sizes,
+        remeasure is not None,
+    )
+
+
+def _check(
+    subnets: int,
+    method: str,
+    evaluations: int,
+    population: int,
+    size: int,
+    functions: Sequence[Latency],
+    batch_sizes: Sequence[int],
+) -> None:
+    if method not in METHODS:
+        raise SearchError(f"method: {method!r} is unknown; choose from {', '.join(METHODS)}")
+    if method == "exhaustive" and subnets > MOST:
+        raise SearchError(f"method: exhaustive would evaluate all {subnets:.3g} subnets; use evolution")
+    if evaluations < 2:
+        raise SearchError(f"evaluations: {evaluations} subnets cannot make a front; give at least 2")
+    if population < 2 or size < 1:
+        raise SearchError(f"population must be at least 2 and size at least 1, got {population} and {size}")
+    if not functions or not all(map(callable, functions)):
+        raise SearchError("latency: give a function of a subnet, or a list of them, one a batch size")
+    if len(functions) != len(batch_sizes):
+        raise SearchError(
+            f"batch_sizes: {len(functions)} latency functions need as many, got {list(batch_sizes)}"
+        )
+
+
+def _run(
+    state: SearchState,
+    gain: Callable[[SubnetSpec], float],
+    latencies: Sequence[Latency],
+    path: str | os.PathLike[str] | None,
+    progress: bool,
+) -> None:
+    settings = state.settings
+    method, population = settings["method"], settings["population"]
+    propose = METHODS[method]
+    total = state.space.size()
+    if method != "exhaustive":
+        total = min(total, settings["evaluations"])
+    with tqdm(total=total, initial=len(state.found), desc="searching", disable=not progress) as bar:
+        while len(state.found) < total:
+            before = len(state.found)
+            count = population if method != "evolution" else max(population // (4 if before else 2), 2)
+            for spec in propose(state, min(count, total - before)):
+                state.found[spec] = _values(spec, gain(spec), *(latency(spec) for latency in latencies))
+                bar.update()
+            if len(state.found) == before:
+                break
+            pool = [*state.population, *range(before, len(state.found))]
+            state.population = survivors(state.costs(), pool, population)
+            state.generation += 1
+            if path is not None:
+                state.save(path)
+
+
+def _values(spec: SubnetSpec, *values: float) -> Objectives:
+    numbers = tuple(float(value) for value in values)
+    if not all(map(math.isfinite, numbers)):
+        raise SearchError(f"{spec}: accuracy and latencies must be finite numbers, got {numbers}")
+    return numbers
+
+
+def _front(state: SearchState) -> list[SubnetSpec]:
+    specs = list(state.found)
+    front = [specs[i] for i in front_of(state.costs())]
+    return sorted(front, key=lambda spec: (state.found[spec][1], state.found[spec][0]))
+
+
+def _remeasured(
+    state: SearchState,
+    front: Sequence[SubnetSpec],
+    size: int,
+    remeasure: Callable[[SubnetSpec], float | Sequence[float]],
+    path: str | os.PathLike[str] | None,
+    progress: bool,
+) -> dict[SubnetSpec, Objectives]:
+    """Measure the chosen ones again; whoever is beaten then makes room for one not yet measured."""
+    found = state.found
+    waiting = [front[i] for i in spread([found[spec][1] for spec in front], size)]
+    again: dict[SubnetSpec, Objectives] = {}
+    with tqdm(desc="measuring again", unit=" subnets", disable=not progress) as bar:
+        while True:
+            for spec in waiting:
+                if spec not in state.remeasured:
+                    state.remeasured[spec] = _latencies(spec, remeasure(spec), len(found[spec]) - 1)
+                    if path is not None:
+                        state.save(path)
+                again[spec] = state.remeasured[spec]
+                bar.update()
+            measured = list(again)
+            costs = np.array([[-found[spec][0], *again[spec]] for spec in measured])
+            trusted = sorted((measured[i] for i in front_of(costs)), key=again.__getitem__)
+            rest = [spec for spec in front if spec not in again]
+            if len(trusted) == size or not rest:
+                return {spec: again[spec] for spec in trusted}
+            waiting = _farthest(rest, trusted, size - len(trusted), found)
+
+
+def _latencies(spec: SubnetSpec, given: float | Sequence[float], count: int) -> Objectives:
+    listed = np.atleast_1d(np.asarray(given, dtype=np.float64)).tolist()
+    if len(listed) != count:
+        raise SearchError(f"remeasure: {count} latencies are needed for {spec}, got {len(listed)}")
+    return _values(spec, *listed)
+
+
+def _farthest(
+    rest: Sequence[SubnetSpec],
+    trusted: Sequence[SubnetSpec],
+    count: int,
+    found: dict[SubnetSpec, Objectives],
+) -> list[SubnetSpec]:
+    """Return those whose latencies, as the search saw them, are farthest from what is there already."""
+    rest, taken = list(rest), [found[spec][1] for spec in trusted]
+    chosen: list[SubnetSpec] = []
+    while rest and len(chosen) < count:
+        best = max(rest, key=lambda spec: min(abs(found[spec][1] - ms) for ms in taken))
+        rest.remove(best)
+        taken.append(found[best][1])
+        chosen.append(best)
+    return chosen

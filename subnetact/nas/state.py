@@ -1,0 +1,130 @@
+"""What a search knows: every subnet it evaluated, and the file it can be resumed from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from subnetact.documents import replacing
+from subnetact.errors import FileFormatError, SearchError, SpecError
+from subnetact.pareto import Costs
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
+
+__all__ = ["SearchState"]
+
+KIND, SCHEMA = "subnetact.search", 1
+
+Objectives: TypeAlias = tuple[float, ...]
+"""What to have more of (accuracy, percent), then what to have less of (latencies, ms)."""
+
+
+class SearchState:
+    """The state of a search between two generations.
+
+    Args:
+        space: the search space.
+        settings: what must be the same for a resumed search to give the same result.
+        seed: of the random numbers.
+
+    Attributes:
+        found: objectives of every evaluated subnet, in the order of evaluation.
+        population: positions in `found` that the next generation descends from.
+        generation: generations done.
+        remeasured: latencies of chosen subnets, measured again.
+        rng: the random numbers.
+    """
+
+    def __init__(self, space: SubnetSpace, settings: Mapping[str, Any], seed: int) -> None:
+        self.space = space
+        self.settings = {**settings, "seed": seed}
+        self.found: dict[SubnetSpec, Objectives] = {}
+        self.population: list[int] = []
+        self.generation = 0
+        self.remeasured: dict[SubnetSpec, Objectives] = {}
+        self.rng = np.random.default_rng(seed)
+
+    def costs(self) -> Costs:
+        """Return the objectives, each to have less of, of shape (subnets, objectives)."""
+        points = np.array(list(self.found.values()), dtype=np.float64)
+        points[:, 0] *= -1
+        return points
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as JSON; a reader sees the old file or the new one, never a part."""
+        index = {spec: i for i, spec in enumerate(self.found)}
+        data = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "space": self.space.id,
+            "settings": self.settings,
+            "generation": self.generation,
+            "rng": self.rng.bit_generator.state,
+            "axes": [axis.name for axis in self.space.axes],
+            "evaluated": [
+                [[list(spec[axis.name]) for axis in self.space.axes], list(objectives)]
+                for spec, objectives in self.found.items()
+            ],
+            "population": self.population,
+            "remeasured": [[index[spec], list(ms)] for spec, ms in self.remeasured.items()],
+        }
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(data) + "\n")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take up what `save` wrote.
+
+        Raises:
+            FileFormatError: the file is not such a state, is damaged, or of a newer schema.
+            SearchError: it is of another space, or of a search with other settings.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            kind, schema = data["kind"], data["schema"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise FileFormatError(f"{path}: not the state of a search ({error})") from error
+        if kind != KIND or schema != SCHEMA:
+            raise FileFormatError(f"{path}: a {kind} of schema {schema}; this version reads {KIND} {SCHEMA}")
+        if data.get("space") != self.space.id:
+            raise SearchError(
+                f"{path}: a search in space {data.get('space')}, this one is in {self.space.id}; resume with "
+                "the same supernet, or name a new file"
+            )
+        before = data.get("settings")
+        if before != self.settings:
+            differing = [
+                f"{name} was {before.get(name)!r}, is {self.settings.get(name)!r}"
+                for name in {**self.settings, **before}
+                if before.get(name) != self.settings.get(name)
+            ]
+            raise SearchError(
+                f"{path}: a search with other settings ({'; '.join(differing)}); use the same ones, or name "
+                "a new file"
+            )
+        try:
+            self._fill(data)
+        except (SpecError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise FileFormatError(f"{path}: the state is damaged ({error}); begin anew") from error
+
+    def _fill(self, data: Mapping[str, Any]) -> None:
+        found = {}
+        for values, objectives in data["evaluated"]:
+            pairs = zip(data["axes"], (tuple(v) for v in values), strict=True)
+            spec = SubnetSpec(self.space.id, tuple(pairs))
+            if spec not in self.space:
+                raise SpecError(f"{spec} is not of the space")
+            found[spec] = tuple(float(value) for value in objectives)
+        specs = list(found)
+        population = [int(i) for i in data["population"]]
+        if population and not 0 <= min(population) <= max(population) < len(specs):
+            raise IndexError("the population is not among the evaluated")
+        remeasured = {specs[i]: tuple(float(v) for v in ms) for i, ms in data["remeasured"]}
+        rng = np.random.default_rng(0)
+        rng.bit_generator.state = data["rng"]
+        self.found, self.population, self.remeasured, self.rng = found, population, remeasured, rng
+        self.generation = int(data["generation"])

@@ -1,0 +1,124 @@
+"""Co-runners: other processes that run a network on the device while latencies are measured.
+
+VELTAIR (ASPLOS'22, section 3) measures how a layer slows down beside co-located ones and schedules by the
+pressure on the machine. Here the pressure is the number of processes that run one subnet without pause.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from subnetact.device import synchronize
+from subnetact.engine.inputs import call_with
+from subnetact.errors import DeviceError
+
+__all__ = ["CoRunners"]
+
+STARTS_WITHIN_S = 120.0
+
+
+class CoRunners:
+    """Background processes, of which the first few run at a time.
+
+    Processes, not threads: they share the device, its caches and memory bandwidth, but no interpreter.
+    When the context begins each has run the network, and all pause. They end with the context, and soon
+    after this process if it is killed.
+
+    Args:
+        network: what each of them runs, a copy of its own.
+        x: its input, a batch.
+        count: how many processes.
+
+    Raises:
+        DeviceError: a process ended, or did not run the network in time.
+    """
+
+    def __init__(self, network: nn.Module, x: Any, count: int) -> None:
+        self._context: Any = torch.multiprocessing.get_context("spawn")
+        self._turns = [self._context.Event() for _ in range(count)]
+        self._busy = [self._context.Lock() for _ in range(count)]
+        self._passes = [self._context.Value("q", 0) for _ in range(count)]
+        self._processes = [
+            self._context.Process(
+                target=_work,
+                args=(network, x, turn, busy, passes, os.getpid(), torch.get_num_threads()),
+                daemon=True,
+            )
+            for turn, busy, passes in zip(self._turns, self._busy, self._passes, strict=True)
+        ]
+
+    def __enter__(self) -> CoRunners:
+        try:
+            for process in self._processes:
+                process.start()
+            self.run(len(self._processes))
+            self.run(0)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """How many forward passes each of the processes has finished so far."""
+        return tuple(int(passes.value) for passes in self._passes)
+
+    def run(self, count: int) -> None:
+        """Let the first `count` of them run and the others pause; return when all are at that."""
+        for i, turn in enumerate(self._turns):
+            turn.set() if i < count else turn.clear()
+        before = self.passes
+        self._wait(lambda: all(self.passes[i] >= before[i] + 2 for i in range(count)))
+        for busy in self._busy[count:]:
+            self._wait(lambda busy=busy: busy.acquire(timeout=0.05))  # type: ignore[misc]
+            busy.release()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + STARTS_WITHIN_S
+        while not done():
+            self.check()
+            if time.monotonic() > end:
+                raise DeviceError(f"co-runners did not follow within {STARTS_WITHIN_S:g} s; use fewer")
+            time.sleep(0.005)
+
+    def check(self) -> None:
+        """Refuse to go on where one of them has ended.
+
+        Raises:
+            DeviceError: naming it.
+        """
+        for i, process in enumerate(self._processes):
+            if not process.is_alive():
+                raise DeviceError(
+                    f"co-runner {i + 1} of {len(self._processes)} ended with status {process.exitcode}; "
+                    "its own message is above; use fewer, or a smaller subnet"
+                )
+
+
+def _work(network: nn.Module, x: Any, turn: Any, busy: Any, passes: Any, parent: int, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
+    torch.set_num_threads(threads)
+    network = copy.deepcopy(network)  # what is sent to a process shares memory with the sender's
+    with torch.inference_mode():
+        device = next(network.parameters()).device
+        while os.getppid() == parent:
+            with busy:
+                if turn.is_set():
+                    call_with(network, x)
+                    synchronize(device)
+                    passes.value += 1
+            turn.wait(0.2)

@@ -1,0 +1,241 @@
+"""Learned corrections of a latency table: what this machine really takes, per subnet and batch size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.documents import replacing
+from subnetact.errors import FileFormatError, PolicyError, ProfileMismatch
+from subnetact.latency.table import LatencyTable
+
+__all__ = ["Corrections", "CorrectionsSnapshot"]
+
+KIND = "subnetact.corrections"
+SCHEMA = 1
+_MEMORY = 64
+_PRIOR = 8.0
+_CLIP = 5.0
+_DEVIATIONS = 2.0
+_ENOUGH = 16
+_log = logging.getLogger(__name__)
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CorrectionsSnapshot:
+    """Measured latency over the table's, arrays of shape (subnets, batch sizes).
+
+    Attributes:
+        mean: of the typical batch (geometric mean).
+        planned: of a slow one, two standard deviations above (about the 97th percentile).
+        observations: how many batches each cell has seen, up to the memory of 64.
+    """
+
+    mean: Floats
+    planned: Floats
+    observations: npt.NDArray[np.int64]
+
+
+class _Running:
+    """Mean and variance of log(measured / table), older observations fading."""
+
+    __slots__ = ("mean", "n", "variance")
+
+    def __init__(self, n: int = 0, mean: float = 0.0, variance: float = 0.0) -> None:
+        self.n, self.mean, self.variance = n, mean, variance
+
+    def add(self, x: float) -> None:
+        self.n = n = self.n + 1 if self.n < _MEMORY else _MEMORY
+        away = x - self.mean
+        self.mean += away / n
+        self.variance = (1.0 - 1.0 / n) * (self.variance + away * away / n)
+
+    def towards(self, mean: float, variance: float) -> tuple[float, float]:
+        """(mean, variance), drawn to the given ones where there are few observations."""
+        weight = self.n / (self.n + _PRIOR)
+        return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
+
+
+class Corrections:
+    """How much longer than the table batches take, learned while serving.
+
+    Every batch adds log(measured / table) to its cell, its subnet and the whole; each is an average over
+    about the last 64. A cell with few observations is drawn to its subnet, a subnet to the whole, and the
+    whole to the table. Safe to use from many threads.
+
+    Args:
+        table: the profile that is corrected.
+        threshold: a subnet whose typical batch takes more than this many times the table's latency, or
+            less than its inverse, has drifted; logged once when it does.
+    """
+
+    def __init__(self, table: LatencyTable, threshold: float = 1.5) -> None:
+        if not (math.isfinite(threshold) and threshold > 1.0):
+            raise PolicyError(f"threshold: {threshold} must be finite and > 1")
+        self.table = table
+        self.threshold = threshold
+        self._base: list[list[float]] = table.latency_ms.tolist()
+        self._pad = table.pad_index
+        #: how often `load` replaced what was learned
+        self.loads = 0
+        self._lock = Lock()
+        self._all = _Running()
+        self._subnets: dict[int, _Running] = {}
+        self._cells: dict[tuple[int, int], _Running] = {}
+        self._drifted: set[int] = set()
+
+    def observe(self, subnet: int, batch_size: int, measured_ms: float) -> None:
+        """Learn from one batch that was padded to `batch_size`."""
+        column = self._pad[batch_size]
+        expected = self._base[subnet][column]
+        if not (measured_ms > 0.0 and expected > 0.0):
+            return
+        x = max(-_CLIP, min(_CLIP, math.log(measured_ms / expected)))
+        with self._lock:
+            cell = self._cells.get((subnet, column))
+            if cell is None:
+                cell = self._cells[subnet, column] = _Running()
+                self._subnets.setdefault(subnet, _Running())
+            cell.add(x)
+            self._subnets[subnet].add(x)
+            self._all.add(x)
+
+    def snapshot(self) -> CorrectionsSnapshot:
+        """The ratios as they are now."""
+        shape = len(self.table.subnets), len(self.table.batch_sizes)
+        seen = np.zeros(shape, dtype=np.int64)
+        with self._lock:
+            overall = self._all.towards(0.0, 0.0)
+            mean, variance = np.full(shape, overall[0]), np.full(shape, overall[1])
+            for subnet, running in self._subnets.items():
+                mean[subnet], variance[subnet] = running.towards(*overall)
+            for (subnet, column), cell in self._cells.items():
+                at = subnet, column
+                mean[at], variance[at] = cell.towards(float(mean[at]), float(variance[at]))
+                seen[at] = cell.n
+        return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
+
+    def drift(self) -> tuple[float, dict[int, float]]:
+        """(the whole machine's ratio, the ratio of each subnet beyond the threshold)."""
+        crossed: list[int] = []
+        with self._lock:
+            overall = self._all.towards(0.0, 0.0)
+            ratios = {
+                i: math.exp(running.towards(*overall)[0])
+                for i, running in self._subnets.items()
+                if running.n >= _ENOUGH
+            }
+            limit = math.log(self.threshold)
+            for i, ratio in sorted(ratios.items()):
+                away = abs(math.log(ratio))
+                if away > limit and i not in self._drifted:
+                    self._drifted.add(i)
+                    crossed.append(i)
+                elif away < 0.8 * limit:
+                    self._drifted.discard(i)
+            drifted = {i: ratios[i] for i in sorted(self._drifted) if i in ratios}
+        for i in crossed:  # not under the lock: a handler may take its time
+            _log.warning(
+                "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
+                "again",
+                self.table.subnets[i],
+                ratios[i],
+                self.threshold,
+            )
+        return math.exp(overall[0]), drifted
+
+    def relax(self) -> None:
+        """Halve what was learned to be slow: for when nothing runs any more that could correct it."""
+        with self._lock:
+            for running in (self._all, *self._subnets.values(), *self._cells.values()):
+                running.mean = min(running.mean, 0.5 * running.mean)
+                running.variance *= 0.25
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON; an interrupted write leaves any earlier file intact."""
+        with self._lock:
+            document = {
+                "kind": KIND,
+                "schema": SCHEMA,
+                "table": _fingerprint(self.table),
+                "all": _plain(self._all),
+                "subnets": [[i, *_plain(running)] for i, running in self._subnets.items()],
+                "cells": [[i, j, *_plain(running)] for (i, j), running in self._cells.items()],
+            }
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what `save` wrote; what was learned here before is replaced.
+
+        Raises:
+            FileFormatError: truncated, foreign, or of a newer schema.
+            ProfileMismatch: learned on another table.
+        """
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise FileFormatError(
+                f"{path}: not readable as corrections ({error}); save them again"
+            ) from error
+        if not isinstance(document, dict) or document.get("kind") != KIND:
+            raise FileFormatError(f"{path}: not corrections; expected a JSON object of kind {KIND!r}")
+        if document.get("schema") != SCHEMA:
+            raise FileFormatError(
+                f"{path}: schema {document.get('schema')!r} is not known here (this version reads {SCHEMA}); "
+                "update subnetact to read it"
+            )
+        if document.get("table") != _fingerprint(self.table):
+            raise ProfileMismatch(
+                f"{path}: learned on another latency table ({document.get('table')}, this batcher's is "
+                f"{_fingerprint(self.table)}); start without it, or serve with that table"
+            )
+        rows, columns = len(self.table.subnets), len(self.table.batch_sizes)
+        try:
+            overall = _running(*document["all"])
+            subnets = {_within(i, rows): _running(*values) for i, *values in document["subnets"]}
+            cells = {
+                (_within(i, rows), _within(j, columns)): _running(*values)
+                for i, j, *values in document["cells"]
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
+        for i, _ in cells:
+            subnets.setdefault(i, _Running())
+        with self._lock:
+            self._all, self._subnets, self._cells = overall, subnets, cells
+            self.loads += 1
+
+
+def _plain(running: _Running) -> list[Any]:
+    return [running.n, running.mean, running.variance]
+
+
+def _running(n: Any, mean: Any, variance: Any) -> _Running:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0 or not abs(mean) <= _CLIP:
+        raise ValueError(f"{n!r} observations of mean {mean!r}")
+    if not (math.isfinite(variance) and variance >= 0.0):
+        raise ValueError(f"variance {variance!r}")
+    return _Running(min(n, _MEMORY), float(mean), float(variance))
+
+
+def _within(i: Any, count: int) -> int:
+    if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count:
+        raise ValueError(f"index {i!r} of {count}")
+    return i
+
+
+def _fingerprint(table: LatencyTable) -> str:
+    text = json.dumps([table.subnets, table.batch_sizes])
+    return hashlib.sha256(text.encode() + table.latency_ms.tobytes()).hexdigest()[:16]

@@ -1,0 +1,93 @@
+"""The decision log: every arrival with its outcome and every batch, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, TextIO
+
+from subnetact.serving.live.jobs import Job
+from subnetact.serving.live.requests import Request
+
+__all__ = ["KIND", "SCHEMA", "DecisionLog"]
+
+KIND = "subnetact.decision_log"
+SCHEMA = 1
+
+
+class DecisionLog:
+    """Collects entries in memory on the request path; `flush` writes them, from another thread.
+
+    The first line is a header: the table, workers, policy and hopeless rule. Every further line is a batch
+    (start `t`, worker `w`, subnet `s`, padded size `b`, duration `ms`, how many were in time `met`; what the
+    policy saw: `queued`, `slack`; and its requests) or a request that ended otherwise (`o`, the outcome).
+    Requests are lists: arrival `a`, time given `d`, and where any has one, accuracy floor `f` and priority
+    `p`. Times are ms since the log was opened.
+
+    Args:
+        path: the file; replaced if there is one.
+        header: facts for the first line.
+        start_ms: what the clock says now.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
+        self._start_ms = start_ms
+        self._entries: deque[dict[str, Any]] = deque()
+        self._writing = Lock()
+        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        self._file.write(json.dumps({"kind": KIND, "schema": SCHEMA, **header}, allow_nan=False) + "\n")
+
+    def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
+        """Record a part of a job that ran; `met` of its requests were in time."""
+        entry = {
+            "t": job.started_ms - self._start_ms,
+            "w": job.worker,
+            "queued": job.queued,
+            "slack": job.slack_ms,
+            "s": job.subnet,
+            "b": job.size,
+            "ms": took_ms,
+            "met": met,
+        }
+        self._entries.append({**entry, **self._described(requests)})
+
+    def outcome(self, outcome: str, request: Request) -> None:
+        """Record a request that was not answered."""
+        self._entries.append({"o": outcome, **self._described([request])})
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        with self._writing:
+            collected = self._entries  # others append meanwhile
+            entries = [collected.popleft() for _ in range(len(collected))]
+            if self._file is not None and entries:
+                lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
+                self._file.write("\n".join(lines) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        self.flush()
+        with self._writing:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _described(self, requests: Sequence[Request]) -> dict[str, Any]:
+        start_ms = self._start_ms
+        described: dict[str, Any] = {
+            "a": [r.accepted_ms - start_ms for r in requests],
+            "d": [r.deadline_ms - r.accepted_ms for r in requests],
+        }
+        if any(r.floor for r in requests):
+            described["f"] = [r.floor for r in requests]
+        if any(r.priority for r in requests):
+            described["p"] = [r.priority for r in requests]
+        return described

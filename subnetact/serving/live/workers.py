@@ -1,0 +1,160 @@
+"""The threads of a batcher: one a worker, and the supervisor that replaces lost ones."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from subnetact.serving.live.core import Core
+from subnetact.serving.live.decision_log import DecisionLog
+from subnetact.serving.live.jobs import Job
+from subnetact.serving.live.requests import (
+    Decided,
+    Outcome,
+    Runner,
+    settle,
+)
+
+__all__ = ["Workers"]
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.02
+
+
+class Workers:
+    """Run the jobs that the core hands out.
+
+    Args:
+        core: the state.
+        engines: one a worker.
+        on_decision: told of every batch before it runs.
+        threads: given to `engine.enter_worker(threads)` in every new thread; None = not called.
+        log: flushed at every tick.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        engines: Sequence[Runner],
+        on_decision: Callable[[Decided], None] | None,
+        threads: int | None,
+        log: DecisionLog | None,
+    ) -> None:
+        self._core = core
+        self._engines = engines
+        self._on_decision = on_decision
+        self._threads_each = threads
+        self._log = log
+        self._current: dict[int, threading.Thread] = {}
+        self._supervisor = threading.Thread(
+            target=self._supervise, name="subnetact-batcher-supervisor", daemon=True
+        )
+        for worker in range(len(engines)):
+            self._start(worker)
+        self._supervisor.start()
+
+    def join(self) -> None:
+        """Wait for the end of all threads but those that hang, once the core is closed and empty."""
+        if self.is_current():
+            return  # closed by a callback: the thread it runs on has to end first
+        self._supervisor.join()
+        for worker, thread in list(self._current.items()):
+            if not self._core.hangs(worker):
+                thread.join()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on one of these threads: a callback of a future, or of the engine."""
+        return threading.current_thread() in self.threads()
+
+    def threads(self) -> list[threading.Thread]:
+        """The supervisor and the current thread of every worker."""
+        return [self._supervisor, *self._current.values()]
+
+    def _start(self, worker: int) -> None:
+        thread = threading.Thread(
+            target=self._work, args=(worker,), name=f"subnetact-batcher-{worker}", daemon=True
+        )
+        thread.start()
+        self._current[worker] = thread
+
+    def _start_again(self, worker: int) -> None:
+        try:
+            self._start(worker)
+        except RuntimeError as error:  # the system has no thread left: try later
+            self._deliver(self._core.died(worker, None, error))
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        if outcomes:
+            try:
+                settle(outcomes)
+            finally:
+                self._core.delivered()
+
+    def _work(self, worker: int) -> None:
+        core = self._core
+        job: Job | None = None
+        try:
+            enter: Any = getattr(self._engines[worker], "enter_worker", None)
+            if enter is not None:
+                enter(self._threads_each)
+            while True:
+                job = None
+                job, outcomes = core.next_job(worker)
+                self._deliver(outcomes)
+                if job is None and not outcomes:
+                    return
+                if job is not None:
+                    self._run(job)
+                    if job.abandoned:
+                        core.returned(job)
+                        return
+        except BaseException as error:  # SystemExit from an engine, for example: the worker is revived
+            _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
+            self._deliver(core.died(worker, job, error))
+
+    def _run(self, job: Job) -> None:
+        core, engine = self._core, self._engines[job.worker]
+        if self._on_decision is not None:
+            self._tell(job)
+        while job.part and not job.abandoned:
+            try:
+                outputs: Any = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                if isinstance(outputs, Mapping):
+                    raise TypeError("the engine returned a mapping; run() returns one output an input")
+                outputs = list(outputs)  # here, where what it raises is the batch's failure
+                if len(outputs) != len(job.part):
+                    raise ValueError(
+                        f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
+                        "run() returns one for each"
+                    )
+            except Exception as error:
+                self._deliver(core.raised(job, error))
+            else:
+                self._deliver(core.answered(job, outputs))
+
+    def _tell(self, job: Job) -> None:
+        tell = self._on_decision
+        if tell is None:
+            return
+        try:
+            tell(Decided(job.started_ms, job.queued, job.slack_ms, job.subnet, job.size, len(job.part)))
+        except Exception:
+            _log.exception("on_decision raised; it is not called again")
+            self._on_decision = None
+
+    def _supervise(self) -> None:
+        core = self._core
+        while core.wait_until_watched(_TICK_S):
+            try:
+                revived, outcomes = core.tick()
+                self._deliver(outcomes)
+                for worker in revived:
+                    self._start_again(worker)
+                core.replan()
+                if self._log is not None:
+                    self._log.flush()
+            except Exception:
+                _log.exception("the batcher's supervisor goes on after an error")
+        core.learner.report()

@@ -1,0 +1,142 @@
+"""Capacity planning by simulation (InferLine, SoCC'20, section 4): the fewest workers that meet a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy.typing as npt
+
+from subnetact.errors import PolicyError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies import HullFit, SlackFit
+from subnetact.serving.scheduling.checks import check_count, check_slo
+from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.simulation.metrics import SimulationResult
+from subnetact.serving.simulation.scenario import checked_arrivals
+from subnetact.serving.simulation.simulator import simulate
+
+__all__ = ["Plan", "plan", "standard_candidates"]
+
+Make = Callable[[LatencyTable], Policy]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cheapest plan found.
+
+    Attributes:
+        workers: how many.
+        policy: name of the candidate that was chosen.
+        make: makes that policy for a table.
+        result: its simulation on the derated profile.
+        tried: attainment of every simulated (candidate, workers).
+    """
+
+    workers: int
+    policy: str
+    make: Make
+    result: SimulationResult
+    tried: dict[tuple[str, int], float]
+
+
+def standard_candidates(slo_ms: float) -> dict[str, Make]:
+    """HullFit, and SlackFit with several bucket counts."""
+    candidates: dict[str, Make] = {"hullfit": lambda table: HullFit(table, slo_ms)}
+    for buckets in (4, 8, 16):
+        candidates[f"slackfit:{buckets}"] = lambda table, k=buckets: SlackFit(table, slo_ms, k)  # type: ignore[misc]
+    return candidates
+
+
+def plan(
+    trace: npt.ArrayLike,
+    table: LatencyTable,
+    slo_ms: float = 36.0,
+    attainment: float = 0.999,
+    *,
+    derate: float = 1.1,
+    candidates: dict[str, Make] | None = None,
+    min_mean_accuracy: float = 0.0,
+    most_workers: int = 256,
+    hopeless: str = "serve",
+    seed: int = 0,
+) -> Plan:
+    """The fewest workers, and the policy settings, that meet the target on a slower machine than profiled.
+
+    For each candidate the number of workers is doubled until the target is met and then bisected; among
+    candidates with equally few workers the greatest effective accuracy wins.
+
+    Args:
+        trace: arrivals, ms, shape (n,).
+        table: the profile.
+        slo_ms: time each request is given.
+        attainment: target, in (0, 1].
+        derate: factor on every latency of the simulated machine; the policy sees it, too.
+        candidates: name -> makes a policy; None = `standard_candidates`.
+        min_mean_accuracy: further target, percent over met requests.
+        most_workers: give up beyond.
+        hopeless: the queue's rule.
+        seed: of the simulation.
+
+    Raises:
+        PolicyError: a setting out of range, or no candidate meets the target with `most_workers`.
+        TraceError: arrivals that cannot be simulated.
+    """
+    arrivals = checked_arrivals(trace)
+    if not 0.0 < attainment <= 1.0:
+        raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
+    check_count(most_workers, "most_workers")
+    slower = table.scaled(derate)
+    check_slo(slo_ms, slower)
+    makes = candidates or standard_candidates(slo_ms)
+    tried: dict[tuple[str, int], float] = {}
+    best: Plan | None = None
+
+    for name, make in makes.items():
+        results: dict[int, SimulationResult] = {}
+
+        def meets(
+            workers: int, name: str = name, make: Make = make, results: dict[int, SimulationResult] = results
+        ) -> bool:
+            if workers not in results:
+                result = simulate(
+                    arrivals, slower, make(slower), slo_ms, workers=workers, hopeless=hopeless, seed=seed
+                )
+                results[workers] = result
+                tried[name, workers] = result.attainment
+            found = results[workers]
+            return found.attainment >= attainment and found.mean_accuracy >= min_mean_accuracy
+
+        workers = _fewest(meets, most_workers if best is None else best.workers)
+        if workers is None:
+            continue
+        result = results[workers]
+        if best is None or (workers, -result.effective_accuracy) < (
+            best.workers,
+            -best.result.effective_accuracy,
+        ):
+            best = Plan(workers, name, make, result, tried)
+    if best is None:
+        closest = max(tried.values(), default=math.nan)
+        raise PolicyError(
+            f"attainment: {attainment} is not reached with {most_workers} workers (best {closest:.6f}); "
+            "allow more workers or a longer SLO"
+        )
+    return best
+
+
+def _fewest(meets: Callable[[int], bool], most: int) -> int | None:
+    """The least number in 1..most that `meets`, where more never hurts; None if `most` does not."""
+    failed, passed = 0, 1
+    while not meets(passed):
+        if passed >= most:
+            return None
+        failed, passed = passed, min(2 * passed, most)
+    while passed - failed > 1:
+        middle = (failed + passed) // 2
+        if meets(middle):
+            passed = middle
+        else:
+            failed = middle
+    return passed

@@ -1,0 +1,183 @@
+"""The command line of the simulator: one trace, one table, many policies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from subnetact.errors import SubnetActError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies import comparison, make_policy
+from subnetact.serving.scheduling.dispatch import HOPELESS_RULES
+from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40
+from subnetact.serving.simulation.fluid import fluid_bound
+from subnetact.serving.simulation.metrics import SimulationResult
+from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
+from subnetact.serving.simulation.replay import LiveRun
+from subnetact.serving.simulation.simulator import simulate
+
+__all__ = ["main"]
+
+_HEADER = f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'missed':>10}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison and print it; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.replay is not None:
+            _replay(options)
+        else:
+            _compare(options)
+    except (SubnetActError, OSError) as error:
+        print(f"error: {error}")
+        return 2
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> None:
+    """The arrivals of a live run under other policies, beside what really happened."""
+    live = LiveRun.load(options.replay)
+    table = LatencyTable.load(options.table) if options.table else live.measured
+    slo_ms = options.slo_ms if options.slo_ms is not None else float(np.median(live.slo_ms))
+    workers = options.workers if options.workers is not None else live.workers
+    hopeless = options.hopeless or live.hopeless
+    names = comparison(table) if "all" in options.policy else options.policy
+    possible = live.slo_ms >= table.fastest_ms  # the others are lost under any policy
+    print(
+        f"{options.replay}: {len(live.arrivals_ms)} requests, {workers} workers, median SLO {slo_ms:g} ms, "
+        f"hopeless requests: {hopeless}"
+    )
+    print(_HEADER)
+    shown = f"live {live.policy}"
+    results = {shown: live.result}
+    print(_row(shown, live.result))
+    for name in names:
+        results[name] = result = simulate(
+            live.arrivals_ms[possible],
+            table,
+            make_policy(name, table, slo_ms),
+            slo_ms=live.slo_ms[possible],
+            workers=workers,
+            hopeless=hopeless,
+            noise=options.noise,
+            overhead_ms=options.overhead_ms,
+            min_accuracy=live.floors[possible],
+            seed=options.seed,
+            decisions=options.plot is not None,
+            progress=options.progress,
+        )
+        result.requests, result.dropped = len(possible), result.dropped + int((~possible).sum())
+        print(_row(name, result))
+    if options.plot is not None:
+        plot_dynamics(
+            results, live.arrivals_ms, table, options.plot, f"replay of {Path(options.replay).name}"
+        )
+        print(f"figure: {options.plot}")
+    if options.json is not None:
+        summary = {"policies": {name: result.summary() for name, result in results.items()}}
+        options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def _row(name: str, result: SimulationResult) -> str:
+    return (
+        f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
+        f"{result.effective_accuracy:>10.3f}{result.missed:>10}"
+    )
+
+
+def _compare(options: argparse.Namespace) -> None:
+    options.slo_ms = 36.0 if options.slo_ms is None else options.slo_ms
+    options.workers = 8 if options.workers is None else options.workers
+    options.hopeless = options.hopeless or "serve"
+    table = LatencyTable.load(options.table) if options.table else superserve_a40()
+    arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
+    names = comparison(table) if "all" in options.policy else options.policy
+    policies = {name: make_policy(name, table, options.slo_ms) for name in names}
+    bound = fluid_bound(arrivals, table, options.workers, options.slo_ms)
+    print(
+        f"{options.trace} x{options.scale:g}: {len(arrivals)} requests, {options.workers} workers, "
+        f"SLO {options.slo_ms:g} ms, hopeless requests: {options.hopeless}"
+    )
+    print(f"{_HEADER}{'to bound':>10}")
+    results: dict[str, SimulationResult] = {}
+    for name, policy in policies.items():
+        result = results[name] = simulate(
+            arrivals,
+            table,
+            policy,
+            slo_ms=options.slo_ms,
+            workers=options.workers,
+            hopeless=options.hopeless,
+            noise=options.noise,
+            overhead_ms=options.overhead_ms,
+            seed=options.seed,
+            decisions=options.plot is not None,
+            progress=options.progress,
+        )
+        print(f"{_row(name, result)}{bound - result.effective_accuracy:>10.3f}")
+        if options.plot is not None:
+            options.plot.mkdir(parents=True, exist_ok=True)
+            file = options.plot / f"dynamics_{options.trace}_{name.replace(':', '_')}.png"
+            plot_dynamics(result, arrivals, table, file, f"{name} on {options.trace}")
+            result.decisions = None
+    print(f"{'fluid bound':<16}{'':>12}{'':>10}{bound:>10.3f}")
+    if options.plot is not None:
+        plot_comparison(results, options.plot / f"comparison_{options.trace}.png", options.trace, bound)
+        print(f"figures in {options.plot}")
+    if options.json is not None:
+        summary = {"fluid_bound": bound, "policies": {name: r.summary() for name, r in results.items()}}
+        options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m subnetact.simulate",
+        description="Compare scheduling policies on a trace of arrivals.",
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--table", type=Path, help="latency table (JSON); SuperServe's A40 table if left out")
+    parser.add_argument("--trace", default="maf", choices=TRACES, help="whose arrivals")
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=["all"],
+        help="one or more names, such as hullfit slackfit:4 fixed:0, or all",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="LOG",
+        help="a batcher's decision log: its arrivals, deadlines and floors instead of a trace; table, SLO, "
+        "workers and hopeless rule are the live run's unless given, latencies the measured ones",
+    )
+    parser.add_argument("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
+    parser.add_argument("--workers", type=int, help="devices (default: 8)")
+    parser.add_argument(
+        "--hopeless", choices=HOPELESS_RULES, help="what becomes of what is too late (default: serve)"
+    )
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="relative standard deviation of real latencies"
+    )
+    parser.add_argument("--overhead-ms", type=float, default=0.0, help="added to every real latency")
+    parser.add_argument("--scale", type=float, default=2.0, help="multiplies the trace's rates")
+    parser.add_argument("--duration-s", type=float, help="keep only the first seconds of the trace")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and noise")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="write figures there; with --replay: one file"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        absent = action.default is None or action.default is False
+        return action.help if absent else super()._get_help_string(action)

@@ -1,0 +1,109 @@
+"""Upper bounds on effective accuracy that no policy can exceed, for any trace."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import TraceError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import check_count
+from subnetact.serving.scheduling.frontier import time_per_request, upper_hull
+from subnetact.serving.simulation.scenario import checked_arrivals
+
+__all__ = ["binned_fluid_bound", "fluid_bound"]
+
+Floats = npt.NDArray[np.float64]
+
+
+def fluid_bound(
+    arrivals_ms: npt.ArrayLike,
+    table: LatencyTable,
+    workers: int = 8,
+    slo_ms: float | npt.ArrayLike = 36.0,
+    step_ms: float = 1.0,
+) -> float:
+    """Effective accuracy, percent, of a server that may split work into infinitely small parts.
+
+    Each request spends some worker time between its arrival and its deadline, at least the time per request
+    of the subnet it gets, so the accuracy of a time per request is at most the upper concave hull of
+    (time per request, accuracy) of the table (with the origin: a request may be given up). Requests started
+    by time t lie between those due and those arrived; among all such curves the taut string maximises
+    every concave reward of its slope at once, and its reward is the bound.
+
+    Args:
+        arrivals_ms: shape (n,), ascending.
+        table: the profile.
+        workers: how many.
+        slo_ms: time each request is given, a number or shape (n,).
+        step_ms: grid of the two curves; a coarser grid only loosens the bound.
+
+    Raises:
+        TraceError: arrivals that cannot be simulated, or a step that is not > 0.
+    """
+    arrivals = checked_arrivals(arrivals_ms)
+    check_count(workers, "workers")
+    if not (np.isfinite(step_ms) and step_ms > 0):
+        raise TraceError(f"step_ms: {step_ms} must be finite and > 0")
+    due = np.sort(arrivals + np.asarray(slo_ms, dtype=np.float64))
+    count = int(np.ceil((due[-1] - arrivals[0]) / step_ms)) + 1
+    grid = arrivals[0] + step_ms * np.arange(count + 1)
+    upper = np.searchsorted(arrivals, grid, side="right")
+    lower = np.searchsorted(due, grid, side="right")
+    lower[0] = upper[0] = 0
+    knots = _taut_string(lower.tolist(), upper.tolist())
+    steps = np.diff(np.array(knots, dtype=np.float64), axis=0)
+    return float(_reward(table, workers * step_ms * steps[:, 0], steps[:, 1]).sum() / len(arrivals))
+
+
+def binned_fluid_bound(
+    arrivals_ms: npt.ArrayLike,
+    table: LatencyTable,
+    workers: int = 8,
+    bin_ms: float = 1000.0,
+    slo_ms: float = 36.0,
+) -> float:
+    """A looser bound: every time bin on its own, given its own worker time and `slo_ms` more."""
+    arrivals = checked_arrivals(arrivals_ms)
+    check_count(workers, "workers")
+    numbers = np.bincount(((arrivals - arrivals[0]) // bin_ms).astype(np.int64)).astype(np.float64)
+    return float(
+        _reward(table, np.full(len(numbers), workers * (bin_ms + slo_ms)), numbers).sum() / len(arrivals)
+    )
+
+
+def _reward(table: LatencyTable, work_ms: Floats, requests: Floats) -> Floats:
+    """Most accuracy summed over `requests` that share `work_ms` of worker time; arrays of one shape."""
+    points = [(tau, table.accuracy[i], i) for i, (tau, _) in enumerate(time_per_request(table))]
+    hull = upper_hull([(0.0, 0.0, -1), *points])
+    x = np.array([point[0] for point in hull])
+    y = np.array([point[1] for point in hull])
+    share = np.divide(work_ms, requests, out=np.zeros_like(work_ms), where=requests > 0)
+    reward: Floats = np.interp(share, x, y) * requests
+    return reward
+
+
+def _taut_string(lower: list[int], upper: list[int]) -> list[tuple[int, float]]:
+    """Shortest path (index, height) from (0, 0) to the last point, between `lower` and `upper` all along."""
+    last = len(lower) - 1
+    knots: list[tuple[int, float]] = [(0, 0.0)]
+    while knots[-1][0] < last:
+        start, height = knots[-1]
+        steepest_low, flattest_high = -1.0, float("inf")
+        low_at = high_at = start
+        for i in range(start + 1, last + 1):
+            run = i - start
+            low, high = (lower[i] - height) / run, (upper[i] - height) / run
+            if low > flattest_high:
+                knots.append((high_at, float(upper[high_at])))
+                break
+            if high < steepest_low:
+                knots.append((low_at, float(lower[low_at])))
+                break
+            if low >= steepest_low:
+                steepest_low, low_at = low, i
+            if high <= flattest_high:
+                flattest_high, high_at = high, i
+        else:
+            knots.append((last, float(lower[last])))
+    return knots

@@ -1,0 +1,145 @@
+"""A live run read back from its decision log, so that other policies can be tried on the same arrivals."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import FileFormatError, SubnetActError
+from subnetact.latency.file import arguments
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.decision_log import KIND, SCHEMA
+from subnetact.serving.simulation.metrics import Decision, SimulationResult
+
+__all__ = ["LiveRun"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What a batcher served.
+
+    Attributes:
+        arrivals_ms: when each request arrived, from the first one on, ascending; shape (n,).
+        slo_ms: time each was given, shape (n,).
+        floors: accuracy each demanded, percent, shape (n,).
+        table: the profile it was served with.
+        measured: that profile with the mean measured latency in every cell that ran.
+        result: what happened, with `decisions`; failed, cancelled, refused and closed requests are
+            `unserved`.
+        policy: name of the policy's class.
+        workers: how many.
+        hopeless: the rule.
+    """
+
+    arrivals_ms: Floats
+    slo_ms: Floats
+    floors: Floats
+    table: LatencyTable
+    measured: LatencyTable
+    result: SimulationResult
+    policy: str
+    workers: int
+    hopeless: str
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LiveRun:
+        """Read a log that `Batcher(decision_log=path)` wrote; a last line that was cut off is left out.
+
+        Raises:
+            FileFormatError: not a decision log, of a newer schema, damaged, or without arrivals.
+        """
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise FileFormatError(f"{path}: not text ({error}); is it a decision log?") from error
+        header = _parsed(lines[0], path, 1)
+        if not isinstance(header, dict) or header.get("kind") != KIND:
+            raise FileFormatError(f"{path}: not a decision log; expected a first line of kind {KIND!r}")
+        if header.get("schema") != SCHEMA:
+            raise FileFormatError(
+                f"{path}: schema {header.get('schema')!r} is not known here (this version reads {SCHEMA}); "
+                "update subnetact to read it"
+            )
+        complete = lines[1:-1]  # what follows the last line break is empty, or was cut off
+        entries = [_parsed(line, path, i + 2) for i, line in enumerate(complete)]
+        try:
+            return _run_of(header, entries, path)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, SubnetActError):
+                raise
+            raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
+
+
+def _parsed(line: str, path: str | os.PathLike[str], number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise FileFormatError(f"{path}, line {number}: not JSON ({error}); is it a decision log?") from error
+
+
+def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | os.PathLike[str]) -> LiveRun:
+    table = LatencyTable.from_arrays(**arguments(header["table"]))
+    result = SimulationResult(served_by=[0] * len(table.subnets), decisions=[])
+    total, count = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
+    arrivals: list[float] = []
+    slos: list[float] = []
+    floors: list[float] = []
+    for entry in entries:
+        requests = len(entry["a"])
+        arrivals += entry["a"]
+        slos += entry["d"]
+        floors += entry.get("f", [0.0] * requests)
+        if "s" in entry:
+            _book(result, entry, table)
+            cell = entry["s"], table.pad_index[entry["b"]]
+            total[cell] += entry["ms"]
+            count[cell] += 1
+        elif entry["o"] == "dropped":
+            result.dropped += 1
+        else:
+            result.unserved += 1
+    if not arrivals:
+        raise FileFormatError(f"{path}: no request arrived; there is nothing to replay")
+    result.requests = len(arrivals)
+    order = np.argsort(arrivals, kind="stable")
+    start = min(arrivals)
+    decisions = [decision._replace(t_ms=decision.t_ms - start) for decision in result.decisions or ()]
+    result.decisions = sorted(decisions)
+    latency = np.divide(total, count, out=table.latency_ms.copy(), where=count > 0)
+    measured = LatencyTable.from_arrays(table.subnets, table.accuracy, table.batch_sizes, latency)
+    return LiveRun(
+        np.array(arrivals)[order] - start,
+        np.array(slos)[order],
+        np.array(floors)[order],
+        table,
+        measured,
+        result,
+        str(header["policy"]),
+        int(header["workers"]),
+        str(header["hopeless"]),
+    )
+
+
+def _book(result: SimulationResult, entry: dict[str, Any], table: LatencyTable) -> None:
+    start, took, subnet, k = entry["t"], entry["ms"], entry["s"], len(entry["a"])
+    finish = start + took
+    met = int(entry["met"])
+    result.met += met
+    result.late += k - met
+    result.accuracy_sum += met * table.accuracy[subnet]
+    result.batches += 1
+    result.busy_ms += took
+    result.served_by[subnet] += k
+    result.end_ms = max(result.end_ms, finish)
+    if result.decisions is not None:
+        result.decisions.append(
+            Decision(start, entry["w"], entry["queued"], entry["slack"], subnet, entry["b"], k, finish)
+        )

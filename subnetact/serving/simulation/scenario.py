@@ -1,0 +1,158 @@
+"""Everything a simulation is given, validated before it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import PolicyError, ProfileMismatch, TraceError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import check_count, check_policy
+from subnetact.serving.scheduling.context import Policy
+
+__all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals"]
+
+Floats = npt.NDArray[np.float64]
+
+
+class WorkerEvent(NamedTuple):
+    """At `t_ms`, `worker` comes up or goes down."""
+
+    t_ms: float
+    worker: int
+    up: bool
+
+
+class CoRunner(NamedTuple):
+    """From `start_ms` to `end_ms` another tenant puts `pressure` on every worker's device."""
+
+    start_ms: float
+    end_ms: float
+    pressure: float
+
+
+def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
+    """Arrival times as a float64 array of shape (n,).
+
+    Raises:
+        TraceError: empty, not one-dimensional, not finite, or not ascending.
+    """
+    try:
+        arrivals = np.asarray(arrivals_ms, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"arrivals_ms: not numbers ({error})") from error
+    if arrivals.ndim != 1:
+        raise TraceError(f"arrivals_ms: shape {arrivals.shape}; give one dimension")
+    if not len(arrivals):
+        raise TraceError("arrivals_ms: empty; give at least one arrival")
+    if not np.isfinite(arrivals).all():
+        at = int(np.argmin(np.isfinite(arrivals)))
+        raise TraceError(f"arrivals_ms[{at}]: {arrivals[at]} is not finite")
+    falling = arrivals[1:] < arrivals[:-1]
+    if falling.any():
+        at = int(np.argmax(falling)) + 1
+        raise TraceError(f"arrivals_ms[{at}]: {arrivals[at]} is before {arrivals[at - 1]}; sort the arrivals")
+    return arrivals
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Validated input of one simulation; `slo_ms` and `floors` are scalars or one value a request."""
+
+    arrivals_ms: Floats
+    table: LatencyTable
+    policy: Policy
+    slo_ms: float | Floats
+    workers: int
+    floors: float | Floats
+    noise: float
+    overhead_ms: float
+    switch_ms: float
+    events: tuple[WorkerEvent, ...]
+    co_runners: tuple[CoRunner, ...]
+
+    @classmethod
+    def checked(
+        cls,
+        arrivals_ms: npt.ArrayLike,
+        table: LatencyTable,
+        policy: Policy,
+        slo_ms: float | npt.ArrayLike,
+        workers: int,
+        min_accuracy: float | npt.ArrayLike | None,
+        noise: float,
+        overhead_ms: float,
+        switch_ms: float,
+        events: Sequence[WorkerEvent],
+        co_runners: Sequence[CoRunner],
+    ) -> Scenario:
+        """Validate; see `simulate` for the arguments and errors."""
+        arrivals = checked_arrivals(arrivals_ms)
+        check_policy(policy)
+        seen = policy.table
+        if seen.subnets != table.subnets or seen.batch_sizes != table.batch_sizes:
+            raise ProfileMismatch(
+                "policy: made for another table (its subnets or batch sizes differ); make it from this one"
+            )
+        check_count(workers, "workers")
+        for name, value in (("noise", noise), ("overhead_ms", overhead_ms), ("switch_ms", switch_ms)):
+            if not (math.isfinite(value) and value >= 0):
+                raise PolicyError(f"{name}: {value} must be finite and >= 0")
+        slo = _per_request(slo_ms, len(arrivals), "slo_ms")
+        least = float(np.min(slo))
+        if least < table.fastest_ms:
+            raise TraceError(
+                f"slo_ms: {least} ms is below the fastest option ({table.fastest_ms:g} ms); ask for more"
+            )
+        floors = _per_request(0.0 if min_accuracy is None else min_accuracy, len(arrivals), "min_accuracy")
+        if float(np.max(floors)) > max(table.accuracy):
+            raise TraceError(
+                f"min_accuracy: {float(np.max(floors))} % is above the best subnet ({max(table.accuracy)} %)"
+            )
+        return cls(
+            arrivals,
+            table,
+            policy,
+            slo,
+            workers,
+            floors,
+            float(noise),
+            float(overhead_ms),
+            max(float(switch_ms), float(getattr(policy, "switch_ms", 0.0))),
+            _checked_events(events, workers),
+            _checked_co_runners(co_runners, table),
+        )
+
+
+def _per_request(values: float | npt.ArrayLike, count: int, name: str) -> float | Floats:
+    given = np.asarray(values, dtype=np.float64)
+    if given.ndim > 1 or (given.ndim == 1 and len(given) != count):
+        raise TraceError(f"{name}: shape {given.shape}; give one number, or one a request ({count})")
+    if not np.isfinite(given).all() or given.min() < 0:
+        raise TraceError(f"{name}: every value must be finite and >= 0")
+    return given if given.ndim else float(given)
+
+
+def _checked_events(events: Sequence[WorkerEvent], workers: int) -> tuple[WorkerEvent, ...]:
+    checked = tuple(WorkerEvent(float(t), int(worker), bool(up)) for t, worker, up in events)
+    for event in checked:
+        if not math.isfinite(event.t_ms) or not 0 <= event.worker < workers:
+            raise TraceError(f"events: {event} needs a finite time and a worker from 0 to {workers - 1}")
+    return tuple(sorted(checked, key=lambda event: event.t_ms))
+
+
+def _checked_co_runners(co_runners: Sequence[CoRunner], table: LatencyTable) -> tuple[CoRunner, ...]:
+    checked = tuple(CoRunner(*map(float, runner)) for runner in co_runners)
+    for runner in checked:
+        if not all(map(math.isfinite, runner)) or runner.end_ms < runner.start_ms or runner.pressure < 0:
+            raise TraceError(f"co_runners: {runner} needs start_ms <= end_ms and a pressure >= 0")
+    if checked and not table.interference:
+        raise TraceError(
+            "co_runners: the table has no interference dimension; profile it under co-runners first"
+        )
+    return checked

@@ -1,0 +1,204 @@
+"""Arrival processes: when requests come, in ms, ascending."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import TraceError
+from subnetact.serving.simulation.scenario import checked_arrivals
+
+__all__ = ["IN_BIN", "bursty", "from_counts", "from_timestamps", "poisson", "time_varying"]
+
+Floats = npt.NDArray[np.float64]
+IN_BIN = ("poisson", "uniform", "even")
+
+
+def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, seed: int = 0) -> Floats:
+    """A steady base merged with a bursty variant (SuperServe, NSDI'25, section 6.1).
+
+    Args:
+        base_qps: arrivals a second at constant gaps; 0 for none.
+        variant_qps: mean arrivals a second with gamma-distributed gaps; 0 for none.
+        cv2: squared coefficient of variation of the variant's gaps; 0 makes them constant.
+        duration_s: arrivals fall in [0, duration_s).
+        seed: of the gaps.
+
+    Returns:
+        Ascending arrival times, ms, shape (n,).
+
+    Raises:
+        TraceError: an argument out of range.
+    """
+    _at_least("base_qps", base_qps, 0.0)
+    _at_least("variant_qps", variant_qps, 0.0)
+    _at_least("cv2", cv2, 0.0)
+    _above("duration_s", duration_s)
+    rng = np.random.default_rng(seed)
+    base = np.arange(math.ceil(base_qps * duration_s)) * (1000.0 / base_qps) if base_qps else np.empty(0)
+    variant = np.empty(0)
+    if variant_qps:
+        variant = _unit_renewals(variant_qps * duration_s, cv2, rng) * (1000.0 / variant_qps)
+    merged = np.sort(np.concatenate([base, variant]), kind="stable")
+    return merged[merged < duration_s * 1000.0]
+
+
+def time_varying(
+    start_qps: float,
+    end_qps: float,
+    acceleration: float,
+    cv2: float = 8.0,
+    lead_s: float = 5.0,
+    tail_s: float = 10.0,
+    seed: int = 0,
+) -> Floats:
+    """A mean rate that ramps from one level to another (SuperServe, NSDI'25, section 6.1).
+
+    Gamma gaps of mean 1 are mapped through the inverse of the cumulative mean rate.
+
+    Args:
+        start_qps: mean rate during the lead, arrivals a second.
+        end_qps: mean rate during the tail.
+        acceleration: change of the mean rate during the ramp, arrivals a second per second.
+        cv2: squared coefficient of variation of the gaps.
+        lead_s: seconds before the ramp.
+        tail_s: seconds after it.
+        seed: of the gaps.
+
+    Returns:
+        Ascending arrival times, ms, shape (n,).
+
+    Raises:
+        TraceError: an argument out of range.
+    """
+    _above("start_qps", start_qps)
+    _above("end_qps", end_qps)
+    _above("acceleration", acceleration)
+    for name, value in (("cv2", cv2), ("lead_s", lead_s), ("tail_s", tail_s)):
+        _at_least(name, value, 0.0)
+    ramp_s = abs(end_qps - start_qps) / acceleration
+    times_s = np.linspace(0.0, ramp_s, 4097)
+    ramp = start_qps * times_s + math.copysign(acceleration, end_qps - start_qps) * times_s**2 / 2
+    knots_s = np.concatenate([[0.0], lead_s + times_s, [lead_s + ramp_s + tail_s]])
+    lead = start_qps * lead_s
+    cumulative = np.concatenate([[0.0], lead + ramp, [lead + ramp[-1] + end_qps * tail_s]])
+    units = _unit_renewals(float(cumulative[-1]), cv2, np.random.default_rng(seed))
+    return np.interp(units, cumulative, knots_s * 1000.0)
+
+
+def from_counts(
+    counts: npt.ArrayLike,
+    duration_s: float,
+    mean_qps: float | None = None,
+    in_bin: str = "poisson",
+    peak_qps: float | None = None,
+    seed: int = 0,
+) -> Floats:
+    """Arrivals from counts per bin, squeezed into `duration_s`.
+
+    What happens inside a bin decides the misses once a long trace is squeezed, so it is explicit:
+    `poisson` draws Poisson arrivals at the bin's rate, `uniform` places exactly the bin's (rounded)
+    number at random, `even` at equal gaps.
+
+    Args:
+        counts: requests per bin, shape (bins,), bins of equal length.
+        duration_s: length of the whole result.
+        mean_qps: scale the counts to this mean rate (before any clipping); None keeps their number.
+        in_bin: the process inside a bin.
+        peak_qps: clip the rate of every bin at this.
+        seed: of the arrivals.
+
+    Returns:
+        Ascending arrival times, ms, shape (n,).
+
+    Raises:
+        TraceError: counts that are no counts, or an argument out of range.
+    """
+    bins = np.asarray(counts, dtype=np.float64)
+    if bins.ndim != 1 or not len(bins) or not np.isfinite(bins).all() or bins.min() < 0 or not bins.sum():
+        raise TraceError("counts: give one dimension of finite counts >= 0, not all zero")
+    _above("duration_s", duration_s)
+    if in_bin not in IN_BIN:
+        raise TraceError(f"in_bin: {in_bin!r} is not a process; choose from {', '.join(IN_BIN)}")
+    width_ms = duration_s * 1000.0 / len(bins)
+    expected = bins
+    if mean_qps is not None:
+        _above("mean_qps", mean_qps)
+        expected = bins / bins.mean() * mean_qps * width_ms / 1000.0
+    if peak_qps is not None:
+        _above("peak_qps", peak_qps)
+        expected = np.minimum(expected, peak_qps * width_ms / 1000.0)
+    rng = np.random.default_rng(seed)
+    if in_bin == "poisson":
+        numbers = rng.poisson(expected)
+    else:
+        numbers = np.diff(np.round(np.concatenate([[0.0], np.cumsum(expected)]))).astype(np.int64)
+    starts = np.repeat(np.arange(len(bins)) * width_ms, numbers)
+    if in_bin == "even":
+        firsts = np.concatenate([[0], np.cumsum(numbers)[:-1]])
+        within = np.arange(numbers.sum()) - np.repeat(firsts, numbers)
+        even: Floats = starts + (within + 0.5) * np.repeat(width_ms / np.maximum(numbers, 1), numbers)
+        return even
+    return np.sort(starts + rng.random(int(numbers.sum())) * width_ms)
+
+
+def from_timestamps(
+    timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: float | None = None, start_at_zero: bool = True
+) -> Floats:
+    """Arrivals from recorded time stamps, sorted; optionally squeezed to a mean rate.
+
+    Args:
+        timestamps: shape (n,), in any order.
+        unit_ms: length of one unit of the time stamps, ms.
+        mean_qps: stretch or squeeze time to this mean rate; None keeps the recorded time.
+        start_at_zero: shift the first arrival to 0.
+
+    Returns:
+        Ascending arrival times, ms, shape (n,).
+
+    Raises:
+        TraceError: time stamps that are not finite, or an argument out of range.
+    """
+    _above("unit_ms", unit_ms)
+    arrivals = checked_arrivals(np.sort(np.asarray(timestamps, dtype=np.float64).ravel())) * unit_ms
+    if start_at_zero:
+        arrivals = arrivals - arrivals[0]
+    if mean_qps is not None:
+        _above("mean_qps", mean_qps)
+        span_ms = arrivals[-1] - arrivals[0]
+        if span_ms <= 0:
+            raise TraceError("mean_qps: every arrival has the same time; there is no rate to scale")
+        arrivals = arrivals * ((len(arrivals) - 1) / span_ms * 1000.0 / mean_qps)
+    return arrivals
+
+
+def poisson(qps: float, duration_s: float, seed: int = 0) -> Floats:
+    """A Poisson process of `qps` arrivals a second over [0, duration_s)."""
+    return bursty(0.0, qps, 1.0, duration_s, seed)
+
+
+def _unit_renewals(length: float, cv2: float, rng: np.random.Generator) -> Floats:
+    """Renewal times within [0, length) with gamma gaps of mean 1."""
+    if cv2 == 0:
+        return np.arange(1, math.ceil(length), dtype=np.float64)
+    times: list[Floats] = []
+    last = 0.0
+    while last < length:
+        size = int((length - last) + 6 * math.sqrt((length - last) * cv2) + 16)
+        block = last + np.cumsum(rng.gamma(1.0 / cv2, cv2, size))
+        times.append(block)
+        last = float(block[-1])
+    joined = np.concatenate(times)
+    return joined[joined < length]
+
+
+def _above(name: str, value: float, least: float = 0.0) -> None:
+    if not (math.isfinite(value) and value > least):
+        raise TraceError(f"{name}: {value} must be finite and > {least:g}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not (math.isfinite(value) and value >= least):
+        raise TraceError(f"{name}: {value} must be finite and >= {least:g}")

@@ -1,0 +1,60 @@
+"""Binding: from a network with operators and a resolved row to the plain network of one subnet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from subnetact.operators.base import Operator
+from subnetact.operators.layer_select import LayerSelect
+from subnetact.operators.subnet_norm import SubnetNorm
+from subnetact.operators.view_module import shell
+from subnetact.space import Row
+
+__all__ = ["bind"]
+
+
+def bind(
+    network: nn.Module,
+    row: Row,
+    norm: Callable[[SubnetNorm], nn.Module],
+    trainable: bool = False,
+    frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
+) -> nn.Module:
+    """Return the network of one subnet: the same module classes, over slices of the same weights.
+
+    Args:
+        network: a network with operators inserted; it is not changed.
+        row: the subnet's sizes (`SubnetSpace.resolve`).
+        norm: makes the normalisation of the subnet from its operator.
+        trainable: whether the parameters are slices that carry gradients to the full ones.
+        frozen: makes the subnet's parameter of one that nothing slices; None = that one itself.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            done[id(module)] = make(module)
+        return done[id(module)]
+
+    def make(module: nn.Module) -> nn.Module:
+        if isinstance(module, LayerSelect):
+            return module.select({name: visit_child(module._modules[name]) for name in module.kept(row)})
+        if isinstance(module, Operator):
+            bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
+            if module._modules:
+                object.__setattr__(bound, "_modules", {n: visit_child(m) for n, m in module._modules.items()})
+            return bound
+        own = module._parameters
+        if frozen is not None and own:
+            own = {n: None if p is None else frozen(p) for n, p in own.items()}
+        view = shell(module, parameters=own, modules={n: visit_child(m) for n, m in module._modules.items()})
+        if trainable:
+            object.__setattr__(view, "training", module.training)
+        return view
+
+    def visit_child(module: nn.Module | None) -> nn.Module | None:
+        return None if module is None else visit(module)
+
+    return visit(network)

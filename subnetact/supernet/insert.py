@@ -1,0 +1,122 @@
+"""insert_: put operators into an ordinary network, as a declarative description says."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MethodType
+
+from torch import Tensor, nn
+
+from subnetact.errors import InsertError
+from subnetact.operators import Elastic, Operator, SubnetNorm
+from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.space import SubnetSpace
+from subnetact.supernet.supernet import InsertReport, Supernet
+
+__all__ = ["insert_"]
+
+
+def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
+    """Put operators into a network in place and return the supernet around it.
+
+    Every BatchNorm with running statistics becomes a SubnetNorm, described or not: a subnet changes
+    what flows through the fixed ones too. Whatever a narrowed module feeds must be described as well:
+    the BatchNorm behind it (`channels=`) and the next convolution or linear layer (`in_=`).
+
+    Args:
+        network: an ordinary network; its modules are replaced, its parameters keep their names.
+        space: the search space; `elastic` names its dimensions.
+        elastic: module name -> operator and the dimension each part follows, such as
+            `{"conv1": WeightSlice.on(out="width"), "bn1": SubnetNorm.on(channels="width")}`.
+
+    Raises:
+        InsertError: a module or dimension does not exist, a module cannot be made elastic, or the
+            sizes of the largest subnet exceed it. The network is then unchanged.
+    """
+    modules = dict(network.named_modules())
+    _check(modules, elastic)
+    operators: dict[nn.Module, Operator] = {}
+    for path, entry in elastic.items():
+        if not isinstance(entry, Elastic):
+            raise InsertError(
+                f"{path}: {entry!r} is no description; write WeightSlice.on(out=...) for example"
+            )
+        if path not in modules:
+            close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
+            raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
+        operators[modules[path]] = _operator(modules[path], path, entry, space)
+    norms = [path for path, m in modules.items() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
+    for path in norms:
+        operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
+    report = InsertReport(
+        elastic={
+            operator.path: str(elastic.get(operator.path, Elastic(SubnetNorm, {})))
+            for operator in operators.values()
+        },
+        fixed=tuple(
+            path
+            for path, module in modules.items()
+            if module not in operators and list(module.parameters(recurse=False))
+        ),
+    )
+    for module in modules.values():
+        for name, child in module._modules.items():
+            if child in operators:
+                module._modules[name] = operators[child]
+    return Supernet(operators.get(network, network), space, report)
+
+
+def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) -> Operator:
+    parts = entry.operator.parts
+    for part, dimension in entry.follows.items():
+        if parts and part not in parts:
+            raise InsertError(
+                f"{path}: {entry.operator.__name__} has no part {part!r}; choose from {', '.join(parts)}"
+            )
+        if dimension not in space.dimensions:
+            raise InsertError(
+                f"{path}: {space.name} has no dimension {dimension!r}; "
+                f"it has {', '.join(space.dimensions[:20])}{' ...' if len(space.dimensions) > 20 else ''}"
+            )
+    dims = {part: space.dimensions.index(dimension) for part, dimension in entry.follows.items()}
+    operator = entry.operator(module, path, dims)
+    operator.check()
+    smallest, largest = space.resolve(space.smallest()), space.resolve(space.largest())
+    for part, index in dims.items():
+        if smallest[index] > largest[index]:
+            raise InsertError(
+                f"{path}: {space.dimensions[index]} is {smallest[index]} in the smallest subnet and "
+                f"{largest[index]} in the largest; list choices from the smallest network to the largest"
+            )
+        if largest[index] > operator.full(part):
+            raise InsertError(
+                f"{path}: the largest subnet has {largest[index]} at {space.dimensions[index]}, "
+                f"the module only {operator.full(part)}"
+            )
+    return operator
+
+
+def _check(modules: Mapping[str, nn.Module], elastic: Mapping[str, Elastic]) -> None:
+    if any(isinstance(module, Operator) for module in modules.values()):
+        raise InsertError("the network already has operators; describe everything in one insert_ call")
+    if "" in elastic:
+        raise InsertError("the network itself is one elastic module; wrap it in a Sequential")
+    for path, module in modules.items():
+        for name, value in module.__dict__.items():
+            if isinstance(value, MethodType) and value.__self__ is module:
+                raise InsertError(
+                    f"{path or 'the network'}: attribute {name!r} holds a method bound to the module, which "
+                    "would run the full network from inside a subnet; define it in the class instead"
+                )
+        if path in elastic and _computed(module):
+            raise InsertError(
+                f"{path}: its weight is computed from other parameters (a parametrization, pruning, or a "
+                "weight or spectral norm); make it permanent first, with remove_parametrizations or "
+                "prune.remove for example"
+            )
+
+
+def _computed(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and "weight" not in module._parameters

@@ -1,0 +1,362 @@
+"""Supernet: a network with operators, from which any subnet is actuated in place."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.errors import (
+    CheckpointError,
+    ForeignSpec,
+    InsertError,
+    SpecError,
+    UncalibratedSubnetWarning,
+)
+from subnetact.operators import SubnetNorm
+from subnetact.operators.base import Operator
+from subnetact.operators.view_module import owned
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.bind import bind
+from subnetact.supernet.norm_table import NormRow, NormTable
+
+__all__ = ["InsertReport", "Supernet", "as_supernet"]
+
+
+@dataclass(frozen=True)
+class InsertReport:
+    """What `insert_` did: module name -> operator, and the modules with weights it left fixed."""
+
+    elastic: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {operator}" for name, operator in self.elastic.items()]
+        return "\n".join([*lines, f"fixed: {', '.join(self.fixed) or 'nothing'}"])
+
+
+def as_supernet(value: object) -> Supernet:
+    """Return what is a supernet.
+
+    Raises:
+        InsertError: it is something else.
+    """
+    if not isinstance(value, Supernet):
+        raise InsertError(
+            f"expected a Supernet, got {type(value).__name__}; subnetact.insert_(network, space, elastic) or "
+            "ofa_adapters.load(family, checkpoint) make one"
+        )
+    return value
+
+
+class Supernet(nn.Module):
+    """One copy of the weights, and every subnet as a zero-copy view of it (SuperServe section 3).
+
+    Made by `insert_` and by `ofa_adapters.load`. Its state_dict is the network's own.
+
+    Attributes:
+        network: the network with operators in it.
+        space: its search space.
+        norms: the statistics of calibrated subnets.
+        cached_views: how many views `subnet` and `supernet(x, subnet=...)` keep ready, 1024 unless another
+            number is assigned; the least recently used view makes room for a new one.
+        report: what was made elastic and what was left fixed.
+        origin: how to build it again: `{"name": family, "constructor": arguments}`; None = only the
+            caller knows.
+    """
+
+    cached_views: int = 1024
+    origin: dict[str, Any] | None = None
+
+    def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
+        super().__init__()
+        self.network = network
+        self.training = network.training
+        self.space = space
+        self.report = report
+        self._norms = NormTable(space.id)
+        self._active = space.largest()
+        self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
+        self._frozen_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._moves = 0
+        self._lock = threading.Lock()
+        self._warned = False
+        self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "_views": OrderedDict(), "_frozen_parameters": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+
+    @property
+    def norms(self) -> NormTable:
+        """The statistics of calibrated subnets; assign a loaded table to replace it."""
+        return self._norms
+
+    @norms.setter
+    def norms(self, table: NormTable) -> None:
+        given: Any = table
+        if not isinstance(given, NormTable):
+            raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
+        if table.space != self.space.id:
+            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
+        home = next(iter(self.norm_operators().values()), None)
+        like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
+        self._norms = table.to_like(like)
+
+    def norm_operators(self) -> dict[str, SubnetNorm]:
+        """Return the BatchNorms of the network by name."""
+        return {norm.path: norm for norm in self.network.modules() if isinstance(norm, SubnetNorm)}
+
+    @property
+    def active(self) -> SubnetSpec:
+        """The subnet that `supernet(x)` runs."""
+        return self._active
+
+    # -- subnets ---------------------------------------------------------------------------------
+
+    def subnet(self, spec: SubnetSpec) -> nn.Module:
+        """Return one subnet as an ordinary module that shares the supernet's storage.
+
+        Safe to call and to run from many threads. The same view is returned while it is cached.
+        Without statistics of its own it runs on the supernet's shared ones, with one
+        `UncalibratedSubnetWarning`.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        if not isinstance(spec, SubnetSpec):
+            spec = self.space.check(spec)
+        return self._ready(spec) or self._build(self.space.check(spec))
+
+    def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
+        """Return a new view that nobody else holds, and the row of statistics it runs on, or None.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        statistics = self._norms.get(spec)
+        if statistics is None:
+            self._warn_uncalibrated(spec)
+        return self._bind(spec, statistics), statistics
+
+    @property
+    def moves(self) -> int:
+        """How often views were forgotten; private ones made before are of other weights."""
+        return self._moves
+
+    def actuate(self, spec: SubnetSpec) -> None:
+        """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        self.subnet(spec)
+        self._active = spec
+
+    def forward(self, *args: Any, subnet: SubnetSpec | None = None, **kwargs: Any) -> Any:
+        """Run the active subnet, or the given one without changing what is active.
+
+        In training mode gradients reach the supernet's parameters, and BatchNorm updates the shared
+        running statistics, as elastic training does.
+        """
+        spec = self._active if subnet is None else subnet
+        if self.training:
+            row = self.space.resolve(spec)
+            return bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)(
+                *args, **kwargs
+            )
+        return self.subnet(spec)(*args, **kwargs)
+
+    def extract(self, spec: SubnetSpec) -> nn.Module:
+        """Return an ordinary network of this subnet with its own copy of the weights."""
+        spec = self.space.check(spec)
+        with torch.no_grad():
+            return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
+
+    def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
+        """Return the canonical forms of specifications, for something that needs each once.
+
+        Raises:
+            SpecError: there are none, one is there twice, or one is no specification of this space.
+        """
+        given: Any = specs
+        if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise SpecError(f"{what} takes a list of specifications, got {kind}; write [spec]")
+        found = [self.space.check(spec) for spec in given]
+        if not found or len(set(found)) < len(found):
+            got = next((f"{spec} twice" for spec in found if found.count(spec) > 1), "none")
+            raise SpecError(f"{what} needs distinct subnets, at least one; got {got}")
+        return found
+
+    def calibrated(self, spec: SubnetSpec) -> bool:
+        """Tell whether a subnet has statistics of its own, or the network needs none."""
+        return self.space.check(spec) in self._norms or not self.norm_operators()
+
+    def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the BatchNorm statistics that a subnet runs on, for each BatchNorm that it has.
+
+        Args:
+            spec: a subnet; if it was never calibrated, these are the supernet's shared statistics.
+
+        Returns:
+            The mean and the variance, each of shape (channels,), by the name of the BatchNorm.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        own = self._norms.get(spec)
+        if own is not None:
+            return own.pairs()
+        row = self.space.resolve(spec)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def note(norm: SubnetNorm) -> nn.Module:
+            found[norm.path] = norm.shared_statistics(row)
+            return nn.Identity()
+
+        bind(self.network, row, note)
+        return found
+
+    def refresh(self) -> None:
+        """Forget cached views, after weights were exchanged behind the supernet's back.
+
+        Views follow every change in place, `load_state_dict` and `to`. Only `parameter.data = ...`,
+        and moving `supernet.network` itself, need this.
+        """
+        with self._lock:
+            self._moves += 1
+            self._views.clear()
+            self._frozen_parameters.clear()
+            for module in self.network.modules():
+                if isinstance(module, Operator):
+                    module.forget()
+
+    def fingerprint(self) -> str:
+        """Return a hash of the space and of every weight, to stamp measurements with."""
+        digest = hashlib.sha256(self.space.id.encode())
+        for name, tensor in self.network.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # -- nn.Module --------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the network's own state_dict; the norm table is saved apart."""
+        return self.network.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the network's own state_dict, all or (where `strict`) nothing; statistics stay.
+
+        Raises:
+            CheckpointError: tensors are missing, extra, or of another shape.
+        """
+        own = self.network.state_dict()
+        wrong = [f"{n} is missing" for n in own if n not in state_dict]
+        wrong += [f"{n} is extra" for n in state_dict if n not in own]
+        wrong += [
+            f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
+            for n, t in state_dict.items()
+            if n in own and t.shape != own[n].shape
+        ]
+        if strict and wrong:
+            raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all)")
+        try:
+            return self.network.load_state_dict(state_dict, strict, assign)
+        finally:
+            self.refresh()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._norms.apply(fn)
+        finally:
+            self.refresh()
+        return self
+
+    # -- inner parts ------------------------------------------------------------------------------
+
+    def _ready(self, spec: SubnetSpec) -> nn.Module | None:
+        with self._lock:
+            return self._cached(spec)
+
+    def _cached(self, spec: SubnetSpec) -> nn.Module | None:
+        view, statistics = self._views.get(spec, (None, None))
+        if view is None or statistics is not self._norms.get(spec):
+            return None
+        self._views.move_to_end(spec)
+        return view
+
+    def _build(self, spec: SubnetSpec) -> nn.Module:
+        while True:
+            moves = self._moves
+            view, statistics = self.private_view(spec)
+            with self._lock:
+                cached = self._cached(spec)
+                if cached is not None:
+                    return cached
+                if moves == self._moves and statistics is self._norms.get(spec):
+                    self._views[spec] = view, statistics
+                    while len(self._views) > self.cached_views:
+                        self._views.popitem(last=False)
+                    return view
+
+    def _bind(self, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False) -> nn.Module:
+        row = self.space.resolve(spec)
+        frozen = None if fresh else self._frozen
+        if statistics is None:
+            return bind(self.network, row, lambda norm: norm.bind(row, fresh), fresh, frozen)
+        pairs = statistics.pairs()
+
+        def calibrated(norm: SubnetNorm) -> nn.Module:
+            if norm.path not in pairs:
+                raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
+            return norm.bind_with(row, *pairs[norm.path], fresh)
+
+        return bind(self.network, row, calibrated, fresh, frozen)
+
+    def _frozen(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a frozen parameter of the same storage, one for all views; of a subclass, itself."""
+        if type(parameter) is not nn.Parameter:
+            return parameter
+        known = self._frozen_parameters.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1].data_ptr() != parameter.data_ptr():
+            known = parameter, nn.Parameter(parameter, requires_grad=False)
+            known[1].__dict__.update(parameter.__dict__)
+            self._frozen_parameters[id(parameter)] = known
+        return known[1]
+
+    def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
+        if not self._warned and self.norm_operators():
+            self._warned = True
+            warnings.warn(
+                f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
+                "call subnetact.calibrate(supernet, specs, batches)",
+                UncalibratedSubnetWarning,
+                stacklevel=4,
+            )
+
+
+def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give the network's names, which a module around the supernet saved, the level they lack."""
+    for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(f"{prefix}network.")]:
+        state_dict[f"{prefix}network.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    if isinstance(supernet, Supernet):
+        supernet.refresh()

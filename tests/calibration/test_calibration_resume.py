@@ -1,0 +1,233 @@
+"""Unfinished calibrations are gone on with, to the same bits; others are refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import subnetact
+from subnetact.calibration.calibration_norm import CalibrationNorm
+from subnetact.digits import new_digits_supernet
+from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+
+def images(*sizes: int, seed: int) -> list[torch.Tensor]:
+    """Batches of the given sizes, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 1, 16, 16, generator=generator) for n in sizes]
+
+
+BATCHES = images(6, 10, 3, 8, 7, 9, seed=5)
+
+
+class Killed(BaseException):
+    pass
+
+
+def specs_of(supernet: Supernet) -> list[SubnetSpec]:
+    return [supernet.space.sample(seed) for seed in range(6)]
+
+
+def rows(supernet: Supernet) -> dict[SubnetSpec, torch.Tensor]:
+    return {spec: supernet.norms.get(spec).flat.clone() for spec in supernet.norms}
+
+
+def same(a: dict[SubnetSpec, torch.Tensor], b: dict[SubnetSpec, torch.Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[spec], b[spec]) for spec in a)
+
+
+def dying_after(collected: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Let the process die at the n-th BatchNorm; return whether it did."""
+    real, left = CalibrationNorm.collect, [collected]
+
+    def collect(norm: CalibrationNorm, x: torch.Tensor) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        return real(norm, x)
+
+    monkeypatch.setattr(CalibrationNorm, "collect", collect)
+    return lambda: left[0] <= 0
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.08])
+@pytest.mark.parametrize("after", [30, 75, 150, 260, 333])
+def test_killed_anywhere_and_resumed_gives_the_same_bits(
+    digits: Supernet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+    tolerance: float | None,
+) -> None:
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+    whole = subnetact.calibrate(digits, specs, BATCHES, False, tolerance=tolerance)
+    expected = rows(digits)
+    digits.norms = subnetact.NormTable(digits.space.id)
+    with monkeypatch.context() as patch:
+        died = dying_after(after, patch)
+        with pytest.raises(Killed):
+            subnetact.calibrate(
+                digits, specs, BATCHES, False, resume=path, save_every_s=0, tolerance=tolerance
+            )
+        assert died()
+    assert len(digits.norms) == 0
+    assert [p.name for p in tmp_path.iterdir()] in ([], ["unfinished"])
+    report = subnetact.calibrate(digits, specs[::-1], iter(BATCHES), False, resume=path, tolerance=tolerance)
+    assert same(rows(digits), dict(reversed(list(expected.items()))))
+    assert report.batches == whole.batches
+    assert report.layers_alone == whole.layers_alone
+
+
+def test_finished_work_is_read_back_without_computing(
+    digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+    first = subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    expected = rows(digits)
+    digits.norms = subnetact.NormTable(digits.space.id)
+    again = subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    assert same(rows(digits), expected)
+    assert again.layers_computed == first.layers_computed
+    assert again.seconds > first.seconds
+    (more,) = images(5, seed=6)
+    subnetact.calibrate(digits, specs, [*BATCHES, more], False, resume=path)
+    longer = rows(digits)
+    subnetact.calibrate(digits, specs, [*BATCHES, more], False)
+    assert same(rows(digits), longer)
+
+
+class Branching(nn.Module):
+    """Its forward depends on values, so its layers cannot be shared."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.network(x if float(x.sum()) != 0.125 else -x)
+
+
+def test_subnets_that_run_one_at_a_time_resume_too(
+    digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits.network = Branching(digits.network)
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+    report = subnetact.calibrate(digits, specs, BATCHES, False)
+    assert set(report.one_at_a_time) == set(specs)
+    assert report.saved == 0
+    expected = rows(digits)
+    with monkeypatch.context() as patch:
+        dying_after(150, patch)
+        with pytest.raises(Killed):
+            subnetact.calibrate(digits, specs, BATCHES, False, resume=path, save_every_s=0)
+    assert path.exists()
+    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    assert same(rows(digits), expected)
+
+
+CHILD = """
+import os, signal, sys, torch, subnetact
+from subnetact.digits import new_digits_supernet
+torch.manual_seed(0)
+torch.set_num_threads(1)
+supernet = new_digits_supernet().eval()
+specs = [supernet.space.sample(seed) for seed in range(6)]
+batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+def killed_after_three():
+    yield from batches[:3]
+    os.kill(os.getpid(), signal.SIGKILL)
+given = killed_after_three() if sys.argv[3] == "killed" else batches
+subnetact.calibrate(supernet, specs, given, False, resume=sys.argv[1], save_every_s=0)
+supernet.norms.save(sys.argv[2])
+"""
+
+
+def test_a_process_killed_by_a_signal_leaves_a_file_to_go_on_with(tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(out: Path, how: str) -> int:
+        command = [sys.executable, "-c", CHILD, str(unfinished), str(out), how]
+        return subprocess.run(command, env=environment, timeout=300).returncode
+
+    assert run(tmp_path / "never", "killed") == -signal.SIGKILL
+    assert unfinished.exists()
+    assert not (tmp_path / "never").exists()
+    assert run(tmp_path / "resumed", "whole") == 0
+    torch.manual_seed(0)
+    supernet = new_digits_supernet().eval()
+    batches = [torch.randn(64, 1, 16, 16, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    subnetact.calibrate(supernet, specs_of(supernet), batches, False)
+    resumed = subnetact.NormTable.load(tmp_path / "resumed")
+    assert same({spec: resumed.get(spec).flat for spec in resumed}, rows(supernet))
+
+
+def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    before = rows(digits)
+    other_batches = [*BATCHES[:2], BATCHES[2] + 1, *BATCHES[3:]]
+    for chosen, batches, options, message in (
+        (specs[:-1], BATCHES, {}, "other subnets"),
+        (specs, BATCHES, {"rule": "cumulative_unbiased"}, "other rule"),
+        (specs, BATCHES, {"tolerance": 0.5}, "other tolerance"),
+        (specs, other_batches, {}, "its first 6 batches are others"),
+        (specs, BATCHES[:-1], {}, "it has 6 batches, the data only 5"),
+    ):
+        with pytest.raises(ResumeMismatch, match=message):
+            subnetact.calibrate(digits, chosen, batches, False, resume=path, **options)
+    digits.load_state_dict({name: t * 1.5 for name, t in digits.state_dict().items()})
+    with pytest.raises(ResumeMismatch, match="other weights"):
+        subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    assert same(rows(digits), before)
+
+
+def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+    subnetact.calibrate(digits, specs, BATCHES[:2], False, resume=path)
+
+    def refused(message: str) -> None:
+        with pytest.raises(FileFormatError, match=message):
+            subnetact.calibrate(digits, specs, BATCHES[:2], False, resume=path)
+
+    whole, tensors = path.read_bytes(), load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    for cut in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        refused("unfinished: not readable")
+    save_file(tensors, path, {**metadata, "schema": "2"})
+    refused("schema 2, this version reads 1 to 1")
+    save_file(tensors, path, {**metadata, "format": "other"})
+    refused("no unfinished calibration")
+    save_file({name: t[:-1] for name, t in tensors.items()}, path, metadata)
+    refused("channels, not")
+
+
+def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path) -> None:
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+
+    def interrupted() -> Iterator[torch.Tensor]:
+        yield from BATCHES[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        subnetact.calibrate(digits, specs, interrupted(), False, resume=path, save_every_s=0)
+    assert len(digits.norms) == 0
+    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    resumed = rows(digits)
+    subnetact.calibrate(digits, specs, BATCHES, False)
+    assert same(rows(digits), resumed)

@@ -1,0 +1,157 @@
+"""Bundles: an engine round-trips, and files that are damaged, changed or newer are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import subnetact
+from ofa_adapters import load
+from subnetact.documents import checksum
+from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.supernet.supernet import Supernet
+
+EXAMPLE = torch.zeros(1, 16, 16)
+X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def engine(digits: Supernet) -> subnetact.Engine:
+    specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
+    subnetact.calibrate(digits, specs, [X], progress=False)
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE, accuracy=[60.0, None, 80.0])
+    engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0, 70.0, 80.0], [1, 4], [[1, 2], [2, 3], [3, 5]], stamp={"device": "cpu"}
+    )
+    return engine
+
+
+def test_an_engine_round_trips(engine: subnetact.Engine, tmp_path: Path) -> None:
+    engine.remove(1)
+    engine.save(tmp_path / "b")
+    loaded = subnetact.Engine.load(tmp_path / "b", memory_budget_mb=8)
+    assert loaded.fingerprint == engine.fingerprint
+    assert (loaded.specs, loaded.keys, loaded.ids) == (engine.specs, engine.keys, engine.ids)
+    assert loaded.accuracy == (60.0, None, 80.0)
+    assert loaded.tables == engine.tables
+    assert torch.equal(loaded.example, EXAMPLE)
+    assert list(loaded.supernet.norms) == list(engine.supernet.norms)
+    for i in engine.ids:
+        torch.testing.assert_close(loaded(X, subnet=i), engine(X, subnet=i), rtol=5e-5, atol=5e-5)
+    loaded.save(tmp_path / "b")
+    assert subnetact.Engine.load(tmp_path / "b").keys == engine.keys
+    names = {p.name for p in (tmp_path / "b").iterdir()}
+    assert names == {"bundle.json", "weights.safetensors", "norms.safetensors", "latency-0.json"}
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_published_family_is_rebuilt_by_its_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    supernet = load("ofa_resnet50", width_mult_list=(0.1, 0.2), n_classes=3).to(dtype)
+    x = torch.randn(2, 3, 32, 32).to(dtype)
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=x[0], allow_uncalibrated=True)
+    engine.save(tmp_path)
+    torch.testing.assert_close(subnetact.Engine.load(tmp_path)(x, subnet=0), engine(x, subnet=0))
+
+
+def own_supernet() -> Supernet:
+    space = subnetact.SubnetSpace("own", [subnetact.Axis.uniform("width", ["all"], (4, 8))], _width)
+    return subnetact.insert_(
+        nn.Sequential(nn.Conv2d(1, 8, 3)), space, {"0": subnetact.WeightSlice.on(out="width")}
+    )
+
+
+def _width(values: Any) -> dict[str, int]:
+    return {"width": values["width"][0]}
+
+
+def test_an_own_network_is_given_to_load(tmp_path: Path, digits: Supernet) -> None:
+    supernet = own_supernet()
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=EXAMPLE)
+    engine.save(tmp_path)
+    loaded = subnetact.Engine.load(tmp_path, supernet=own_supernet())
+    assert torch.equal(loaded(X, subnet=0), engine(X, subnet=0))
+    with pytest.raises(FileFormatError, match=r"own network.*supernet="):
+        subnetact.Engine.load(tmp_path)
+    with pytest.raises(ForeignSpec, match="own-"):
+        subnetact.Engine.load(tmp_path, supernet=digits)
+
+
+@pytest.mark.parametrize(
+    "name", ["bundle.json", "weights.safetensors", "norms.safetensors", "latency-0.json"]
+)
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing"])
+def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name: str, damage: str) -> None:
+    engine.save(tmp_path)
+    path = tmp_path / name
+    data = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        at = data.index(b"80.0") if b"80.0" in data else len(data) - 9
+        data[at] = data[at] ^ 1
+        path.write_bytes(data)
+    with pytest.raises(FileFormatError, match=name):
+        subnetact.Engine.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 2}, "schema 2.*update subnetact"),
+        ({"schema": True}, "schema True"),
+        ({"kind": "other"}, "not a bundle"),
+        ({"subnets": 3}, "of the wrong kind"),
+        ({"family": {"name": "nonsense", "constructor": {}}}, "cannot rebuild 'nonsense'"),
+        ({"family": {"name": "ofa_resnet50", "constructor": {}}}, "is of space digits"),
+        ({"files": {"../weights.safetensors": {}}}, "not a file of this directory"),
+        ({"example": ["load", [1]]}, "of the wrong kind"),
+        ({"example": ["torch.float32", [-1]]}, "of the wrong kind"),
+        ({"accuracy": [80.0]}, "do not belong together"),
+        ({"removed": [99]}, "do not belong together"),
+    ],
+)
+def test_a_foreign_or_newer_index_is_refused(
+    engine: subnetact.Engine, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    engine.save(tmp_path)
+    index = tmp_path / "bundle.json"
+    document = {**json.loads(index.read_text()), **change}
+    del document["checksum"]
+    index.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    with pytest.raises(FileFormatError, match=rf"bundle\.json.*{words}"):
+        subnetact.Engine.load(tmp_path)
+
+
+def test_other_directories_are_left_alone(engine: subnetact.Engine, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(FileFormatError, match="something else"):
+        engine.save(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
+    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "b"
+    engine.save(folder)
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert "latency-0.json" in before
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.supernet.norms), "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.save(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    engine.tables.clear()
+    engine.save(folder)
+    assert "latency-0.json" not in {p.name for p in folder.iterdir()}
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+    assert subnetact.Engine.load(folder).tables == {}

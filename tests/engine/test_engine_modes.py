@@ -1,0 +1,450 @@
+"""The engine's modes: every one gives the view's outputs, follows changes, and keeps its budget."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import subnetact
+from ofa_adapters import families, load
+from subnetact.engine.cache import ByteCache
+from subnetact.engine.fast_conv import SMALL_MAP, SliceCache, use_fast_convs_
+from subnetact.engine.fused_program import Program
+from subnetact.engine.packed_conv import PackedConv
+from subnetact.errors import InvalidRequest, SpecError
+from subnetact.supernet.supernet import Supernet
+
+EXAMPLE = torch.zeros(1, 16, 16)
+X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+SMALL = {
+    "ofa_resnet50": {"width_mult_list": [0.1, 0.2], "n_classes": 7},
+    "ofa_mbv3": {"n_classes": 7, "depth_list": [2, 3]},
+    "ofa_proxyless": {"n_classes": 7, "depth_list": [2, 3]},
+}
+
+
+def close(output: Tensor, expected: Tensor, folded: bool) -> None:
+    rtol, atol = (1e-3, 1e-4) if folded else (5e-5, 5e-5)
+    scale = max(1.0, float(expected.detach().abs().max()))
+    torch.testing.assert_close(output, expected, rtol=rtol, atol=atol * scale)
+
+
+def specs_of(supernet: Supernet, count: int) -> list[subnetact.SubnetSpec]:
+    rng = random.Random(3)
+    found = dict.fromkeys([supernet.space.smallest(), supernet.space.largest()])
+    while len(found) < count:
+        found[supernet.space.sample(rng)] = None
+    return list(found)
+
+
+def engine_of(digits: Supernet, budget: float, count: int = 4, **options: Any) -> subnetact.Engine:
+    specs = specs_of(digits, count)
+    subnetact.calibrate(digits, specs, [X], progress=False)
+    return subnetact.Engine(digits, specs, example=EXAMPLE, memory_budget_mb=budget, **options)
+
+
+@pytest.mark.parametrize("budget", [0, 0.05, 64])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_every_mode_gives_the_views_outputs(digits: Supernet, budget: float, pinned: bool) -> None:
+    engine = engine_of(digits, budget)
+    for i, spec in enumerate(engine.specs):
+        hot = pinned and engine.pin(i)
+        assert hot == engine.is_hot(i)
+        assert hot or not pinned or budget < 1
+        for x in (X, X[:1], torch.randn(2, 1, 24, 20)):
+            for _ in range(2):
+                close(engine(x, subnet=i), digits(x, subnet=spec), folded=hot)
+    stats = engine.stats()
+    assert stats.slice_cache + stats.packed + stats.graphs <= stats.budget == int(budget * 2**20)
+    assert (stats.slice_cache > 0) == (budget > 0 and not (pinned and budget > 1))
+    assert stats.subnets == 4
+    assert stats.hot == sum(map(engine.is_hot, range(4)))
+    assert stats.weights > 0 < stats.norm_table
+    assert stats.actuate_us > 0 < stats.bind_ms
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+@pytest.mark.parametrize("family", SMALL)
+def test_families_run_in_every_mode(family: str, wait_for: Callable[..., None]) -> None:
+    assert family in families()
+    torch.manual_seed(0)
+    supernet = load(family, **SMALL[family])
+    x = torch.randn(3, 3, 64, 64)
+    specs = specs_of(supernet, 5)
+    for norm in supernet.norm_operators().values():
+        norm.get_buffer("running_mean").normal_(0, 0.1)
+        norm.get_buffer("running_var").uniform_(0.5, 1.5)
+    for budget in (0, 200):
+        engine = subnetact.Engine(
+            supernet, specs, example=x[0], memory_budget_mb=budget, allow_uncalibrated=True
+        )
+        for i, spec in enumerate(specs):
+            expected = supernet(x, subnet=spec)
+            close(engine(x, subnet=i), expected, folded=False)
+            assert engine.pin(i) == (budget > 0)
+            close(engine(x, subnet=i), expected, folded=True)
+        with torch.no_grad():
+            for parameter in supernet.parameters():
+                parameter.mul_(1.01)
+        expected = supernet(x, subnet=specs[4])
+
+        def remade(
+            engine: subnetact.Engine = engine, expected: Tensor = expected, hot: bool = budget > 0
+        ) -> bool:
+            close(engine(x, subnet=4), expected, folded=True)
+            return engine.is_hot(4) == hot
+
+        wait_for(remade, 60)
+        close(engine(x, subnet=4), expected, folded=True)
+
+
+def test_a_program_has_no_batchnorm_and_fuses_what_follows(digits: Supernet) -> None:
+    subnetact.calibrate(digits, [digits.space.smallest()], [X], progress=False)
+    program = Program(digits.private_view(digits.space.smallest())[0])
+    modules = list(program.module.modules())
+    assert not any(isinstance(m, nn.BatchNorm2d | nn.Conv2d) for m in modules)
+    assert F.relu not in {node.target for node in program.module.graph.nodes}
+    with torch.inference_mode():
+        x = X.contiguous(memory_format=torch.channels_last)
+        close(program(x), digits(X, subnet=digits.space.smallest()), folded=True)
+    assert program.nbytes > 0
+
+
+class Odd(nn.Module):
+    """Additions, activations and shared convolutions in shapes that must not be fused wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1, bias=False)
+        self.bn, self.relu = nn.BatchNorm2d(4), nn.ReLU6(inplace=True)
+        self.grouped = nn.Conv2d(4, 4, 3, padding=1, groups=2)
+        self.reflect = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = self.relu(self.bn(self.b(y))) + y  # y has two users, and the addition follows the activation
+        w = self.a(z) + self.b(x)  # `a` runs twice; the second branch is computed later
+        w = torch.add(w, z, alpha=2)
+        return self.reflect(F.hardswish(self.grouped(F.relu(w + w)) + w))
+
+
+def test_odd_networks_are_fused_rightly() -> None:
+    torch.manual_seed(0)
+    network = Odd().eval()
+    network.bn.running_mean.normal_()
+    x = torch.randn(2, 4, 9, 9)
+    with torch.inference_mode():
+        expected = network(x)
+        program = Program(network)
+        close(program(x.contiguous(memory_format=torch.channels_last)), expected, folded=True)
+        close(network(x), expected, folded=False)
+
+
+@pytest.mark.parametrize("side", [3, 11, 40, 50])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_quick_layers_equal_plain_ones(kernel: int, stride: int, side: int) -> None:
+    torch.manual_seed(0)
+    full = nn.Conv2d(12, 10, kernel, stride, kernel // 2)
+    conv = nn.Conv2d(8, 6, kernel, stride, kernel // 2)
+    conv.weight = nn.Parameter(full.weight[:6, :8], requires_grad=False)
+    x = torch.randn(2, 8, side, side)
+    assert (side == 3) == (2 * side * side < SMALL_MAP)
+    with torch.inference_mode():
+        expected = conv(x)
+        cache = ByteCache(10**6)
+        for slices in (None, SliceCache(cache)):
+            quick = use_fast_convs_(nn.Sequential(nn.Conv2d(8, 6, kernel, stride, kernel // 2)), slices)
+            quick[0].weight, quick[0].bias = conv.weight, conv.bias
+            assert type(quick[0]) is not nn.Conv2d
+            assert isinstance(quick[0], nn.Conv2d)
+            for layout in (torch.channels_last, torch.contiguous_format):
+                close(quick(x.contiguous(memory_format=layout)), expected, folded=False)
+        assert len(cache) == 1
+
+
+def test_slices_belong_to_the_layer_and_not_to_the_subnet(digits: Supernet) -> None:
+    engine = engine_of(digits, 64, count=2)
+    engine(X, subnet=1)
+    held = engine.stats().slice_cache
+    shallow = digits.space.spec(depth=2, expand=0.5, width=1.0)  # the largest one's widths, fewer layers
+    subnetact.calibrate(digits, [shallow], [X], progress=False)
+    engine(X, subnet=engine.register(shallow))
+    assert engine.stats().slice_cache == held
+    assert held < 1.2 * engine.stats().weights
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_weights_and_statistics_that_change_are_followed(
+    digits: Supernet, pinned: bool, wait_for: Callable[..., None]
+) -> None:
+    engine = engine_of(digits, 64)
+    spec, x = engine.specs[1], X
+    assert not pinned or engine.pin(1)
+    engine(x, subnet=1)
+    with torch.no_grad():
+        digits.network.stem.weight.mul_(1.5)
+        digits.network.classifier.bias.add_(1.0)
+    close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
+    subnetact.calibrate(digits, [spec], [X * 3 + 1], progress=False)
+    close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
+    digits.norms.get(spec).flat.mul_(1.1)
+    close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
+    digits.load_state_dict({k: v * 0.5 for k, v in digits.state_dict().items()})
+    close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
+    if pinned:
+        wait_for(lambda: engine(x, subnet=1) is not None and engine.is_hot(1), 60)
+        close(engine(x, subnet=1), digits(x, subnet=spec), folded=True)
+
+
+def test_programs_in_bfloat16_agree_roughly(digits: Supernet) -> None:
+    engine = engine_of(digits, 64, hot_dtype=torch.bfloat16)
+    assert engine.pin(1)
+    output, expected = engine(X, subnet=1), digits(X, subnet=engine.specs[1])
+    assert output.dtype == torch.float32
+    assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))
+    assert engine.stats().packed < engine.stats().weights
+
+
+def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
+    spec = digits.space.smallest()
+    with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
+        engine = subnetact.Engine(
+            digits, [spec], example=EXAMPLE, memory_budget_mb=64, allow_uncalibrated=True
+        )
+    assert engine.pin(0)
+    digits.network.bn.running_mean.add_(1.0)
+    close(engine(X, subnet=0), digits(X, subnet=spec), folded=True)
+
+
+def test_use_makes_a_subnet_hot(digits: Supernet, wait_for: Callable[..., None]) -> None:
+    engine = engine_of(digits, 64)
+
+    def used() -> bool:
+        engine(X, subnet=2)
+        return engine.is_hot(2)
+
+    wait_for(used, 60)
+    assert not engine.is_hot(0)
+    close(engine(X, subnet=2), digits(X, subnet=engine.specs[2]), folded=True)
+
+
+def test_pinned_programs_stay_and_others_make_room(digits: Supernet) -> None:
+    engine = engine_of(digits, 64)
+    assert engine.pin(1)
+    largest = engine.stats().packed
+    assert engine.pin(0)
+    smallest = engine.stats().packed - largest
+    budget = (largest + 0.5 * smallest) / 0.5 / 2**20
+    tight = subnetact.Engine(digits, engine.specs, example=EXAMPLE, memory_budget_mb=budget)
+    assert tight.pin(0)
+    tight.unpin(0)
+    assert tight.pin(1)
+    assert not tight.is_hot(0)
+    assert not tight.pin(2)
+    assert tight.is_hot(1)
+    for i, spec in enumerate(tight.specs):
+        close(tight(X, subnet=i), digits(X, subnet=spec), folded=True)
+
+
+def test_registration_and_removal(digits: Supernet) -> None:
+    engine = engine_of(digits, 64)
+    first = engine.ready(0)
+    engine.pin(0)
+    engine.remove(0)
+    assert engine.ids == (1, 2, 3)
+    assert len(engine) == len(engine.keys) == 4
+    assert engine.stats().packed == 0
+    for gone in (lambda: engine(X, subnet=0), lambda: first(X), lambda: engine.remove(0)):
+        with pytest.raises(SpecError, match=r"no subnet 0; this engine has 1, 2, 3|was removed"):
+            gone()
+    assert engine.register(first.spec, accuracy=81.5) == 0
+    close(first(X), digits(X, subnet=first.spec), folded=False)
+    assert engine.accuracy == (81.5, None, None, None)
+    assert engine.register(engine.specs[2]) == 2
+    with pytest.raises(subnetact.errors.NotCalibrated):
+        engine.register(digits.space.spec(depth=1, expand=0.5, width=0.5))
+
+
+def test_the_first_input_is_the_example(digits: Supernet) -> None:
+    engine = engine_of(digits, 1)
+    bare = subnetact.Engine(digits, engine.specs)
+    with pytest.raises(InvalidRequest, match="no input yet"):
+        bare.example  # noqa: B018
+    with pytest.raises(RuntimeError):
+        bare(torch.zeros(2, 3, 16, 16), subnet=0)
+    bare(X, subnet=0)
+    assert bare.example.shape == (1, 16, 16)
+
+
+class Undecided(nn.Module):
+    """Its forward depends on values, so it cannot be specialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        return y if x.sum() > -1e6 else -y
+
+
+def test_a_network_that_cannot_be_specialised_runs_as_a_view(caplog: pytest.LogCaptureFixture) -> None:
+    space = subnetact.SubnetSpace("undecided", [subnetact.Axis.uniform("width", ["all"], (4, 8))], _width)
+    elastic = {
+        "conv": subnetact.WeightSlice.on(out="width"),
+        "bn": subnetact.SubnetNorm.on(channels="width"),
+    }
+    supernet = subnetact.insert_(Undecided(), space, elastic).eval()
+    specs = list(space.enumerate())
+    subnetact.calibrate(supernet, specs, [X], progress=False)
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE, memory_budget_mb=10)
+    with caplog.at_level(logging.WARNING, "subnetact"):
+        for i, spec in enumerate(specs):
+            assert not engine.pin(i)
+            close(engine(X, subnet=i), supernet(X, subnet=spec), folded=False)
+    assert len([r for r in caplog.records if "runs as a view" in r.message]) == 1
+
+
+def _width(values: Any) -> dict[str, int]:
+    return {"width": values["width"][0]}
+
+
+def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -> None:
+    specs = specs_of(digits, 50)
+    subnetact.calibrate(digits, specs, [X], progress=False)
+    with torch.inference_mode():
+        expected = [digits(X, subnet=spec) for spec in specs]
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE, memory_budget_mb=1.5)
+    end, wrong, served = time.monotonic() + 8, [], [0] * 8
+
+    def hammer(thread: int) -> None:
+        rng = random.Random(thread)
+        try:
+            while time.monotonic() < end:
+                i = min(int(rng.expovariate(0.2)), 44)
+                close(engine(X, subnet=i), expected[i], folded=True)
+                served[thread] += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=hammer, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    rng = random.Random(9)
+    while time.monotonic() < end:  # ids 45 .. 49 come and go, others are pinned and unpinned
+        i = rng.randrange(45, 50)
+        engine.remove(i)
+        assert engine.register(specs[i]) == i
+        close(engine(X, subnet=i), expected[i], folded=True)
+        engine.pin(rng.randrange(45))
+        engine.unpin(rng.randrange(45))
+        assert engine.stats().packed + engine.stats().slice_cache <= engine.stats().budget
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert min(served) > 0
+
+
+class Value:
+    """Something that is held or not."""
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    cache = ByteCache(10)
+    always = {"a": float("inf")}
+    for key in "xyz":
+        assert cache.put(key, Value(), 3, "a", always)
+    assert isinstance(cache.get("x"), Value)
+    assert cache.put("w", Value(), 3, "a", always)
+    assert "y" not in cache
+    assert {"x", "z", "w"} == {k for k in "xyzw" if k in cache}
+    assert not cache.put("huge", Value(), 11, "a", always)
+    assert not cache.put("b", Value(), 5, "b", {"b": float("inf")})
+    cache.pin("z", True)
+    assert cache.put("x2", Value(), 6, "a", always)
+    assert "z" in cache
+    assert cache.nbytes() == cache.nbytes("a") == 9
+    assert not cache.grow("z", 8, always)
+    assert cache.grow("z", 7, always)
+    assert cache.nbytes() == 10
+    cache.drop("z")
+    assert cache.nbytes() == 0
+
+
+def test_what_is_in_use_is_not_free_yet() -> None:
+    cache = ByteCache(10)
+    always = {"a": float("inf")}
+    cache.put("x", Value(), 8, "a", always)
+    running = cache.get("x")
+    assert not cache.make_room(5, always)
+    assert "x" not in cache
+    assert not cache.put("y", Value(), 5, "a", always)
+    assert cache.put("z", Value(), 2, "a", always)
+    started = time.monotonic()
+    threading.Timer(0.05, lambda held=[running]: held.clear()).start()
+    del running
+    assert cache.make_room(5, always, wait_s=30.0)
+    assert time.monotonic() - started < 30.0
+    assert "z" in cache
+
+
+def packed_convs() -> weakref.WeakSet[PackedConv]:
+    """Every convolution with packed weights that is alive."""
+    gc.collect()
+    return weakref.WeakSet(found for found in gc.get_objects() if type(found) is PackedConv)
+
+
+def test_dropped_weights_are_freed_at_once(digits: Supernet) -> None:
+    others = packed_convs()
+    engine = engine_of(digits, 64)
+    engine(X, subnet=2)
+    kept = packed_convs() - others
+    engine.pin(1)
+    engine(X, subnet=1)
+    dropped = packed_convs() - others - kept
+    assert kept
+    assert dropped
+    before = len(kept)
+    gc.disable()
+    try:
+        engine.remove(1)
+        assert not dropped
+        assert len(kept) == before
+    finally:
+        gc.enable()
+    del engine
+    gc.collect()
+    assert not kept
+
+
+def test_a_layout_without_room_is_packed_in_each_call() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 64, 3, padding=1)
+    made: list[int] = []
+
+    def source() -> Tensor:
+        made.append(1)
+        return conv.weight.detach()
+
+    packed = PackedConv(conv, source, conv.bias, torch.float32)
+    packed.reserve = lambda _: False
+    held = set()
+    with torch.inference_mode():
+        for side in (4, 32, 4, 32, 9):
+            x = torch.randn(1, 64, side, side).contiguous(memory_format=torch.channels_last)
+            close(packed(x), conv(x), folded=False)
+            held.add(packed.nbytes)
+    assert len(held) == 1
+    assert len(made) >= 3

@@ -1,0 +1,226 @@
+"""Graphs with a backend that stands in for CUDA, and compilation that never falls back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import subnetact
+from subnetact.engine.cuda_graphs import Captured
+from subnetact.errors import EngineError, RecompileRefused
+from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
+from subnetact.supernet.supernet import Supernet
+
+EXAMPLE = torch.zeros(1, 16, 16)
+X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Recorder:
+    """Replays by calling again; notices what CUDA would forbid."""
+
+    def __init__(self, nbytes: int = 1000, fails: bool = False) -> None:
+        self.sizes: list[int] = []
+        self.replays = self.busy = self.overlaps = 0
+        self.nbytes, self.fails = nbytes, fails
+
+    def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.sizes.append(x.shape[0])
+        output = call(x).clone()
+
+        def replay() -> None:
+            self.busy += 1
+            self.overlaps += self.busy > 1
+            time.sleep(0.001)
+            output.copy_(call(x))
+            self.replays += 1
+            self.busy -= 1
+
+        return Captured(replay, output, self.nbytes)
+
+    def run(self, work: Callable[[], Tensor]) -> Tensor:
+        return work()
+
+
+def engine_of(digits: Supernet, **options: Any) -> subnetact.Engine:
+    specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
+    subnetact.calibrate(digits, specs, [X], progress=False)
+    return subnetact.Engine(digits, specs, example=EXAMPLE, **options)
+
+
+def close(output: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Supernet) -> None:
+    recorder = Recorder()
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder)
+    expected = digits(X, subnet=engine.specs[1])
+    first = engine(X[:3], subnet=1)
+    second = engine(-X, subnet=1)
+    close(first, expected[:3])
+    close(second, digits(-X, subnet=engine.specs[1]))
+    close(engine(X[:4], subnet=1), expected[:4])
+    assert recorder.sizes == [4, 8]
+    assert recorder.replays == 3
+    engine.prepare([1, 8], subnets=[1])
+    assert recorder.sizes == [4, 8, 1]
+    assert engine.stats().graphs == 3000
+    big = torch.randn(65, 1, 16, 16)
+    close(engine(big, subnet=1), digits(big, subnet=engine.specs[1]))
+    assert recorder.sizes == [4, 8, 1]
+    engine.remove(1)
+    assert engine.stats().graphs == 0
+
+
+def test_graphs_are_used_without_programs(digits: Supernet) -> None:
+    recorder = Recorder()
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder, specialise=False)
+    for _ in range(2):
+        close(engine(X[:3], subnet=1), digits(X[:3], subnet=engine.specs[1]))
+    assert (recorder.sizes, recorder.replays) == ([4], 2)
+
+
+def test_graphs_stay_within_the_budget(digits: Supernet) -> None:
+    recorder = Recorder(nbytes=400_000)
+    engine = engine_of(digits, memory_budget_mb=1, graph_backend=recorder)
+    for size in (1, 2, 3, 5):
+        for i, spec in enumerate(engine.specs):
+            close(engine(X[:size], subnet=i), digits(X[:size], subnet=spec))
+            assert engine.stats().graphs + engine.stats().packed <= 2**20
+
+
+def test_graphs_follow_weights_and_statistics(digits: Supernet) -> None:
+    recorder = Recorder()
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder)
+    engine(X, subnet=1)
+    subnetact.calibrate(digits, [engine.specs[1]], [X * 2 + 1], progress=False)
+    close(engine(X, subnet=1), digits(X, subnet=engine.specs[1]))
+    with torch.no_grad():
+        digits.network.stem.weight.mul_(1.5)
+    close(engine(X, subnet=1), digits(X, subnet=engine.specs[1]))
+    assert recorder.sizes == [8, 8, 8]
+
+
+def test_a_capture_that_fails_is_eager_and_logged_once(
+    digits: Supernet, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=Recorder(fails=True))
+    with caplog.at_level(logging.WARNING, "subnetact"):
+        for i, spec in enumerate(engine.specs):
+            for _ in range(2):
+                close(engine(X, subnet=i), digits(X, subnet=spec))
+    assert len([r for r in caplog.records if "runs eagerly" in r.message]) == 1
+
+
+def test_replays_never_overlap(digits: Supernet) -> None:
+    recorder = Recorder()
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder)
+    expected = [digits(X, subnet=spec) for spec in engine.specs]
+    failed: list[BaseException] = []
+
+    def client(i: int) -> None:
+        try:
+            for _ in range(30):
+                close(engine(X, subnet=i % 3), expected[i % 3])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert recorder.replays >= 180
+    assert recorder.overlaps == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(digits: Supernet) -> None:
+    built: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        built.append(1)
+        return graph.forward
+
+    torch._dynamo.register_backend(counting, name="subnetact_counting")
+    specs = list(dict.fromkeys(digits.space.sample(i) for i in range(12)))
+    subnetact.calibrate(digits, specs, [X], progress=False)
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE, compile="subnetact_counting")
+    assert len(specs) > torch._dynamo.config.recompile_limit
+    engine.prepare([2, 1])
+    assert len(built) == 2 * len(specs)
+    for i, spec in enumerate(specs):
+        close(engine(X[:2], subnet=i), digits(X[:2], subnet=spec))
+        close(engine(X[:1], subnet=i), digits(X[:1], subnet=spec))
+    assert len(built) == 2 * len(specs)
+    with pytest.raises(RecompileRefused, match=r"\(5, 1, 16, 16\).*prepare"):
+        engine(X, subnet=0)
+    engine.prepare([5], subnets=[0])
+    close(engine(X, subnet=0), digits(X, subnet=specs[0]))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RecompileRefused, match="compile a prepared shape again"):
+            engine(X, subnet=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert engine.stats().compiled == len(specs)
+    engine.remove(0)
+    assert engine.stats().compiled == len(specs) - 1
+    subnetact.calibrate(digits, [specs[1]], [X * 2], progress=False)
+    with pytest.raises(RecompileRefused, match=r"were replaced; call engine\.prepare"):
+        engine(X[:1], subnet=1)
+
+
+class Mapped(torch.nn.Module):
+    """One depthwise convolution whose smaller kernel is made by a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = KernelConv2d(4, [3, 5], matrices=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_is_kept_follows_computed_kernels_and_is_captured_once() -> None:
+    torch.manual_seed(0)
+    axis = subnetact.Axis.uniform("kernel", ["all"], (3, 5))
+    space = subnetact.SubnetSpace(
+        "mapped", [axis], lambda values: {"kernel": values["kernel"][0], "width": 4}
+    )
+    supernet = subnetact.insert_(
+        Mapped(), space, {"conv": ElasticKernel.on(channels="width", kernel="kernel")}
+    )
+    spec, x, recorder = space.smallest(), torch.randn(2, 4, 9, 9), Recorder()
+    engine = subnetact.Engine(
+        supernet.eval(), [spec], example=x[0], compile="eager", memory_budget_mb=1, graph_backend=recorder
+    )
+    engine.prepare([2])
+    for _ in range(3):
+        close(engine(x, subnet=0), supernet(x, subnet=spec))
+    assert recorder.sizes == [2]
+    bare = subnetact.Engine(supernet, [spec], example=x[0], compile="eager")
+    bare.prepare([2])
+    with torch.no_grad():
+        supernet.network.conv.weight.mul_(3.0)
+    for each in (bare, engine):
+        close(each(x, subnet=0), supernet(x, subnet=spec))
+
+
+@pytest.mark.parametrize("wrong", [{"memory_budget_mb": b} for b in (float("nan"), float("inf"), -1)])
+def test_arguments_that_cannot_be_are_refused(digits: Supernet, wrong: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=r"memory_budget_mb: .* must be finite"):
+        engine_of(digits, **wrong)
+    with pytest.raises(EngineError, match=r"no backend 'nonsense'; choose from .*inductor"):
+        engine_of(digits, compile="nonsense")

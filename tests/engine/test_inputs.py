@@ -1,0 +1,244 @@
+"""Tensors, tuples and dictionaries of tensors through an engine and a batcher."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import subnetact
+from subnetact.engine.inputs import (
+    Stager,
+    call_with,
+    check_input,
+    detached,
+    shapes,
+    unstack,
+)
+from subnetact.errors import InvalidRequest, SpecError
+from subnetact.supernet.supernet import Supernet
+
+CPU = torch.device("cpu")
+IMAGE = torch.zeros(1, 16, 16)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def test_tensors_tuples_and_dictionaries_are_stacked_and_padded() -> None:
+    stager = Stager(CPU)
+    rows = [torch.full((2,), float(i)) for i in range(3)]
+    assert stager.stack(rows, 3).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert stager.stack(rows, 4).tolist() == [[0, 0], [1, 1], [2, 2], [2, 2]]
+    pairs = stager.stack([(row, {"b": 2 * row}) for row in rows], 3)
+    assert isinstance(pairs, tuple)
+    assert torch.equal(pairs[1]["b"], 2 * pairs[0])
+    tracked = torch.ones(2, requires_grad=True)
+    assert not stager.stack([tracked], 1).requires_grad
+
+
+def test_page_locked_memory_is_reused_only_once_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of steps on CUDA, with stand-ins for what needs a device."""
+    steps: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            steps.append("wait")
+
+        def record(self, stream: object) -> None:
+            steps.append("copied")
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            pass
+
+        def wait_event(self, event: Event) -> None:
+            steps.append("compute waits")
+
+    empty, allocated = torch.empty, []
+
+    def pageable(shape: Any, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        assert pin_memory
+        allocated.append(shape)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch, "empty", pageable)
+    monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: self.clone())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    stager = Stager(torch.device("cuda"))
+    rows = [torch.full((2,), float(i)) for i in range(4)]
+    batches = [
+        stager.stack(rows[:2], 2),
+        stager.stack(rows[2:], 2),
+        stager.stack(rows, 4),
+        stager.stack(rows, 1),
+    ]
+    assert [len(batch) for batch in batches] == [2, 2, 4, 4]
+    assert [batch[:, 0].tolist() for batch in batches[:3]] == [[0, 1], [2, 3], [0, 1, 2, 3]]
+    assert allocated == [(2, 2), (4, 2)]
+    once = ["copied", "compute waits"]
+    assert steps == [*once, "wait", *once, "wait", *once, "wait", *once]
+
+
+def test_outputs_are_given_back_one_by_one() -> None:
+    y = torch.arange(6.0).reshape(3, 2)
+    assert [row.tolist() for row in unstack(y, 2)] == [[0, 1], [2, 3]]
+    assert [row["a"].tolist() for row in unstack(OrderedDict(a=y, b=None), 3)] == [[0, 1], [2, 3], [4, 5]]
+    first, second = unstack((y, [y + 1]), 2)[1]
+    assert (first.tolist(), second[0].tolist()) == ([2, 3], [3, 4])
+    with pytest.raises(TypeError, match="returned int"):
+        unstack(3, 1)
+
+
+EXAMPLE = {"ids": torch.zeros(4, dtype=torch.long), "mask": torch.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    ("x", "example", "match"),
+    [
+        (torch.zeros(1, 1, 16, 16), IMAGE, r"input: .*drop it: x\[0\]"),
+        (torch.zeros(1, 8, 8), IMAGE, r"input: got .*\(1, 8, 8\).*\(1, 16, 16\), without a batch"),
+        (IMAGE.double(), IMAGE, "float64"),
+        (IMAGE.to_sparse(), None, "layout torch.sparse"),
+        (torch.zeros(1, device="meta"), None, "it is on meta, this engine is on cpu"),
+        ("digit", IMAGE, "expected a torch.float32 tensor of shape"),
+        ("digit", None, "or a tuple or dictionary of them, got str"),
+        ([IMAGE], None, "got list"),
+        ((), None, "got tuple"),
+        (IMAGE, EXAMPLE, "expected a dictionary of 'ids', 'mask', got a torch.float32"),
+        (
+            {"ids": EXAMPLE["ids"]},
+            EXAMPLE,
+            "expected a dictionary of 'ids', 'mask', got a dictionary of 'ids'",
+        ),
+        ({**EXAMPLE, "mask": torch.zeros(5)}, EXAMPLE, r"input\['mask'\]: got .*\(5,\)"),
+        ((IMAGE,), (IMAGE, IMAGE), "expected a tuple of 2, got a tuple of 1"),
+        (({"a": "x"},), None, r"input\[0\]\['a'\]: .* got str"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(x: Any, example: Any, match: str) -> None:
+    with pytest.raises(InvalidRequest, match=match):
+        check_input(x, example, CPU)
+
+
+def test_values_that_are_not_finite_are_found_wherever_they_are() -> None:
+    bad = torch.tensor([1.0, float("nan")])
+    check_input(bad, None, CPU)
+    check_input((torch.tensor([1]), torch.tensor([True])), None, CPU, finite=True)
+    for x in (bad, {"a": (torch.ones(2), bad)}, torch.tensor([complex(float("inf"), 0)])):
+        with pytest.raises(InvalidRequest, match="not finite"):
+            check_input(x, None, CPU, finite=True)
+
+
+def test_structures_are_kept_by_the_helpers() -> None:
+    assert shapes((IMAGE, {"a": torch.zeros(3)})) == [[1, 16, 16], {"a": [3]}]
+    copy = detached((torch.ones(2, requires_grad=True),))
+    assert not copy[0].requires_grad
+    assert call_with(lambda a, b: a - b, (3, 1)) == 2
+    assert call_with(lambda a, b: a - b, {"b": 3, "a": 1}) == -2
+
+
+@pytest.fixture
+def bert() -> Supernet:
+    from ofa_adapters import load
+
+    return load(
+        "dynabert",
+        None,
+        vocab_size=50,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        num_labels=3,
+    )
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_a_text_network_is_served_with_its_named_inputs(bert: Supernet, form: str, tmp_path: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (12, 8), generator=generator)
+    masks = torch.ones(12, 8, dtype=torch.long)
+    masks[::2, 6:] = 0
+    names = ("input_ids", "attention_mask")
+    inputs: list[Any] = [
+        dict(zip(names, row, strict=True)) if form == "dict" else row for row in zip(ids, masks, strict=True)
+    ]
+    engine = subnetact.Engine(
+        bert, [bert.space.smallest(), bert.space.largest()], example=inputs[0], memory_budget_mb=4
+    )
+    engine.prepare([1, 4])
+    assert not engine.pin(0)
+    table = subnetact.profile_latency(engine, [1, 4, 8], [70.0, 80.0], warmup_ms=0, min_time_ms=3)
+    assert table.stamp["input_shape"] == ([[8], [8]] if form == "tuple" else {name: [8] for name in names})
+    expected = [
+        [bert(ids[i : i + 1], masks[i : i + 1], subnet=spec)[0] for i in range(12)] for spec in engine.specs
+    ]
+
+    async def serve() -> Any:
+        async with subnetact.Batcher(engine, table=table, slo_ms=1e4, workers=2) as batcher:
+            with pytest.raises(InvalidRequest, match="expected a"):
+                await batcher.infer(ids[0], deadline_ms=1e4)
+            return await asyncio.gather(*(batcher.infer(x, deadline_ms=1e4) for x in inputs))
+
+    for i, answer in enumerate(asyncio.run(serve())):
+        torch.testing.assert_close(answer.output, expected[answer.subnet][i], atol=1e-5, rtol=1e-4)
+    engine.save(tmp_path / "bundle")
+    again = subnetact.Engine.load(tmp_path / "bundle")
+    assert shapes(again.example) == shapes(engine.example)
+    again.check(inputs[3])
+
+
+def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
+    subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE, compile="eager")
+    engine.prepare([4])
+    rows = list(torch.randn(3, 1, 16, 16))
+    outputs = engine.run(0, rows, batch_size=4)
+    assert len(outputs) == 3
+    with pytest.raises(InvalidRequest, match="a compiled engine serves single tensors, got tuple"):
+        engine((rows[0],), subnet=0)
+    torch.testing.assert_close(
+        torch.stack(list(outputs)), engine.supernet(torch.stack(rows), subnet=engine.specs[0])
+    )
+
+
+def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
+    subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE)
+    table = subnetact.LatencyTable.from_arrays(engine.keys, [60.0], [1], [[1.0]])
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    try:
+        with subnetact.Batcher(
+            engine,
+            table=table,
+            threads_per_worker=2,
+            on_decision=lambda _: seen.append(torch.get_num_threads()),
+        ) as batcher:
+            batcher.submit(IMAGE, deadline_ms=1e5).result(30)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("wrong", ["0", 0.0, 1.5, True, None])
+def test_ids_are_ints(digits: Supernet, wrong: Any) -> None:
+    subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
+    engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE)
+    for use in (engine.ready, engine.remove, lambda i: engine(IMAGE[None], subnet=i)):
+        with pytest.raises(SpecError, match="is not an id; ids are ints"):
+            use(wrong)
+    assert engine.ready(torch.tensor(0)).id == 0  # type: ignore[arg-type]

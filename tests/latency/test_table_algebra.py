@@ -1,0 +1,231 @@
+"""Interpolation, merging and comparison of latency tables; SuperServe's layout; figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from subnetact.errors import FileFormatError, MissingExtra, TableError
+from subnetact.latency.plot import plot_front, plot_heat_map
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.simulation.datasets import superserve_a40
+
+STAMP = {"device": "cpu", "device_name": "one", "threads": 1, "measured": "today", "note": "same"}
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> LatencyTable:
+    rows = draw(st.integers(1, 4))
+    sizes = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=5)))
+    cells = draw(
+        st.lists(
+            st.lists(st.floats(1e-3, 1e4), min_size=len(sizes), max_size=len(sizes)),
+            min_size=rows,
+            max_size=rows,
+        )
+    )
+    keys = [f"s{i}" for i in range(rows)]
+    p99 = [[2 * ms for ms in row] for row in cells]
+    return LatencyTable.from_arrays(keys, [50.0 + i for i in range(rows)], sizes, cells, {"p99": p99}, STAMP)
+
+
+@given(tables(), st.data())
+def test_interpolation_passes_through_what_was_measured_and_rises_between(
+    table: LatencyTable, data: st.DataObject
+) -> None:
+    rising = table.monotone()
+    sizes = table.batch_sizes
+    for i, key in enumerate(table.subnets):
+        for j, size in enumerate(sizes):
+            assert table.latency_at(i, size) == table.latency_at(key, size) == table.latency_ms[i, j]
+    between = sorted(data.draw(st.lists(st.floats(sizes[0], sizes[-1]), min_size=2, max_size=6)))
+    values = [rising.latency_at(0, size) for size in between]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(values))
+    j = data.draw(st.integers(1, len(sizes) - 1))
+    share = data.draw(st.floats(0, 1))
+    ends = table.latency_ms[0, j - 1], table.latency_ms[0, j]
+    inside = table.latency_at(0, sizes[j - 1] + share * (sizes[j] - sizes[j - 1]))
+    assert min(ends) * (1 - 1e-9) <= inside <= max(ends) * (1 + 1e-9)
+    for outside in (sizes[0] - 1, sizes[-1] + 1, math.nan):
+        with pytest.raises(TableError, match="nothing is extrapolated"):
+            table.latency_at(0, outside)
+
+
+def test_interpolation_is_linear_and_honest_about_cells_that_cannot_run() -> None:
+    table = LatencyTable.from_arrays(["a"], [70.0], [2, 4, 8], [[2.0, 6.0, math.nan]])
+    assert table.latency_at("a", 3) == 4.0
+    assert math.isnan(table.latency_at("a", 5))
+    assert table.latency_at("a", 4) == 6.0
+    for wrong in ("b", 1, -1, True):
+        with pytest.raises(TableError, match="not in the table"):
+            table.latency_at(wrong, 2)
+
+
+@given(tables(), st.data())
+def test_parts_of_a_table_merge_to_the_table(table: LatencyTable, data: st.DataObject) -> None:
+    rows, sizes = len(table.subnets), list(table.batch_sizes)
+    cut, split = data.draw(st.integers(1, rows)), data.draw(st.integers(1, len(sizes)))
+    upper = table.select(range(cut)).merged(table.select(range(cut - 1, rows)))
+    wide = table.select(batch_sizes=sizes[:split]).merged(table.select(batch_sizes=sizes[split - 1 :]))
+    for whole in (upper, wide, table.merged(table)):
+        assert whole.subnets == table.subnets
+        assert whole.batch_sizes == table.batch_sizes
+        assert whole.accuracy == table.accuracy
+        np.testing.assert_array_equal(whole.latency_ms, table.latency_ms)
+        np.testing.assert_array_equal(whole.statistics["p99"], table.statistics["p99"])
+        assert {key: whole.stamp[key] for key in STAMP} == STAMP
+        assert whole.stamp["merged_from"] == [STAMP, STAMP]
+
+
+def one(key: str, size: int, ms: float, **stamp: Any) -> LatencyTable:
+    return LatencyTable.from_arrays([key], [math.nan], [size], [[ms]], stamp={**STAMP, **stamp})
+
+
+def test_a_merged_table_has_holes_and_the_later_value() -> None:
+    merged = one("a", 1, 1.0, measured="today").merged(one("b", 4, 9.0, measured="tomorrow"))
+    np.testing.assert_array_equal(merged.latency_ms, [[1.0, math.nan], [math.nan, 9.0]])
+    assert "measured" not in merged.stamp
+    assert [stamp["measured"] for stamp in merged.stamp["merged_from"]] == ["today", "tomorrow"]
+    assert one("a", 1, 1.0).merged(one("a", 1, 2.0)).latency_ms.tolist() == [[2.0]]
+    known = one("a", 1, 1.0).with_accuracy([70.0])
+    assert known.merged(one("a", 1, 2.0)).accuracy == (70.0,)
+    with pytest.raises(TableError, match=r"accuracy of 'a': 70.0 and 71.0"):
+        known.merged(one("a", 1, 1.0).with_accuracy([71.0]))
+    with pytest.raises(TableError, match=r"threads: 1 and 2"):
+        one("a", 1, 1.0).merged(one("b", 1, 1.0, threads=2))
+    levels = LatencyTable.from_arrays(["a"], [1.5], [1], [[1.0]], interference=[0.0], contended_ms=[[[1.0]]])
+    with pytest.raises(TableError, match="interference"):
+        levels.merged(LatencyTable.from_arrays(["b"], [1.5], [1], [[1.0]]))
+    both = levels.merged(levels.select(batch_sizes=[1]).scaled(2.0))
+    assert both.contended_ms.tolist() == [[[2.0]]]
+
+
+def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
+    first = LatencyTable.from_arrays(
+        ["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 2.0], [4.0, math.nan]], {"p50": [[1, 2], [4, 5]]}, STAMP
+    )
+    second = LatencyTable.from_arrays(
+        ["b", "a"], [80.0, 70.0], [1, 2], [[3.0, 5.0], [1.02, 2.0]], stamp={**STAMP, "threads": 2}
+    )
+    comparison = first.compare(second)
+    assert comparison.worst == ("b", 1, 0.75)
+    np.testing.assert_allclose(comparison.ratios, [[1.02, 1.0], [0.75, math.nan]])
+    np.testing.assert_allclose(comparison.differences[0], [2.0, 0.0])
+    assert comparison.outside(5.0) == [("b", 1, 0.75)]
+    assert comparison.only_second == 1
+    assert comparison.only_first == 0
+    assert dict(comparison.differing) == {"threads": (1, 2)}
+    assert comparison.median == 1.0
+    assert comparison.unevenness == pytest.approx(100 / 3)
+    assert first.compare(first.scaled(1.2)).unevenness == pytest.approx(0.0)
+    report = comparison.report(5.0)
+    assert "1 of 3 cells differ by more than 5 %" in report
+    assert "threads: 1, 2" in report
+    assert not comparison.within(100.0)  # a cell is missing in the first
+    assert first.select([0]).compare(second.select([1])).within(2.1)
+    assert not first.select([0]).compare(second.select([1])).within(1.9)
+    assert first.compare(first, "p50").worst[2] == 1.0
+    with pytest.raises(TableError, match="no 'p50'"):
+        first.compare(second, "p50")
+    with pytest.raises(TableError, match="no cell in common"):
+        first.select([0]).compare(second.select([0]))
+    with pytest.raises(TableError, match="no measured cell in common"):
+        first.compare(one("b", 2, 1.0))
+
+
+def test_what_a_stamp_says_by_row_follows_the_rows() -> None:
+    stamp = {"out_of_memory": [[0, 1, 2], [0, 2, 4]], "subnet_dimension": ["x", "y", "z"], "beaten": 1}
+    table = LatencyTable.from_arrays(
+        ["a", "b", "c"], [math.nan] * 3, [1, 2, 4], [[1.0, 2.0, 4.0]] * 3, stamp=stamp
+    )
+    chosen = table.select([2, 1], batch_sizes=[1, 2]).stamp
+    assert dict(chosen) == {"out_of_memory": [[0, 1, 2]], "subnet_dimension": ["z", "y"]}
+    assert set(table.merged(table).stamp) == {"merged_from"}
+
+
+def superserve_file(path: Path, **changes: Any) -> Path:
+    def row(size: int, ms: float) -> dict[str, Any]:
+        stages = {"forward": ms * 1e6, "h2d_copy": 0.5e6}
+        return {
+            "batch_size": size, "mean": (ms + 0.5) * 1e6, "std": 0.2e6, "p99": (ms + 1) * 1e6,
+            "stages": {name: {"mean": ns, "std": 0.1e6, "profiled": True} for name, ns in stages.items()},
+        }  # fmt: skip
+
+    def model(identity: int, accuracy: float, rows: list[Any]) -> dict[str, Any]:
+        dimension = {
+            "depth_values": [identity] * 5,
+            "elasticity_ratio": [0.2] * 18,
+            "width_multiplier": [0] * 6,
+        }
+        return {
+            "id": identity, "accuracy": accuracy, "subnet_dimension": dimension, "latency_and_batch_ns": rows
+        }  # fmt: skip
+
+    models = [model(0, 73.8, [row(1, 3.0), row(4, 5.0)]), model(1, -1, [row(1, 4.0)])]
+    path.write_text(json.dumps({"models": models, **changes}))
+    return path
+
+
+def test_superserves_layout_is_read_in_milliseconds(tmp_path: Path) -> None:
+    path = superserve_file(tmp_path / "p.json")
+    table = LatencyTable.from_superserve(path)
+    np.testing.assert_array_equal(table.latency_ms, [[3.0, 5.0], [4.0, math.nan]])
+    np.testing.assert_allclose(table.statistics["std"], [[0.1, 0.1], [0.1, math.nan]])
+    assert table.accuracy[0] == 73.8
+    assert math.isnan(table.accuracy[1])
+    assert table.subnets[1].startswith("1: d=1,1,1,1,1 e=0.2,")
+    assert table.stamp["subnet_dimension"][1]["depth_values"] == [1] * 5
+    total = LatencyTable.from_superserve(path, stage="total")
+    assert total.latency_ms[0, 0] == 3.5
+    assert total.statistics["p99"][0, 0] == 4.0
+    assert LatencyTable.from_superserve(path, stage="h2d_copy").latency_ms[0, 0] == 0.5
+    with pytest.raises(TableError, match="stage: 'backward'"):
+        LatencyTable.from_superserve(path, stage="backward")
+    with pytest.raises(FileFormatError, match="'deserialize'"):
+        LatencyTable.from_superserve(path, stage="deserialize")
+    for models in ([], None, [{}], [3]):
+        with pytest.raises(FileFormatError, match=r"p\.json"):
+            LatencyTable.from_superserve(superserve_file(path, models=models))
+
+
+def test_the_committed_a40_table_is_the_authors() -> None:
+    folder = Path(__file__).parents[2] / "profiling" / "tables"
+    committed = LatencyTable.load(folder / "nvidia-a40_torch2.9.1_ofa_resnet50_224px.json")
+    comparison = committed.compare(superserve_a40((1, 2, 4, 8, 16, 32)))
+    assert comparison.within(0.0)
+
+
+def test_fractions_for_percent_are_pointed_out() -> None:
+    table = one("a", 1, 1.0)
+    with pytest.warns(UserWarning, match=r"percent, 0 to 100.*0\.76.*76 percent"):
+        table.with_accuracy([0.76])
+    assert table.with_accuracy([76.0]).accuracy == (76.0,)
+    assert table.with_accuracy([0.0]).accuracy == (0.0,)
+
+
+def test_figures_are_drawn_or_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = LatencyTable.from_arrays(
+        [f"s{i}" for i in range(40)], [40.0 + i for i in range(40)], [1, 2, 4],
+        [[1.0 + i, 2.0 + i, math.nan if i == 39 else 3.0 + i] for i in range(40)],
+    )  # fmt: skip
+    unknown = LatencyTable.from_arrays(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, math.nan]])
+    for shown in (table, table.select([0, 1, 39]), unknown):
+        plot_heat_map(shown, tmp_path / "heat.png")
+        assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+    plot_front(table, tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 5000
+    with pytest.raises(TableError, match="accuracy of 'a' is not known"):
+        plot_front(unknown, tmp_path / "none.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra, match=r"subnetact\[plot\]"):
+        plot_heat_map(table, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

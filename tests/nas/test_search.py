@@ -1,0 +1,368 @@
+"""Search: legality, resumption, fronts, remeasurement."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import subnetact
+from ofa_adapters import load
+from subnetact.digits import digits_space, load_digits_supernet, new_digits_supernet
+from subnetact.errors import (
+    FileFormatError,
+    SearchError,
+    SpecError,
+    TableError,
+)
+from subnetact.nas.genes import Variation
+from subnetact.pareto import (
+    crowding,
+    front_of,
+    ranks,
+    spread,
+)
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+SMALL_FAMILIES: dict[str, dict[str, Any]] = {
+    "ofa_resnet50": {"width_mult_list": [0.1, 0.2], "expand_ratio_list": [0.1, 0.2], "n_classes": 2},
+    "ofa_mbv3": {"width_mult": 0.15, "n_classes": 2},
+    "compofa_mbv3": {"width_mult_list": 0.15, "n_classes": 2},
+}
+COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30)
+
+
+@pytest.fixture(scope="module")
+def spaces() -> dict[str, SubnetSpace]:
+    found = {name: load(name, None, **given).space for name, given in SMALL_FAMILIES.items()}
+    return {"digits": digits_space(), **found}
+
+
+@pytest.mark.parametrize("name", ["digits", *SMALL_FAMILIES])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], name: str, seed: int) -> None:
+    space = spaces[name]
+    variation = Variation(space, np.random.default_rng(seed))
+    guesses = variation.guesses(4)
+    one, two, *rest = (next(guesses) for _ in range(14))
+    assert (one, two) == (space.smallest(), space.largest())
+    for other in rest:
+        one, two = two, variation.spec(variation.mutate(variation.cross(one, other)))
+        for spec in (other, two):
+            assert spec in space
+            assert space.check(spec) == spec
+            assert variation.spec(variation.genes(spec)) == spec
+
+
+@given(rows=COSTS)
+def test_ranks_peel_fronts(rows: list[list[int]]) -> None:
+    costs = np.array(rows, dtype=np.float64)
+    rank = ranks(costs)
+
+    def beats(a: list[int], b: list[int]) -> bool:
+        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+
+    for i, row in enumerate(rows):
+        above = [rank[j] for j, other in enumerate(rows) if beats(other, row)]
+        assert rank[i] == (max(above) + 1 if above else 0)
+    front = front_of(costs)
+    assert {tuple(rows[i]) for i in front} == {
+        tuple(r) for r, level in zip(rows, rank, strict=True) if level == 0
+    }
+    assert len({tuple(rows[i]) for i in front}) == len(front)
+    lonely = crowding(costs, rank)
+    assert (lonely >= 0).all()
+    for column in costs[rank == 0].T:
+        assert any(np.isinf(lonely[rank == 0][column == column.min()]))
+
+
+@given(rows=COSTS, extra=st.tuples(st.integers(0, 6), st.integers(0, 6)))
+def test_hypervolume_counts_the_cells_that_points_beat(rows: list[list[int]], extra: tuple[int, int]) -> None:
+    reference = (0, 6)
+    cells = {(x, y) for accuracy, latency in rows for x in range(accuracy) for y in range(latency, 6)}
+    volume = subnetact.hypervolume(rows, reference)
+    assert volume == len(cells)
+    assert subnetact.hypervolume([*rows, extra], reference) >= volume
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=12))
+def test_hypervolume_in_three_objectives(rows: list[tuple[int, int, int]]) -> None:
+    cells = {(x, y, z) for a, b, c in rows for x in range(a) for y in range(b, 4) for z in range(c, 4)}
+    assert subnetact.hypervolume(rows, (0, 4, 4)) == len(cells)
+
+
+def test_hypervolume_refuses_what_has_none() -> None:
+    with pytest.raises(TableError, match="hypervolume"):
+        subnetact.hypervolume([(1.0, float("nan"))], (0, 1))
+    assert subnetact.hypervolume([], (0, 1)) == 0
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40, unique=True), st.integers(2, 45))
+def test_a_spread_is_distinct_ascending_and_has_the_ends(values: list[int], size: int) -> None:
+    ordered = sorted(values)
+    chosen = spread(ordered, size)
+    assert len(chosen) == min(size, len(values))
+    assert chosen == sorted(set(chosen))
+    if len(values) > 1:
+        assert (chosen[0], chosen[-1]) == (0, len(values) - 1)
+
+
+def test_a_spread_is_even_where_it_can_be() -> None:
+    assert spread(list(range(101)), 11) == list(range(0, 101, 10))
+    crowded = [*range(50), *range(50, 1001, 50)]
+    assert [crowded[i] for i in spread(crowded, 21)] == list(range(0, 1001, 50))
+
+
+def law(supernet: Supernet) -> tuple[Callable[[SubnetSpec], float], Callable[[SubnetSpec], float]]:
+    """A made-up accuracy and latency that pull in opposite directions, not quite in step."""
+    model = subnetact.CostModel(supernet, (1, 16, 16))
+
+    def accuracy(spec: SubnetSpec) -> float:
+        depth, expand = (sum(float(v or 0) for v in spec[axis]) for axis in ("depth", "expand"))
+        return 40 + 3 * depth + 8 * expand + 20 * float(spec["width"][0] or 0)
+
+    return accuracy, lambda spec: model(spec).macs / 1e6
+
+
+@pytest.fixture(scope="module")
+def made_up() -> tuple[Supernet, Any, Any]:
+    supernet = new_digits_supernet()
+    return supernet, *law(supernet)
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("method", ["evolution", "random", "exhaustive"])
+@settings(max_examples=4, deadline=None)
+@given(after=st.integers(0, 150))
+def test_a_killed_search_resumes_to_the_same_result(
+    made_up: tuple[Supernet, Any, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    method: str,
+    after: int,
+) -> None:
+    supernet, accuracy, latency = made_up
+    state = tmp_path_factory.mktemp("search") / "state.json"
+    asked: list[SubnetSpec] = []
+
+    def run(dies: float, path: Path | None) -> subnetact.SearchResult:
+        left = dies
+
+        def counted(spec: SubnetSpec) -> float:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            asked.append(spec)
+            return float(accuracy(spec))
+
+        def again(spec: SubnetSpec) -> float:
+            return counted(spec) * 0 + 1.1 * float(latency(spec)) + 0.4 * (sum(map(ord, spec.key)) % 2)
+
+        return subnetact.search(
+            supernet,
+            counted,
+            latency,
+            size=8,
+            evaluations=90,
+            population=200 if method == "exhaustive" else 12,
+            method=method,
+            seed=4,
+            remeasure=again,
+            resume=path,
+            progress=False,
+        )
+
+    whole = run(math.inf, None)
+    total = len(asked)
+    assert total <= 864 + 90
+    with pytest.raises(Killed):
+        run(min(after * total // 150, total - 1), state)
+    asked.clear()
+    assert run(math.inf, state) == whole
+    assert len(asked) <= total
+    asked.clear()
+    assert run(math.inf, state) == whole
+    assert not asked
+
+
+def test_evolution_evaluates_distinct_subnets_and_all_count(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, accuracy, latency = made_up
+    found = subnetact.search(supernet, accuracy, latency, evaluations=100, seed=1, progress=False)
+    assert found.method == "evolution"
+    specs = [c.spec for c in found.evaluated]
+    assert len(set(specs)) == len(specs) == 100
+    expected = subnetact.pareto_front(found.evaluated, cost=lambda c: c.latency_ms, gain=lambda c: c.accuracy)
+    assert list(found) == expected
+    assert found[0] in found[:2]
+    assert subnetact.search(supernet, accuracy, latency, evaluations=100, seed=1, progress=False) == found
+    other = subnetact.search(supernet, accuracy, latency, evaluations=100, seed=2, progress=False)
+    assert [c.spec for c in other.evaluated] != specs
+
+
+def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
+    """On true accuracies of all 864 subnets, which benchmarks/search.py evaluated."""
+    supernet = load_digits_supernet()
+    data = json.loads((Path(__file__).parents[1] / "golden" / "digits" / "accuracy.json").read_text())
+    assert data["space"] == supernet.space.id
+    assert data["supernet"] == supernet.fingerprint()
+    model = subnetact.CostModel(supernet, (1, 16, 16))
+    specs = list(supernet.space.enumerate())
+    accuracy = dict(zip(specs, data["accuracy"], strict=True))
+    macs = {spec: model(spec).macs / 1e6 for spec in specs}
+    points = [(accuracy[spec], macs[spec]) for spec in specs]
+    reference = min(a for a, _ in points), max(m for _, m in points)
+    whole = subnetact.hypervolume(points, reference)
+    found = subnetact.search(
+        supernet, accuracy.__getitem__, macs.__getitem__, evaluations=86, seed=0, progress=False
+    )
+    assert len(found.evaluated) == 86
+    front = [(c.accuracy, c.latency_ms) for c in found]
+    assert subnetact.hypervolume(front, reference) >= 0.99 * whole
+
+
+def test_a_budget_near_the_space_is_spent(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, accuracy, latency = made_up
+    found = subnetact.search(
+        supernet, accuracy, latency, evaluations=860, population=100, method="evolution", progress=False
+    )
+    assert len({c.spec for c in found.evaluated}) == 860
+
+
+def test_several_batch_sizes_are_objectives_together(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, accuracy, latency = made_up
+    second = lambda spec: 5.0 - latency(spec) * 0.1 + float(spec["depth"][0] or 0)  # noqa: E731
+    found = subnetact.search(
+        supernet, accuracy, [latency, second], evaluations=864, batch_sizes=[1, 8], progress=False
+    )
+    assert found.method == "exhaustive"
+    rows = {(c.accuracy, *c.latencies_ms) for c in found.evaluated}
+    assert found.batch_sizes == (1, 8)
+    assert len(found) > 20
+    for one in found:
+        mine = (one.accuracy, *one.latencies_ms)
+        assert not any(r != mine and r[0] >= mine[0] and r[1] <= mine[1] and r[2] <= mine[2] for r in rows)
+
+
+def test_the_size_asked_for_is_spread_evenly(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, _, latency = made_up
+    found = subnetact.search(supernet, latency, latency, size=9, evaluations=864, progress=False)
+    ms = [c.latency_ms for c in found]
+    assert len(ms) == 9
+    gaps = np.diff(ms)
+    assert gaps.max() < 2 * gaps.min()
+
+
+def test_only_what_was_measured_again_is_trusted(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, accuracy, latency = made_up
+    plain = subnetact.search(supernet, accuracy, latency, evaluations=864, progress=False)
+    slow = {c.spec for c in plain.front[1:-1:2]}
+    asked: list[SubnetSpec] = []
+
+    def remeasure(spec: SubnetSpec) -> float:
+        asked.append(spec)
+        return 100.0 + float(latency(spec)) if spec in slow else 2 * float(latency(spec))
+
+    found = subnetact.search(
+        supernet, accuracy, latency, size=8, evaluations=864, remeasure=remeasure, progress=False
+    )
+    assert found.remeasured
+    assert len(asked) == len(set(asked))
+    assert {c.spec for c in found} <= set(asked) - slow
+    assert all(c.latency_ms == 2 * latency(c.spec) for c in found)
+    assert len(found) == 8 < len(plain)
+
+
+def test_unknown_accuracy_is_not_made_up(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, _, latency = made_up
+    found = subnetact.search(supernet, None, latency, evaluations=40, input_shape=(1, 16, 16), progress=False)
+    assert all(math.isnan(c.accuracy) for c in found)
+    assert len(found) > 5
+    with pytest.raises(SearchError, match="input_shape"):
+        subnetact.search(supernet, None, latency, evaluations=40)
+
+
+def test_searches_that_cannot_be_are_refused(made_up: tuple[Supernet, Any, Any]) -> None:
+    supernet, accuracy, latency = made_up
+    for given_, words in (
+        ({"evaluations": 1}, "evaluations"),
+        ({"method": "greedy"}, "evolution, exhaustive, random"),
+        ({"population": 1}, "population"),
+        ({"size": 0}, "size"),
+        ({"latency": []}, "latency"),
+        ({"latency": [latency, latency]}, "batch_sizes"),
+        ({"accuracy": lambda _: float("nan")}, "finite"),
+        ({"remeasure": lambda _: [1.0, 2.0]}, "remeasure"),
+    ):
+        arguments = {"accuracy": accuracy, "latency": latency, "evaluations": 20, "progress": False, **given_}
+        with pytest.raises(SearchError, match=words):
+            subnetact.search(supernet, **arguments)
+
+
+def test_a_state_of_another_search_is_refused(made_up: tuple[Supernet, Any, Any], tmp_path: Path) -> None:
+    supernet, accuracy, latency = made_up
+    path = tmp_path / "state.json"
+
+    def run(**given_: Any) -> subnetact.SearchResult:
+        arguments = {"evaluations": 30, "seed": 0, "resume": path, "progress": False, **given_}
+        return subnetact.search(supernet, accuracy, latency, **arguments)
+
+    run()
+    before = path.read_text()
+    for given_, words in (
+        ({"seed": 1}, "seed"),
+        ({"evaluations": 31}, "evaluations"),
+        ({"population": 9}, "population"),
+    ):
+        with pytest.raises(SearchError, match=words):
+            run(**given_)
+    other = load("compofa_mbv3", None, **SMALL_FAMILIES["compofa_mbv3"])
+    with pytest.raises(SearchError, match="space"):
+        subnetact.search(other, accuracy, latency, evaluations=30, resume=path, progress=False)
+    assert path.read_text() == before
+    data = json.loads(before)
+    data["evaluated"][0][0][0][0] = 17
+    wrong_schema = {**json.loads(before), "schema": 99}
+    for text, words in (
+        ("{", "not the state"),
+        ("[]", "not the state"),
+        (json.dumps(data), "damaged"),
+        (json.dumps(wrong_schema), "schema 99"),
+        (json.dumps({**json.loads(before), "rng": {}}), "damaged"),
+        (json.dumps({**json.loads(before), "population": [999]}), "damaged"),
+    ):
+        path.write_text(text)
+        with pytest.raises(FileFormatError, match=words):
+            run()
+
+
+def test_evaluation_counts_right_answers(digits: Supernet) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(n, 1, 16, 16, generator=generator), torch.arange(n) % 10) for n in (20, 7)]
+    specs = [digits.space.sample(seed) for seed in (1, 2)]
+    found = subnetact.evaluate(digits, specs, batches, calibration=[batches[0]])
+    expected = []
+    for spec in specs:
+        network = digits.extract(spec)
+        with torch.no_grad():
+            right = sum(int((network(x).argmax(1) == y).sum()) for x, y in batches)
+        expected.append(100 * right / 27)
+    assert found == pytest.approx(expected)
+    assert subnetact.evaluate(digits, specs[1], batches) == pytest.approx(expected[1])
+    assert all(digits.calibrated(spec) for spec in specs)
+    for wrong in ([], [torch.zeros(2, 1, 16, 16)], [(torch.zeros(2, 1, 16, 16), torch.zeros(3))]):
+        with pytest.raises(SpecError, match="batch"):
+            subnetact.evaluate(digits, specs, wrong)

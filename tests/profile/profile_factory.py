@@ -1,0 +1,72 @@
+"""What `python -m subnetact.profile --model` and others import in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from subnetact import (
+    Axis,
+    SubnetSpace,
+    WeightSlice,
+    insert_,
+)
+from subnetact.digits import new_digits_supernet
+from subnetact.nas.evaluation import evaluate
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+
+def supernet() -> Supernet:
+    return new_digits_supernet().eval()
+
+
+def no_supernet() -> torch.nn.Module:
+    return torch.nn.Linear(1, 1)
+
+
+def accuracy(supernet: Supernet) -> Callable[[SubnetSpec], float]:
+    largest = sum(supernet.space.resolve(supernet.space.largest()))
+    return lambda spec: 90.0 * sum(supernet.space.resolve(spec)) / largest
+
+
+def calibrated_accuracy(supernet: Supernet) -> Callable[[SubnetSpec], float]:
+    generator = torch.Generator().manual_seed(4)
+    loader = [(torch.randn(6, 1, 16, 16, generator=generator), torch.arange(6))]
+    return lambda spec: evaluate(supernet, spec, loader, calibration=batches())
+
+
+def broken() -> Supernet:
+    raise KeyError("own")
+
+
+def own_network() -> Supernet:
+    torch.manual_seed(5)
+    space = SubnetSpace("own", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"width": v["width"][0]})
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    elastic = {"0": WeightSlice.on(out="width"), "2": WeightSlice.on(in_="width")}
+    return insert_(network.eval(), space, elastic)
+
+
+class Difference(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.last(self.first(a) - self.first(b))
+
+
+def two_inputs() -> Supernet:
+    space = SubnetSpace("two", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"width": v["width"][0]})
+    elastic = {"first": WeightSlice.on(out="width"), "last": WeightSlice.on(in_="width")}
+    return insert_(Difference().eval(), space, elastic)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(6, 1, 16, 16, generator=generator) for _ in range(2)]

@@ -1,0 +1,549 @@
+"""`python -m subnetact.profile`: from a checkpoint to a bundle, interrupted at any moment."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ofa_adapters
+import subnetact
+from ofa_adapters import load
+from subnetact.errors import MissingExtra, SpecError
+from subnetact.journal import Journal
+from subnetact.latency.plot import need_matplotlib
+from subnetact.profile.cli import main
+from subnetact.profile.measurements import Measurements
+from subnetact.profile.modes import Runner, TimedCall
+from subnetact.profile.pareto_set import fitted_latencies
+from subnetact.profile.pipeline import Job, count_beaten, count_cells
+from subnetact.profile.source import (
+    ProfileSource,
+    batches_of,
+    find,
+    load_source,
+)
+from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.supernet.supernet import Supernet
+
+QUICK = ["--device", "cpu", "--threads", "1", "--min-time-s", "0.003", "--warmup-ms", "0", "--windows", "3",
+         "--max-windows", "3"]  # fmt: skip
+FACTORY = "profile_factory"
+COMMAND = [sys.executable, "-m", "subnetact.profile"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def run(tmp_path: Path, *arguments: Any) -> int:
+    return main([*QUICK, "--quiet", "--out", str(tmp_path / "t.json"), *map(str, arguments)])
+
+
+def interrupt_after(windows: int, patch: pytest.MonkeyPatch) -> None:
+    """Raise KeyboardInterrupt instead of recording the next window of a sweep."""
+    append, left = Journal.append, iter(range(windows))
+
+    def interrupted(journal: Journal, record: str, **facts: Any) -> None:
+        if record == "window" and next(left, None) is None:
+            raise KeyboardInterrupt
+        append(journal, record, **facts)
+
+    patch.setattr(Journal, "append", interrupted)
+
+
+def table_in(tmp_path: Path) -> subnetact.LatencyTable:
+    return subnetact.LatencyTable.load(tmp_path / "t.json")
+
+
+def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "--subnets", 5, "--batch-sizes", 1, 4, "--accuracy", f"{FACTORY}:accuracy",
+        "--search-latency", "macs", "--calibrate-on", f"{FACTORY}:batches", "--quantiles", 50, 75,
+        "--csv", tmp_path / "t.csv", "--plot", tmp_path / "plots", "--save-bundle", tmp_path / "bundle",
+    )  # fmt: skip
+    assert run(tmp_path, *arguments) == 0
+    printed = capsys.readouterr().out
+    table = table_in(tmp_path)
+    assert len(table.subnets) == 5
+    assert printed.count("depth=") == 5
+    assert list(table.accuracy) == sorted(table.accuracy)
+    assert table.stamp["accuracy_source"] == f"{FACTORY}:accuracy"
+    assert table.stamp["calibrated_on"] == f"{FACTORY}:batches"
+    assert {"mean", "std", "min", "p50", "p75", "stable", "runs"} <= set(table.statistics)
+    assert "p99" not in table.statistics
+    np.testing.assert_array_equal(table.latency_ms, table.statistics["p50"])
+    scheduler = subnetact.LatencyTable.load(tmp_path / "t.scheduler.json")
+    assert scheduler == table.monotone()
+    engine = subnetact.Engine.load(tmp_path / "bundle")
+    assert engine.keys == table.subnets
+    assert engine.accuracy == table.accuracy
+    assert engine.tables == {"measured": table, "scheduler": scheduler}
+    assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
+    with (tmp_path / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 10
+    assert float(rows[3]["latency_ms"]) == table.latency_ms[1, 1]
+    assert rows[3]["subnet"] == table.subnets[1]
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "front.png"}
+    policy = subnetact.SlackFit(engine.tables["scheduler"], slo_ms=1000)
+    assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
+
+
+def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
+    assert run(tmp_path, "--subnets", 4, "--batch-sizes", 1, "--fitted", 8, "--evaluations", 1000) == 0
+    table = table_in(tmp_path)
+    assert np.isnan(table.accuracy).all()
+    assert table.stamp["accuracy_source"].startswith("not known")
+    assert "each predicted from" in table.stamp["search_latency"]["batch 1"]
+    assert table.stamp["evaluated"] == 864
+    assert table.stamp["calibrated_on"] == "nothing: 4 of 4 subnets have the shared statistics, latency only"
+
+
+def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = load("ofa_resnet50", width_mult_list=[0.1, 0.2], n_classes=3)
+    encode = partial(ofa_adapters.encode, family.space, image_size=128)
+    predictor = subnetact.AccuracyPredictor(encode, len(encode(family.space.smallest())))
+    with torch.no_grad():
+        predictor.network.base_acc.fill_(0.7)
+    torch.save(predictor.state_dict(), tmp_path / "predictor.pth")
+    torch.save(family.state_dict(), tmp_path / "family.pth")
+    constructor = json.dumps({"width_mult_list": [0.1, 0.2], "n_classes": 3})
+    arguments = (
+        "--family", "ofa_resnet50", "--checkpoint", tmp_path / "family.pth", "--constructor", constructor,
+        "--subnets", 3, "--search-latency", "macs", "--evaluations", 20, "--batch-sizes", 1,
+        "--accuracy-predictor", tmp_path / "predictor.pth",
+    )  # fmt: skip
+    assert run(tmp_path, *arguments, "--input-shape", 3, 96, 96) == 2
+    assert "choose from 128, 144" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--input-shape", 3, 128, 128) == 0
+    table = table_in(tmp_path)
+    space = family.space
+    specs = {spec.key: spec for spec in (space.smallest(), space.largest())}
+    assert table.stamp["accuracy_source"] == "predicted by predictor.pth"
+    assert table.stamp["supernet"] == family.fingerprint()
+    for key, percent in zip(table.subnets, table.accuracy, strict=True):
+        if key in specs:
+            assert percent == pytest.approx(predictor(specs[key]))
+    assert not set(specs).isdisjoint(table.subnets)
+
+
+def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, capsys: Any) -> None:
+    space = digits.space
+    chosen = [space.smallest(), space.largest()]
+    listed = tmp_path / "subnets.json"
+    listed.write_text(json.dumps([space.format(chosen[0]), chosen[1].to_json()]))
+    arguments = ("--model", f"{FACTORY}:supernet", "--input-shape", 1, 16, 16, "--batch-sizes", 2)
+    assert run(tmp_path, *arguments, "--subnets", listed, "--accuracy", 50, 60.5,
+               "--random-images", 5, "--save-bundle", tmp_path / "b") == 0  # fmt: skip
+    table = table_in(tmp_path)
+    assert table.subnets == tuple(spec.key for spec in chosen)
+    assert table.accuracy == (50.0, 60.5)
+    assert "latency only" in table.stamp["calibrated_on"]
+    assert run(tmp_path, "--bundle", tmp_path / "b", "--batch-sizes", 1, "--mode", "eager") == 0
+    again = table_in(tmp_path)
+    assert again.subnets == table.subnets
+    assert again.accuracy == table.accuracy
+    assert again.batch_sizes == (1,)
+    assert again.stamp["mode"] == "eager"
+    assert again.stamp["supernet"] == table.stamp["supernet"]
+    assert again.stamp["calibrated_on"] == "their own statistics"
+    given = ("--bundle", tmp_path / "b", "--batch-sizes", 1, "--accuracy", 70, 60.5)
+    assert run(tmp_path, *given) == 0
+    capsys.readouterr()
+    beaten = table_in(tmp_path)
+    assert beaten.accuracy == (70.0, 60.5)
+    assert beaten.stamp["beaten"] == int(beaten.latency_ms[0, 0] <= beaten.latency_ms[1, 0])
+    assert run(tmp_path, *given[:-1]) == 2
+    assert "1 values for 2 subnets" in capsys.readouterr().err
+    listed.write_text(json.dumps({"subnets": []}))
+    assert run(tmp_path, "--subnets", listed, "--dry-run") == 2
+    assert "expected a JSON list" in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "--subnets", 100, "--batch-sizes", 1, 2, "--colocate", 2, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert "subnets: 100 (--subnets 100, of 1500 tried, by latencies fitted to 32 measured)" in printed
+    assert "accuracy: not known; calibrated on nothing" in printed
+    assert "cells: 400, 3 to 3 windows each" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_unstable_cells_fail_a_strict_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--subnets", "random:2", "--batch-sizes", 1, "--stability", 3)  # three windows tell nothing
+    assert run(tmp_path, *arguments) == 0
+    assert "2 of 2 cells are unstable" in capsys.readouterr().out
+    assert run(tmp_path, *arguments, "--strict") == 3
+    assert table_in(tmp_path).statistics["stable"].tolist() == [[0.0], [0.0]]
+    five = ("--windows", 5, "--max-windows", 5)
+    assert run(tmp_path, *arguments[:-1], 1e6, "--strict", *five) == 0
+
+
+def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = subnetact.LatencyTable.from_arrays(["a", "b"], [math.nan] * 2, [1, 2], [[1.0, 2.0], [3.0, 4.0]])
+    table.save(tmp_path / "a.json")
+    table.scaled(1.04).save(tmp_path / "b.json")
+    compared = ["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert main(compared) == 0
+    assert "0 of 4 cells differ by more than 5 %" in capsys.readouterr().out
+    assert main([*compared, "--tolerance", "3"]) == 3
+    assert "4 of 4 cells differ by more than 3 %" in capsys.readouterr().out
+    assert main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
+    assert main([*compared, "--statistic", "p98"]) == 2
+    assert "'p98' is not in both tables" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--family", "resnet"], "choose from"),
+        (["--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--checkpoint", "x.pth"], "say with --family"),
+        (["--family", "ofa_resnet50", "--checkpoint", "/none.pth"], "no such file"),
+        (["--family", "ofa_resnet50", "--bundle", "b"], "give one of them"),
+        (["--subnets", "-1"], "at least 1"),
+        (["--subnets", "random:0"], "at least 1"),
+        (["--subnets", "none.json"], "is no file"),
+        (["--subnets", "random:2", "--accuracy", "70"], "1 values for 2 subnets"),
+        (["--subnets", "3", "--accuracy", "70", "71", "72"], "function of a subnet"),
+        (["--subnets", "random:2", "--accuracy", "70", "171"], "not a percentage"),
+        (["--subnets", "random:2", "--batch-sizes", "4", "1"], "does not ascend"),
+        (["--subnets", "random:2", "--input-shape", "3", "16", "16"], "expected input"),
+        (["--subnets", "random:2", "--mode", "graphs"], "for cuda"),
+        (["--statistic", "p42"], "p42"),
+        (["--threads", "0"], "at least 1"),
+        (["--dtype", "float31"], "float31"),
+        (["--model", "nowhere:f"], "cannot be imported"),
+        (["--model", f"{FACTORY}:no_supernet"], "must return a Supernet"),
+        (["--save-bundle", "."], "neither new nor a bundle"),
+        (["--calibrate-on", "x.npy", "--random-images", "3"], "not on both"),
+        (["--subnets", "random:2", "--calibrate-on", "x.npy"], "not readable as an array"),
+        (["--out", "/none/t.json"], "folder that exists"),
+        (["--dry-run", "--mode", "graphs"], "for cuda"),
+        (["--dry-run", "--include-h2d"], "include_h2d"),
+        (["--dry-run", "--colocate", "1", "--colocated", "8"], "it has 0 to 7"),
+        (["--accuracy", "70", "--accuracy-predictor", "p.pth"], "only one of them"),
+        (["--dry-run", "--accuracy-predictor", "/none.pth"], "/none.pth is no file"),
+        (["--accuracy-encoding", "tutorial"], "give that too"),
+        (["--bundle", "b", "--constructor", '{"a": 1}'], "those of --family or --model"),
+        (["--colocated", "1"], "give --colocate"),
+        (["--windows", "5", "--max-windows", "4"], "at most max_windows"),
+        (["--dry-run", "--calibrate-on", "nowhere:f"], "cannot be imported"),
+        (["--dry-run", "--calibrate-on", "wide.npy"], "images are [1, 16, 17], --input-shape is [1, 16, 16]"),
+        (["--model", f"{FACTORY}:broken"], "KeyError: 'own'"),
+    ],
+)
+def test_wrong_arguments_are_explained(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "thesis.txt").touch()
+    np.save(tmp_path / "here" / "wide.npy", np.zeros((2, 1, 16, 17), np.float32))
+    monkeypatch.chdir(tmp_path / "here")
+    assert main([*QUICK, "--quiet", "--batch-sizes", "1", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "here" / "latency.json").exists()
+
+
+def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    arguments = ("--subnets", "random:3", "--batch-sizes", 1)
+    with monkeypatch.context() as patch:
+        interrupt_after(4, patch)
+        assert run(tmp_path, *arguments) == 130
+    assert "--resume goes on" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+    assert run(tmp_path, *arguments) == 2
+    refused = capsys.readouterr().err
+    assert "5 records of an earlier run; resume it" in refused
+    assert f"or remove the folder {tmp_path / 't.json.work'}" in refused
+    assert run(tmp_path, *arguments, "--resume", "--min-time-s", 0.004) == 2
+    assert "min_time_ms 3.0 and 4.0" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--resume", "--seed", 1) == 2
+    assert "request.seed 0 and 1" in capsys.readouterr().err
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert table_in(tmp_path).statistics["windows"].tolist() == [[3.0]] * 3
+    assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh
+
+
+def test_statistics_of_an_evaluation_survive_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--subnets", 3, "--search-latency", "macs", "--evaluations", 8, "--batch-sizes", 1,
+                 "--accuracy", f"{FACTORY}:calibrated_accuracy")  # fmt: skip
+    (tmp_path / "whole").mkdir()
+    assert run(tmp_path / "whole", *arguments, "--save-bundle", tmp_path / "whole" / "bundle") == 0
+    (tmp_path / "cut").mkdir()
+    bundle = ("--save-bundle", tmp_path / "cut" / "bundle")
+    with monkeypatch.context() as patch:
+        interrupt_after(0, patch)
+        assert run(tmp_path / "cut", *arguments, *bundle) == 130
+    assert run(tmp_path / "cut", *arguments, *bundle, "--resume") == 0
+    whole, cut = (subnetact.Engine.load(tmp_path / name / "bundle") for name in ("whole", "cut"))
+    for engine in (whole, cut):
+        assert set(engine.supernet.norms) == set(engine.specs)
+        assert engine.tables["measured"].stamp["calibrated_on"] == "their own statistics"
+    for spec in whole.specs:
+        rows = [engine.supernet.norms.get(spec) for engine in (whole, cut)]
+        assert rows[0] is not None
+        assert rows[1] is not None
+        assert torch.equal(rows[0].flat, rows[1].flat)
+
+
+def test_a_bundle_of_an_own_network_is_profiled_again(tmp_path: Path, capsys: Any) -> None:
+    model, bundle = ("--model", f"{FACTORY}:own_network"), tmp_path / "bundle"
+    assert (
+        run(
+            tmp_path,
+            *model,
+            "--subnets",
+            "all",
+            "--input-shape",
+            4,
+            "--batch-sizes",
+            1,
+            "--save-bundle",
+            bundle,
+        )
+        == 0
+    )
+    assert f"Engine.load({str(bundle)!r}, supernet=yours)" in capsys.readouterr().out
+    assert run(tmp_path, "--bundle", bundle, "--batch-sizes", 1) == 2
+    (tmp_path / "again").mkdir()
+    assert run(tmp_path / "again", *model, "--bundle", bundle, "--batch-sizes", 1, 2) == 0
+    first, again = table_in(tmp_path), table_in(tmp_path / "again")
+    assert first.subnets == again.subnets
+    assert first.stamp["supernet"] == again.stamp["supernet"]
+
+
+def test_a_search_measures_before_it_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners: list[Runner] = []
+    prepared = Runner.prepared
+
+    def noted(runner: Runner, subnet: int, batch_size: int) -> AbstractContextManager[TimedCall]:
+        if not runners or runners[-1] is not runner:
+            runners.append(runner)
+        return prepared(runner, subnet, batch_size)
+
+    monkeypatch.setattr(Runner, "prepared", noted)
+    arguments = ("--subnets", 3, "--batch-sizes", 1, 2, "--fitted", 8, "--evaluations", 40)
+    assert run(tmp_path, *arguments, "--accuracy", f"{FACTORY}:accuracy") == 0
+    table = table_in(tmp_path)
+    assert table.stamp["measured_before_trusted"] is True
+    fitted, *trusted, profiled = [len(runner.keys) for runner in runners]
+    assert (fitted, profiled) == (8, 3)
+    assert len(trusted) >= 3
+    assert set(trusted) == {1}
+
+
+def test_files_beside_a_table_have_its_name() -> None:
+    names = [Job(out=Path(name)).scheduler_out.name for name in ("t.json", "a.v1", "a.v2")]
+    assert names == ["t.scheduler.json", "a.v1.scheduler.json", "a.v2.scheduler.json"]
+
+
+def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supernet, capsys: Any) -> None:
+    listed, space = tmp_path / "s.json", digits.space
+    listed.write_text(json.dumps([space.format(space.smallest())]))
+    arguments = ("--subnets", listed, "--batch-sizes", 1)
+    assert run(tmp_path, *arguments) == 0
+    measured = table_in(tmp_path).stamp["measured"]
+    journal = tmp_path / "t.json.work" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"'))
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert table_in(tmp_path).stamp["measured"] == "long ago"
+    listed.write_text(json.dumps([space.format(space.largest())]))
+    assert run(tmp_path, *arguments, "--resume") == 2
+    assert "sha256" in capsys.readouterr().err
+
+
+def test_another_search_is_not_taken_up(tmp_path: Path) -> None:
+    arguments = ("--subnets", 4, "--batch-sizes", 1, "--fitted", 8, "--evaluations", 1000, "--windows", 1)
+    work = tmp_path / "t.json.work"
+    assert run(tmp_path, *arguments) == 0
+    (first,) = work.glob("search-*.json")
+    lines = (work / "journal.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines[1:] if json.loads(line)["record"] == "window"]
+    (work / "journal.jsonl").write_text("".join([lines[0], *kept]))  # the fit is measured again
+    assert run(tmp_path, *arguments, "--resume") == 0
+    assert set(work.glob("search-*.json")) > {first}
+
+
+def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
+    subject = ProfileSource(digits, torch.zeros(1, 16, 16))
+    specs = list(digits.space.enumerate())[:9]
+
+    def measure(some: Any, sizes: Any) -> list[list[float]]:
+        return [[math.nan if i == 0 else 1.0 + i, math.nan if i < 2 else 2.0 + i] for i in range(len(some))]
+
+    (one,) = fitted_latencies(subject, specs, [1, 64], measure)
+    assert (one.batch_size, one.error.test) == (1, 8)
+    with pytest.raises(
+        SpecError, match=r"7 ran at batch size 1, 6 ran at batch size 64.*--search-latency macs"
+    ):
+        fitted_latencies(subject, specs[:8], [1, 64], measure)
+
+
+def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
+    np.save(tmp_path / "f.npy", np.ones((3, 1, 4, 4)))
+    np.save(tmp_path / "i.npy", np.ones((3, 1, 4, 4), np.uint8))
+    assert [len(x) for x in batches_of(str(tmp_path / "f.npy"), 2, torch.float32)] == [2, 1]
+    assert next(batches_of(str(tmp_path / "f.npy"), 2, torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(SpecError, match=r"images are torch\.uint8, the network takes torch\.float32"):
+        next(batches_of(str(tmp_path / "i.npy"), 2, torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_bundle_keeps_its_dtypes(digits: Supernet, tmp_path: Path) -> None:
+    example = torch.zeros(1, 16, 16, dtype=torch.float64)
+    digits.double()
+    specs = [digits.space.smallest()]
+    subnetact.Engine(digits, specs, example=example, allow_uncalibrated=True).save(tmp_path / "b")
+    kept = load_source(bundle=str(tmp_path / "b"))
+    assert (kept.example.dtype, kept.supernet.fingerprint()) == (torch.float64, digits.fingerprint())
+    cast = load_source(bundle=str(tmp_path / "b"), dtype="bfloat16")
+    assert cast.example.dtype == next(cast.supernet.parameters()).dtype == torch.bfloat16
+
+
+def test_a_network_of_two_inputs_is_left_to_the_api(tmp_path: Path) -> None:
+    supernet = find(f"{FACTORY}:two_inputs")()
+    example = (torch.ones(4), torch.zeros(4))
+    subnetact.Engine(supernet, [supernet.space.smallest()], example=example).save(tmp_path / "pair")
+    with pytest.raises(SpecError, match=r"its input is a tuple.*subnetact\.profile_latency"):
+        load_source(model=f"{FACTORY}:two_inputs", bundle=str(tmp_path / "pair"))
+
+
+def test_figures_without_matplotlib_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra):
+        need_matplotlib()
+    assert run(tmp_path, "--plot", tmp_path / "plots", "--dry-run") == 2
+
+
+def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
+    readings, settings = Measurements(), SweepSettings(colocate=(1,), stability=0.1)
+    for level, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
+        for factor in factors:
+            readings.add((level, 0, 1), {"host_ms": factor * np.ones(3)})
+    readings.add((0, 0, 2), None)
+    readings.add((1, 0, 2), None)
+    job = Job(settings=settings, batch_sizes=(1, 2))
+    assert count_cells(job, readings, 1) == (2, 1)
+    assert count_beaten(job, readings, [70.0]) == 0
+    assert count_beaten(job, readings, [math.nan]) is None
+
+
+def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "profiling"))
+    name = import_module("device_sweep").table_name
+    own = ["--family", "f", "--device", "cpu", "--threads", "1", "--input-shape", "3", "224", "224"]
+    assert name(own).endswith("_f_224px_zero-copy")
+    changed = [*own, "--mode=eager", "--dtype=bfloat16", "--threads=2", "--input-shape", "3", "96", "96"]
+    assert "_2thread_" in name(changed)
+    assert name(changed).endswith("_f_96px_eager_bfloat16")
+    assert name([*own, "--input-shape", "1", "16", "32"]).endswith("_f_1x16x32_zero-copy")
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    arguments = [
+        "--subnets", "6", "--search-latency", "macs", "--evaluations", "200", "--batch-sizes", "1", "2",
+        "--random-images", "4", "--out", str(folder / "t.json"), "--save-bundle", str(folder / "bundle"),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        [*COMMAND, *QUICK, *arguments, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_bundle(tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole")
+    assert whole.communicate(timeout=120)[0] is None
+    assert whole.returncode == 0
+    folder, journal = tmp_path / "killed", tmp_path / "killed" / "t.json.work" / "journal.jsonl"
+    rng, kills = random.Random(0), 0
+    for _ in range(2):
+        process = start(folder, "--resume")
+        lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
+        more = rng.randint(1, 14)
+        while process.poll() is None and (
+            not journal.exists() or journal.read_bytes().count(b"\n") < lines + more
+        ):
+            time.sleep(0.001)
+        kept = journal.read_bytes()
+        process.kill()
+        process.communicate(timeout=60)
+        kills += process.returncode == -signal.SIGKILL
+        assert journal.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert kills
+    last = start(folder, "--resume")
+    errors = last.communicate(timeout=120)[1]
+    assert last.returncode == 0, errors
+    assert b"profiling" in errors
+    tables = [subnetact.LatencyTable.load(one / "t.json") for one in (tmp_path / "whole", folder)]
+    assert tables[0].subnets == tables[1].subnets
+    assert tables[0].batch_sizes == tables[1].batch_sizes
+    assert tables[0].statistics["windows"].tolist() == tables[1].statistics["windows"].tolist()
+    for key in set(tables[0].stamp) - {"measured"}:
+        assert tables[0].stamp[key] == tables[1].stamp[key]
+    for name in ("weights.safetensors", "norms.safetensors"):
+        tensors = [load_file(one / "bundle" / name) for one in (tmp_path / "whole", folder)]
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    engines = [subnetact.Engine.load(one / "bundle") for one in (tmp_path / "whole", folder)]
+    assert engines[0].specs == engines[1].specs
+    assert engines[1].tables["measured"] == tables[1]
+
+
+def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path) -> None:
+    folder, journal = tmp_path, tmp_path / "t.json.work" / "journal.jsonl"
+    process = start(folder, "--min-time-s", "3")
+    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    process.terminate()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    assert not (folder / "t.json").exists()
+    records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+    assert [record["record"] for record in records[:2]] == ["chosen", "window"]
+
+
+def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--help"])
+    assert exited.value.code == 0
+    printed = capsys.readouterr().out
+    for words in ("how it is measured:", "(default: 20.0)", "exit status:", "--compare monday.json"):
+        assert words in printed
+    assert "(default: None)" not in printed
+    assert "(default: [])" not in printed
+
+
+def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96}
+    constructor = {**sizes, "vocab_size": 30}
+    subject = load_source(family="dynabert", constructor=constructor)
+    assert (subject.example.shape, subject.example.dtype) == ((128,), torch.int64)
+    chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
+    assert run(tmp_path, *chosen, "--input-dtype", "float32", "--input-shape", "3") == 2
+    assert "see --input-shape and --input-dtype" in capsys.readouterr().err

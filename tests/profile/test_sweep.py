@@ -1,0 +1,344 @@
+"""The sweep: which cell is measured when and how often, what is kept, and how subnets are run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import subnetact
+from subnetact.device import find_device, measure, ran_out_of_memory
+from subnetact.digits import new_digits_supernet
+from subnetact.errors import DeviceError, ResumeMismatch, TableError
+from subnetact.journal import Journal
+from subnetact.profile.corunners import CoRunners
+from subnetact.profile.measurements import Cell, Measurements
+from subnetact.profile.modes import (
+    MODES,
+    Runner,
+    TimedCall,
+    engine_for,
+)
+from subnetact.profile.sweep import sweep as sweep_with
+from subnetact.profile.sweep import table_of
+from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.supernet.supernet import Supernet
+
+EXAMPLE = torch.zeros(1, 16, 16)
+CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+
+
+class FakeRunner:
+    """Cells whose windows are made up: `times(subnet, batch size, visit)`, ms."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, times: Any, subnets: int = 2) -> None:
+        self.engine = SimpleNamespace(
+            ids=tuple(range(subnets)),
+            supernet=new_digits_supernet(),
+            device=torch.device("cpu"),
+            example=EXAMPLE,
+            fingerprint="made up",
+        )
+        self.keys = tuple(f"s{i}" for i in range(subnets))
+        self.device = torch.device("cpu")
+        self.times = times
+        self.visits: list[tuple[int, int]] = []
+
+    @contextmanager
+    def prepared(self, subnet: int, batch_size: int) -> Iterator[TimedCall]:
+        visit = self.visits.count((subnet, batch_size))
+        self.visits.append((subnet, batch_size))
+        yield TimedCall(lambda: self.times(subnet, batch_size, visit))
+
+
+def made_up(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
+    return {"host_ms": np.full(4, float(call()))}
+
+
+def sweep(
+    runner: Any, batch_sizes: list[int], settings: SweepSettings, readings: Measurements, **options: Any
+) -> Measurements:
+    return sweep_with(runner, batch_sizes, settings, readings, progress=False, measure=made_up, **options)
+
+
+def steady(subnet: int, batch_size: int, visit: int) -> float:
+    return 1.0 + subnet + batch_size
+
+
+def test_the_order_of_visits() -> None:
+    cells = [(0, 1), (0, 4), (1, 1), (1, 4)]
+    runner = FakeRunner(steady)
+    sweep(runner, [1, 4], SweepSettings(), Measurements())
+    assert runner.visits == 5 * cells
+    runner = FakeRunner(steady)
+    sweep(runner, [1, 4], SweepSettings(order="sequential"), Measurements())
+    assert runner.visits == [cell for cell in cells for _ in range(5)]
+
+
+@pytest.mark.parametrize("order", ["interleaved", "sequential"])
+def test_unstable_cells_are_visited_again_up_to_a_bound(order: str) -> None:
+    def times(subnet: int, batch_size: int, visit: int) -> float:
+        if (subnet, batch_size) == (0, 1):  # known at the eighth visit, whose interval leaves out two
+            return [1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0][visit]
+        return 2.0**visit if subnet == 1 and batch_size == 4 else 3.0  # never
+
+    runner = FakeRunner(times)
+    settings = SweepSettings(order=order, max_windows=9)
+    readings = sweep(runner, [1, 4], settings, Measurements())
+    counts = {cell: runner.visits.count(cell) for cell in runner.visits}
+    assert counts == {(0, 1): 8, (0, 4): 5, (1, 1): 5, (1, 4): 9}
+    table = table_of(runner, [1, 4], settings, readings, [math.nan] * 2)
+    assert table.latency_ms.tolist() == [[1.0, 3.0], [3.0, 16.0]]
+    assert table.statistics["stable"].tolist() == [[1, 1], [1, 0]]
+    assert table.statistics["windows"].tolist() == [[8, 5], [5, 9]]
+    assert table.statistics["runs"].tolist() == [[32, 20], [20, 36]]
+    assert table.statistics["p99"][0, 0] > 5.0
+
+
+@pytest.mark.parametrize("order", ["interleaved", "sequential"])
+def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_path: Path) -> None:
+    def times(subnet: int, batch_size: int, visit: int) -> float:
+        return 1.0 + subnet + batch_size + (0.5 * visit if (subnet, batch_size) == (0, 4) else 0)
+
+    settings = SweepSettings(order=order, max_windows=7)
+    whole = FakeRunner(times)
+    expected = table_of(whole, [1, 4], settings, sweep(whole, [1, 4], settings, Measurements()), [70.0, 80.0])
+    for after in range(len(whole.visits)):
+        path = tmp_path / f"{after}.jsonl"
+
+        left = iter(range(after))
+
+        def interrupted(*cell: int, left: Iterator[int] = left) -> float:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return times(*cell)
+
+        first = FakeRunner(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(first, [1, 4], settings, Measurements(Journal(path, {})))
+        before = path.read_bytes()
+        readings = Measurements(Journal(path, {}))
+        second = FakeRunner(lambda i, b, v, r=readings: times(i, b, len(r.windows.get((0, i, b), []))))
+        sweep(second, [1, 4], settings, readings)
+        assert path.read_bytes().startswith(before)
+        assert len(second.visits) == len(whole.visits) - after
+        table = table_of(second, [1, 4], settings, Measurements(Journal(path, {})), [70.0, 80.0])
+        assert table.latency_ms.tolist() == expected.latency_ms.tolist()
+        assert {n: v.tolist() for n, v in table.statistics.items()} == {
+            n: v.tolist() for n, v in expected.statistics.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA"), RuntimeError(CPU_OUT_OF_MEMORY), MemoryError()]
+)
+def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
+    error: Exception, tmp_path: Path
+) -> None:
+    def times(subnet: int, batch_size: int, visit: int) -> float:
+        if subnet == 1 and batch_size >= 4:
+            raise error
+        return 1.0
+
+    runner, settings = FakeRunner(times), SweepSettings()
+    readings = Measurements(Journal(tmp_path / "j", {}))
+    sweep(runner, [1, 4, 8], settings, readings)
+    assert runner.visits.count((1, 4)) == 1
+    assert (1, 8) not in runner.visits
+    table = table_of(runner, [1, 4, 8], settings, Measurements(Journal(tmp_path / "j", {})), [70.0, 80.0])
+    assert np.isnan(table.latency_ms).tolist() == [[False] * 3, [False, True, True]]
+    assert table.stamp["out_of_memory"] == [[0, 1, 4]]
+    assert table.statistics["runs"][1].tolist() == [20, 0, 0]
+    assert np.isnan(table.monotone().latency_ms).tolist() == np.isnan(table.latency_ms).tolist()
+    nothing = FakeRunner(lambda *_: times(1, 4, 0))
+    with pytest.raises(TableError, match="memory ran out in all"):
+        table_of(nothing, [1], settings, sweep(nothing, [1], settings, Measurements()), [1.5, 1.5])
+
+
+def test_other_errors_are_not_taken_for_missing_memory() -> None:
+    def times(*_: int) -> float:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        sweep(FakeRunner(times), [1], SweepSettings(), Measurements())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"statistic": "p42"}, "p42.*mean, p50"),
+        ({"quantiles": (0, 50)}, "between 0 and 100"),
+        ({"order": "random"}, "interleaved, sequential"),
+        ({"windows": 6, "max_windows": 5}, "at most max_windows"),
+        ({"windows": 0}, "at least 1"),
+        ({"stability": math.nan}, "stability"),
+        ({"warmup_ms": -1.0}, "warmup_ms"),
+        ({"colocate": (2, 1)}, "ascending"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TableError, match=words):
+        SweepSettings(**changes)
+
+
+def test_what_is_done_before_each_run_is_not_timed() -> None:
+    order: list[str] = []
+    measure(lambda: order.append("run"), torch.device("cpu"), 0, 0, 2, before=lambda: order.append("before"))
+    assert order == ["run", "before", "run", "before", "run"]
+
+
+@pytest.fixture
+def engine(digits: Supernet) -> subnetact.Engine:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    return subnetact.Engine(digits, specs, example=EXAMPLE)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("graphs", "compile")])
+@pytest.mark.parametrize("actuation", [False, True])
+def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str, actuation: bool) -> None:
+    supernet, specs = engine.supernet, engine.specs
+    engine = engine_for(supernet, specs, mode, example=EXAMPLE, device="cpu", memory_budget_mb=64)
+    runner = Runner(engine, mode, include_actuation=actuation, channels_last=mode == "eager" and actuation)
+    assert runner.settings["channels_last"] == (mode != "eager" or actuation)
+    for batch_size in (1, 3):
+        x = torch.randn((batch_size, 1, 16, 16), generator=torch.Generator().manual_seed(0))
+        for i, spec in enumerate(specs):
+            with runner.prepared(i, batch_size) as timed:
+                if timed.before is not None:
+                    assert mode == "eager"
+                    timed.before()
+                    assert supernet.active != spec
+                output = timed.call()
+                assert engine.is_hot(i) == (mode == "hot")
+            torch.testing.assert_close(output, supernet(x, subnet=spec), rtol=1e-3, atol=1e-4)
+            if mode == "eager" and actuation:
+                assert supernet.active == spec
+
+
+def test_modes_of_another_device_are_refused(engine: subnetact.Engine) -> None:
+    for mode, error in (("graphs", DeviceError), ("quick", TableError)):
+        with pytest.raises(error, match=mode):
+            engine_for(engine.supernet, engine.specs, mode, example=EXAMPLE, device="cpu")
+    with pytest.raises(DeviceError, match="include_h2d"):
+        Runner(engine, include_h2d=True)
+
+
+def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engine, tmp_path: Path) -> None:
+    path, quick = tmp_path / "j.jsonl", {"warmup_ms": 0, "min_time_ms": 1, "progress": False}
+    first = subnetact.profile_latency(engine, [1, 2], resume=path, **quick)
+    recorded = path.read_bytes()
+    again = subnetact.profile_latency(engine, [1, 2], resume=path, **quick)
+    assert path.read_bytes() == recorded
+    assert again.latency_ms.tolist() == first.latency_ms.tolist()
+    with pytest.raises(ResumeMismatch, match="min_time_ms 1 and 2"):
+        subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
+    with torch.no_grad():
+        next(engine.supernet.parameters()).mul_(2.0)
+    changed = subnetact.Engine(engine.supernet, engine.specs, example=EXAMPLE)
+    with pytest.raises(ResumeMismatch, match="supernet"):
+        subnetact.profile_latency(changed, [1, 2], resume=path, **quick)
+
+
+def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
+    settings = SweepSettings(warmup_ms=0, min_time_ms=2, colocate=(1,), colocated=1)
+    runner = Runner(engine)
+    readings = sweep_with(runner, [1], settings, Measurements(), progress=False)
+    table = table_of(runner, [1], settings, readings, [60.0, 80.0])
+    assert table.interference == (0.0, 1.0)
+    assert table.contended_ms.shape == (2, 2, 1)
+    assert table.contended_ms[0].tolist() == table.latency_ms.tolist()
+    assert np.isfinite(table.contended_ms).all()
+    beside = table.at_interference(1.0)
+    assert beside.latency_ms.tolist() == table.contended_ms[1].tolist()
+    assert set(beside.statistics) == {name for name in table.statistics if "beside" not in name}
+    assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
+
+
+@pytest.mark.parametrize("order", ["interleaved", "sequential"])
+def test_co_runners_run_in_their_cells_only(order: str) -> None:
+    class Company:
+        running = 0
+
+        def __enter__(self) -> Company:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def run(self, count: int) -> None:
+            self.running = count
+
+        def check(self) -> None:
+            pass
+
+    company = Company()
+    running: list[int] = []
+    wanted: list[int] = []
+
+    def times(*_: int) -> float:
+        running.append(company.running)
+        return 1.0
+
+    class Noted(Measurements):
+        def add(self, cell: Cell, window: Any) -> None:
+            wanted.append(cell[0])
+            super().add(cell, window)
+
+    settings = SweepSettings(colocate=(1, 3), order=order)
+    sweep(FakeRunner(times), [1, 2], settings, Noted(), co_runners=lambda *_: company)
+    assert len(running) == 2 * 2 * 3 * settings.windows
+    assert running == wanted
+    assert company.running == 0
+
+
+def moved(company: CoRunners, since: tuple[int, ...]) -> bool:
+    """Tell whether any co-runner finishes another pass within half a second."""
+    end = time.monotonic() + 0.5
+    while company.passes == since and time.monotonic() < end:
+        time.sleep(0.005)
+    return company.passes != since
+
+
+def test_co_runners_pause_when_they_are_told_to(wait_for: Callable[..., None]) -> None:
+    with CoRunners(torch.nn.Linear(4, 2), torch.zeros(1, 4), 2) as company:
+        begun = company.passes
+        assert min(begun) >= 2
+        assert not moved(company, begun)
+        company.run(1)
+        before = company.passes[0]
+        wait_for(lambda: company.passes[0] > before + 10, 60)
+        assert company.passes[1] == begun[1]
+        company.run(0)
+        paused = company.passes
+        assert paused[1] == begun[1]
+        assert not moved(company, paused)
+
+
+def test_what_runs_out_of_memory() -> None:
+    for words in (CPU_OUT_OF_MEMORY, "CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"):
+        assert ran_out_of_memory(RuntimeError(words))
+    assert not ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_devices_that_cannot_be_waited_for_are_refused() -> None:
+    for device in ("meta", "mps", "nonsense", "cuda:99"):
+        with pytest.raises(DeviceError, match=f"device '{device}' cannot be") as raised:
+            find_device(device)
+        assert len(str(raised.value)) < 400
+
+
+def test_a_co_runner_that_dies_is_noticed() -> None:
+    unfit = CoRunners(torch.nn.Linear(3, 2), torch.zeros(1, 4), 1)
+    with pytest.raises(DeviceError, match="co-runner 1 of 1 ended"), unfit:
+        pass

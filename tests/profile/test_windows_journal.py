@@ -1,0 +1,124 @@
+"""Which windows are trusted, and records that survive a kill at any byte."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.journal import Journal
+from subnetact.profile.stability import median_interval, stable, statistics_of
+
+
+def windows(*medians: float) -> list[dict[str, np.ndarray]]:
+    return [{"host_ms": median * np.linspace(0.9, 1.1, 5)} for median in medians]
+
+
+@pytest.mark.parametrize("count", [5, 6, 8, 11, 15])
+def test_the_interval_holds_the_median_as_often_as_it_says(count: int) -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.exponential(1.0, (4000, count))  # skewed, as latencies are
+    held = [low <= np.log(2) <= high for low, high in map(median_interval, draws)]
+    assert 0.89 <= np.mean(held) <= 0.98
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=20))
+def test_the_interval_is_of_order_statistics(values: list[float]) -> None:
+    low, high = median_interval(values)
+    if len(values) < 5:
+        assert (low, high) == (-math.inf, math.inf)
+    else:
+        assert low in values
+        assert high in values
+        assert min(values) <= low <= np.median(values) <= high <= max(values)
+
+
+def test_a_cell_is_stable_when_its_median_is_known() -> None:
+    assert stable(windows(1.0, 1.02, 0.98, 1.0, 1.01), 0.03)
+    assert not stable(windows(1.0, 1.02, 0.98, 1.0, 1.08), 0.03)
+    assert not stable(windows(1.0, 1.0, 1.0, 1.0), 0.03)  # too few to say
+    disturbed = windows(1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 9.0)
+    assert stable(disturbed, 0.03)  # a minority of outliers
+    assert statistics_of(disturbed, 0.03, [50])["p50"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_windows_of_slow_minutes_are_no_independent_samples() -> None:
+    slow = [1.2 if 10 <= i % 30 < 20 else 1.0 for i in range(60)]
+    spread = [1.2 if i % 3 == 0 else 1.0 for i in range(60)]
+    assert sorted(slow) == sorted(spread)
+    assert stable(windows(*spread), 0.05)
+    assert not stable(windows(*slow), 0.05)
+
+
+@pytest.mark.parametrize("count", [11, 15, 16, 23, 24, 31, 60])
+def test_a_few_disturbed_windows_do_not_make_a_cell_unstable(count: int) -> None:
+    values = [1.0] * count
+    values[2] = values[-2] = 3.0
+    assert stable(windows(*values), 0.03)
+
+
+def test_statistics_are_of_all_runs_by_clock() -> None:
+    one = {"host_ms": np.array([2.0, 3.0]), "device_ms": np.array([1.0, 1.5])}
+    found = statistics_of([one] * 5, 0.05, [50, 99.9])
+    assert found["device_p50"] == 1.25
+    assert found["p99.9"] > found["p50"] == found["mean"] == 2.5
+    assert (found["min"], found["std"], found["device_min"]) == (2.0, 0.5, 1.0)
+    assert (found["runs"], found["windows"], found["stable"]) == (10, 5, 1)
+
+
+def test_a_journal_cut_at_any_byte_goes_on_with_whole_records(tmp_path: Path) -> None:
+    path, facts = tmp_path / "j.jsonl", {"threads": 1, "settings": {"order": "interleaved"}}
+    journal = Journal(path, facts)
+    for i in range(3):
+        journal.append("window", cell=[0, i, 1], host_ms=[0.5 * i])
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in range(ends[0], len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        resumed = Journal(path, facts)
+        kept = sum(end <= cut for end in ends[1:])
+        assert [line["cell"][1] for line in resumed.of("window")] == list(range(kept))
+        resumed.append("window", cell=[0, 9, 1], host_ms=[1.0])
+        assert [line["cell"][1] for line in Journal(path, facts)] == [*range(kept), 9]
+
+
+def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    facts = {"threads": 1, "torch": "2.13", "settings": {"order": "interleaved", "warmup_ms": 20.0}}
+    Journal(path, facts)
+    changed = {**facts, "threads": 2, "settings": {"order": "sequential", "warmup_ms": 20.0}}
+    Journal(path, changed)  # nothing was recorded yet
+    Journal(path, facts).append("window", cell=[0, 0, 1])
+    with pytest.raises(
+        ResumeMismatch, match=r"settings\.order 'interleaved' and 'sequential'; threads 1 and 2"
+    ):
+        Journal(path, changed)
+    with pytest.raises(ResumeMismatch, match="1 records of an earlier run"):
+        Journal(path, facts, resume=False)
+    assert len(Journal(path, facts)) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]\n", '{"kind": "other"}\n', "\x00\n", '{"kind": 3}\n{"a": 1}\n']
+)
+def test_other_files_are_not_taken_for_a_journal(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match="not a journal"):
+        Journal(path, {})
+    assert path.read_text() == text
+
+
+def test_a_newer_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    Journal(path, {}).append("window", cell=[0, 0, 1])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(lines[0]), "schema": 2}), *lines[1:], ""]))
+    with pytest.raises(FileFormatError, match="schema 2"):
+        Journal(path, {})

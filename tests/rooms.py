@@ -1,0 +1,121 @@
+"""Draws the map of the package from its code: `python tests/rooms.py` prints every room and its arrows.
+
+The order of the rooms is the map in the docstring of `subnetact/__init__.py`: a room may import only from
+rooms on lines above its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("subnetact", "ofa_adapters")
+
+
+def map_lines() -> list[str]:
+    """Return the lines of the map in the docstring of the package, without their indentation."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "subnetact" / "__init__.py").read_text())) or ""
+    found = re.search(r"^Map\n-+\n[^\n]+\n\n((?:    [^\n]+\n)+)", docstring, re.MULTILINE)
+    if found is None:
+        raise ValueError("subnetact/__init__.py has no map")
+    return [line.strip() for line in found.group(1).splitlines()]
+
+
+def room_lines() -> dict[str, int]:
+    """Return every room of the map with the number of its line; rooms that share a line share a number."""
+    found = {}
+    for number, line in enumerate(map_lines()):
+        for name in re.split(r",\s*", re.split(r"\s{2,}", line)[0]):
+            found[name.rstrip("/")] = number
+    return found
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the packages, by its dotted name."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Yield the modules of the packages that a file imports, wherever in the file that happens."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else str(node.module)
+
+
+def arrows() -> dict[str, set[str]]:
+    """Return, for every module, the modules it imports; `__init__` files re-export and draw no arrows."""
+    known = modules()
+    return {
+        name: {target for target in imports(path, known) if target not in (name, "subnetact")}
+        for name, path in known.items()
+        if path.name != "__init__.py"
+    }
+
+
+def room_of(module: str) -> str:
+    """Return the room of the map that a module is in."""
+    package, *rest = module.split(".")
+    return "ofa_adapters" if package == "ofa_adapters" else rest[0]
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for target in sorted(graph.get(name, ())):
+            if target not in numbers:
+                visit(target)
+                lowest[name] = min(lowest[name], lowest[target])
+            elif target in stack:
+                lowest[name] = min(lowest[name], numbers[target])
+        if lowest[name] == numbers[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def main() -> None:
+    """Print the rooms, top line first, each with the rooms it imports from."""
+    graph = arrows()
+    lines = room_lines()
+    for room, number in lines.items():
+        targets = {room_of(t) for name, ts in graph.items() if room_of(name) == room for t in ts} - {room}
+        files = sum(room_of(name) == room for name in graph)
+        ordered = sorted(targets, key=lambda target: lines[target])
+        print(f"{number:>2}  {room} ({files} file{'s' * (files != 1)}) <- {', '.join(ordered) or 'nothing'}")
+    up = [
+        f"{name} -> {target}"
+        for name, targets in graph.items()
+        for target in sorted(targets)
+        if lines[room_of(target)] > lines[room_of(name)]
+    ]
+    print(f"arrows up: {', '.join(up) or 'none'}")
+    print(f"circles: {'; '.join(' <-> '.join(group) for group in circles(graph)) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The norm table stores what rows have in common once, in memory and in its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import subnetact
+from subnetact.errors import FileFormatError
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.supernet import Supernet
+
+
+def spec(i: int) -> SubnetSpec:
+    return SubnetSpec("s", (("a", (i,)),))
+
+
+def statistics(*seeds: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Norms `n0`, `n1` ... of 3, 4 ... channels, each decided by its seed."""
+    found = {}
+    for i, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(100 * i + seed)
+        found[f"n{i}"] = torch.randn(3 + i, generator=generator), torch.rand(3 + i, generator=generator)
+    return found
+
+
+def table(*rows: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> NormTable:
+    made = NormTable("s")
+    for i, row in enumerate(rows):
+        made.update({spec(i): NormRow.of(row)})
+    return made
+
+
+def equal(row: NormRow, expected: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    found = row.pairs()
+    return list(found) == list(expected) and all(
+        torch.equal(a, b) for name in expected for a, b in zip(found[name], expected[name], strict=True)
+    )
+
+
+ROWS = [statistics(0, 0, 0), statistics(0, 0, 1), statistics(0, 2, 1), statistics(5, 0)]
+DISTINCT = 2 * 4 * ((3 + 3) + (4 + 4) + (5 + 5))
+"""Bytes: n0 has seeds 0 and 5, n1 has 0 and 2, n2 has 0 and 1."""
+
+
+def test_equal_statistics_are_stored_once() -> None:
+    made = table(*ROWS)
+    assert made.nbytes() == DISTINCT
+    assert sum(made.get(s).nbytes for s in made) == 2 * 4 * (12 * 3 + 7)
+    for i, expected in enumerate(ROWS):
+        assert equal(made.get(spec(i)), expected)
+    at_once = NormTable("s")
+    at_once.update({spec(i): NormRow.of(row) for i, row in enumerate(ROWS)})
+    assert at_once.nbytes() == DISTINCT
+
+
+def test_equal_numbers_of_another_norm_or_dtype_are_not_shared() -> None:
+    one = torch.ones(3)
+    made = table({"a": (one, one)}, {"b": (one, one)}, {"a": (one.double(), one.double())})
+    assert made.nbytes() == 24 + 24 + 48
+    assert made.get(spec(2))["a"][0].dtype == torch.float64
+
+
+def test_rows_keep_their_identity_while_others_come() -> None:
+    made = table(*ROWS[:2])
+    before = made.get(spec(0)), made.get(spec(1))
+    made.update({spec(2): NormRow.of(ROWS[2])})
+    assert (made.get(spec(0)), made.get(spec(1))) == before
+    assert made.get(spec(0)) is before[0]
+    made.update({spec(0): NormRow.of(ROWS[0])})
+    assert equal(made.get(spec(0)), ROWS[0])
+    assert equal(made.get(spec(1)), ROWS[1])
+
+
+def test_a_row_that_was_changed_in_place_is_not_taken_for_what_it_was() -> None:
+    made = table(ROWS[0])
+    made.get(spec(0)).flat.mul_(2)
+    made.update({spec(1): NormRow.of(ROWS[0])})
+    assert equal(made.get(spec(1)), ROWS[0])
+    torch.testing.assert_close(made.get(spec(0))["n0"][0], 2 * ROWS[0]["n0"][0])
+
+
+def test_the_file_holds_them_once_too_and_round_trips(tmp_path: Path) -> None:
+    path = tmp_path / "norms.safetensors"
+    made = table(*ROWS, {"n0": tuple(t.double() for t in ROWS[0]["n0"])})
+    made.save(path)
+    stored = load_file(path)
+    assert {name: t.numel() * t.element_size() for name, t in stored.items()} == {
+        "float32": DISTINCT,
+        "float64": 48,
+    }
+    loaded = NormTable.load(path)
+    assert list(loaded) == list(made)
+    assert loaded.nbytes() == DISTINCT + 48
+    for i, expected in enumerate(ROWS):
+        assert equal(loaded.get(spec(i)), expected)
+    loaded.update({spec(9): NormRow.of(ROWS[1])})
+    assert loaded.nbytes() == DISTINCT + 48
+    loaded.apply(lambda t: t.half())
+    assert loaded.nbytes() == DISTINCT // 2 + 12
+    loaded.save(path)
+    assert NormTable.load(path).get(spec(0))["n0"][0].dtype == torch.float16
+
+
+def test_files_of_schema_1_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "norms.safetensors"
+    rows = [NormRow.of(row) for row in ROWS[:2]]
+    index = [{"spec": spec(i).to_json(), "channels": list(r.channels.items())} for i, r in enumerate(rows)]
+    header = {"format": "subnetact.norms", "schema": "1", "space": "s", "rows": json.dumps(index)}
+    save_file({str(i): row.flat for i, row in enumerate(rows)}, path, header)
+    loaded = NormTable.load(path)
+    assert [equal(loaded.get(spec(i)), ROWS[i]) for i in range(2)] == [True, True]
+    assert loaded.nbytes() == 2 * 4 * (3 + 4 + 5 + 5)
+
+
+def rewritten(path: Path, change: dict[str, object], header: dict[str, str] | None = None) -> None:
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    index = {**json.loads(metadata["index"]), **change}
+    save_file(load_file(path), path, {**metadata, "index": json.dumps(index), **(header or {})})
+
+
+@pytest.mark.parametrize(
+    ("change", "header", "message"),
+    [
+        ({"blocks": [[0, 3, "float32"]]}, {}, "more statistics than blocks"),
+        ({"blocks": [[0, 300, "float32"]]}, {}, "outside the statistics"),
+        ({"blocks": [[0, 3, "int8"]]}, {}, "int8"),
+        ({"rows": [{"spec": spec(0).to_json(), "blocks": [-1]}]}, {}, "a block that is not there"),
+        ({"names": []}, {}, "not a readable norm table"),
+        ({}, {"schema": "3"}, "schema 3, this version reads 1 to 2"),
+    ],
+)
+def test_indices_that_contradict_the_statistics_are_refused(
+    tmp_path: Path, change: dict[str, object], header: dict[str, str], message: str
+) -> None:
+    path = tmp_path / "norms.safetensors"
+    table(*ROWS).save(path)
+    rewritten(path, change, header)
+    with pytest.raises(FileFormatError, match=message):
+        NormTable.load(path)
+
+
+def test_statistics_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "norms.safetensors"
+    made = table(ROWS[0])
+    made.get(spec(0)).flat[0] = float("nan")
+    made.save(path)
+    with pytest.raises(FileFormatError, match="not finite"):
+        NormTable.load(path)
+
+
+def test_subnets_with_an_equal_beginning_share_it_also_over_two_calibrations(digits: Supernet) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(6, 1, 16, 16, generator=generator)]
+    specs = [digits.space.sample(seed) for seed in range(12)]
+    for some in (specs[:5], specs[5:]):
+        subnetact.calibrate(digits, some, batches, progress=False)
+    separate = digits.norms.nbytes()
+    subnetact.calibrate(digits, specs, batches, progress=False)
+    assert digits.norms.nbytes() == separate
+    whole = sum(digits.norms.get(s).nbytes for s in digits.norms)
+    assert separate < 0.9 * whole
+    moved = digits.norms.to_like(torch.zeros((), dtype=torch.float64))
+    assert moved.nbytes() == 2 * separate

@@ -1,0 +1,92 @@
+"""The map of the package holds: one direction of imports, nothing idle, names that readers look for."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STARTED_BY_NAME = {
+    "ofa_adapters.__main__": "python -m ofa_adapters",
+    "subnetact.demo": "python -m subnetact.demo",
+    "subnetact.export.triton.python_backend": "copied into a Triton repository",
+    "subnetact.profile.__main__": "python -m subnetact.profile",
+    "subnetact.simulate": "python -m subnetact.simulate",
+}
+"""Modules that start a program; nobody imports them."""
+
+
+@pytest.fixture(scope="module")
+def rooms() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rooms", ROOT / "tests" / "rooms.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_map_names_every_room(rooms: ModuleType) -> None:
+    lines = rooms.room_lines()
+    entries = {p.name.removesuffix(".py") for p in (ROOT / "subnetact").iterdir() if p.name != "__pycache__"}
+    assert entries - set(lines) == {"__init__", "py.typed", "data"}
+    assert set(lines) - entries == {"ofa_adapters"}
+    assert len(entries) <= 25
+
+
+def test_the_readme_has_the_same_map(rooms: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "\n".join(rooms.map_lines()) in readme
+
+
+def test_no_import_points_up(rooms: ModuleType) -> None:
+    lines = rooms.room_lines()
+    up = [
+        f"{name} imports {target}"
+        for name, targets in rooms.arrows().items()
+        for target in targets
+        if lines[rooms.room_of(target)] > lines[rooms.room_of(name)]
+    ]
+    assert not up
+
+
+def test_no_import_goes_in_a_circle(rooms: ModuleType) -> None:
+    assert not rooms.circles(rooms.arrows())
+
+
+def test_a_circle_and_an_arrow_up_would_be_found(rooms: ModuleType) -> None:
+    assert rooms.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    lines = rooms.room_lines()
+    assert lines["errors"] < lines["engine"] < lines["ofa_adapters"]
+
+
+def test_every_module_is_imported_or_started(rooms: ModuleType) -> None:
+    known = rooms.modules()
+    wanted = {
+        target for name, path in known.items() for target in rooms.imports(path, known) if target != name
+    }
+    families = {name for name in known if name.startswith("ofa_adapters.networks.")}
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    idle = set(known) - wanted - packages - families - set(STARTED_BY_NAME)
+    assert not idle
+
+
+def test_the_rooms_without_torch_never_import_it() -> None:
+    for room in ("serving", "latency"):
+        for path in (ROOT / "subnetact" / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not any(n.split(".")[0] == "torch" for n in names), path
+
+
+def test_no_file_is_called_by_a_participle(rooms: ModuleType) -> None:
+    names = {part for module in rooms.modules() for part in module.split(".")}
+    gerunds = {name for name in names if re.search(r"(ed|ing)$", name)}
+    allowed = {"serving", "scheduling", "planning", "model_switching"}  # rooms, and a policy's proper name
+    assert gerunds <= allowed
