@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import subnetact
 from ofa_adapters import families, load
-from ofa_adapters.networks.ofa_resnet50 import build
+from ofa_adapters.registry import family_of
 from subnetact.errors import CheckpointError, IllegalChoice, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -63,8 +63,7 @@ def test_calibrated_subnets_equal_upstream(calibrated: Supernet, name: str) -> N
 
 @pytest.mark.parametrize("name", FACTS["bn_stats_file"]["cases"])
 def test_calibrated_statistics_equal_upstream(calibrated: Supernet, name: str) -> None:
-    from ofa_adapters.networks.ofa_resnet50 import rename
-
+    rename = family_of("ofa_resnet50").rename
     expected = {
         rename(key.removeprefix(f"{name}.")): value
         for key, value in load_file(GOLDEN / "bn_stats.safetensors").items()
@@ -163,7 +162,7 @@ def test_live_upstream_statistics() -> None:
     torch.testing.assert_close(supernet(batches[0], subnet=spec), expected, atol=2e-4, rtol=1e-5)
 
 
-SPACE = build()[1]
+SPACE = family_of("ofa_resnet50").build()[1]
 
 
 @settings(max_examples=25, deadline=None)
