@@ -108,14 +108,13 @@ def contenders(
         compiled: Any = torch.compile(extracted, mode=mode, dynamic=False)
         runs["torch_compile"] = lambda: compiled(x)
     runs["view"] = lambda: supernet(x, subnet=spec)
-    for name, budget in (("zero_copy", 0.0), ("slice_cache", ROOMY_MB), ("hot", ROOMY_MB)):
+    for name, budget in (("zero_copy", 0.0), ("hot", ROOMY_MB)):
         engine = subnetact.Engine(
             supernet,
             [spec],
             example=x[0],
             memory_budget_mb=budget,
             allow_uncalibrated=True,
-            specialise=name != "slice_cache",  # slices only; an engine with room for programs makes them
         )
         if name == "hot" and not engine.pin(0):
             raise RuntimeError(f"{spec} could not be specialised")
@@ -301,7 +300,7 @@ def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
         "weights_MiB": held.weights / 2**20,
         "norm_table_MiB": held.norm_table / 2**20,
         "budget_MiB": held.budget / 2**20,
-        "held": {"slice_cache": held.slice_cache, "packed": held.packed, "hot": held.hot},
+        "held": {"packed": held.packed, "hot": held.hot},
     }
 
 

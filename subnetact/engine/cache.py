@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,19 +69,22 @@ class ByteCache:
         entry.used = self._now = next(self._clock)
         return entry.value
 
-    def make_room(self, nbytes: int, evicts: Mapping[str, float], wait_s: float = 0.0) -> bool:
-        """Drop least recently used values until `nbytes` are free; drop none if that is impossible.
+    def make_room(self, nbytes: int, kind: str, before: float = math.inf, wait_s: float = 0.0) -> bool:
+        """Evict least recently used values of a kind until `nbytes` are free; none if that is impossible.
 
         Args:
-            nbytes: what is to be put.
-            evicts: kind -> values of this kind last used before this `now` may be dropped, unless they
-                are pinned. Other kinds stay.
-            wait_s: seconds to wait for dropped values that somebody still uses.
+            nbytes: the bytes that must be free.
+            kind: only values of this kind may be evicted, and none that is pinned.
+            before: only values last used before this value of `now` may be evicted.
+            wait_s: seconds to wait for evicted values that somebody still uses.
+
+        Returns:
+            Whether `nbytes` are free now.
         """
         end = time.monotonic() + wait_s
         while True:
             with self._lock:
-                made, dying = self._make_room(nbytes, evicts), self._dying()
+                made, dying = self._make_room(nbytes, kind, before), self._dying()
             if self._given_back >= GIVE_BACK_AFTER:
                 self._given_back = 0
                 give_back()
@@ -94,23 +98,23 @@ class ByteCache:
         value: Any,
         nbytes: int,
         kind: str,
-        evicts: Mapping[str, float],
+        before: float = math.inf,
         pinned: bool = False,
     ) -> bool:
         """Keep a value if `make_room` finds room for it."""
         with self._lock:
             self._drop(key)
-            if not self._make_room(nbytes, evicts):
+            if not self._make_room(nbytes, kind, before):
                 return False
             self._entries[key] = _Entry(value, nbytes, kind, pinned, self._now)
             self._bytes += nbytes
             return True
 
-    def grow(self, key: Hashable, nbytes: int, evicts: Mapping[str, float]) -> bool:
-        """Let a value that is kept have more bytes, if there is room for them."""
+    def grow(self, key: Hashable, nbytes: int) -> bool:
+        """Count more bytes for a value if they are free; nothing is evicted for them."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or not self._make_room(nbytes, evicts, key):
+            if entry is None or self._bytes + self._dying() + nbytes > self.budget:
                 return False
             entry.nbytes += nbytes
             self._bytes += nbytes
@@ -132,21 +136,20 @@ class ByteCache:
         with self._lock:
             return sum(e.nbytes for e in self._entries.values() if kind is None or e.kind == kind)
 
-    def _make_room(self, nbytes: int, evicts: Mapping[str, float], spared: Hashable = None) -> bool:
-        missing = self._bytes + self._dying() + nbytes - self.budget
-        victims = self._victims(missing, evicts, spared)
+    def _make_room(self, nbytes: int, kind: str, before: float) -> bool:
+        victims = self._victims(self._bytes + self._dying() + nbytes - self.budget, kind, before)
         if victims is None:
             return False
         for key in victims:
             self._drop(key)
         return self._bytes + self._dying() + nbytes <= self.budget
 
-    def _victims(self, missing: int, evicts: Mapping[str, float], spared: Hashable) -> list[Hashable] | None:
+    def _victims(self, missing: int, kind: str, before: float) -> list[Hashable] | None:
         found: list[Hashable] = []
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].used):
             if missing <= 0:
                 break
-            if entry.used < evicts.get(entry.kind, -1) and not entry.pinned and key != spared:
+            if entry.kind == kind and entry.used < before and not entry.pinned:
                 found.append(key)
                 missing -= entry.nbytes
         return found if missing <= 0 else None

@@ -6,12 +6,11 @@ Not yet seen on hardware: tested with a backend that stands in for CUDA.
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,7 +68,6 @@ class Graphs:
     """
 
     KIND = "graphs"
-    EVICTS: ClassVar[dict[str, float]] = {KIND: math.inf}
 
     def __init__(self, cache: ByteCache, backend: GraphBackend) -> None:
         self._cache = cache
@@ -115,7 +113,7 @@ class Graphs:
         padded = torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
         if x.dim() == 4:
             padded = padded.contiguous(memory_format=torch.channels_last)
-        if not self._cache.make_room(padded.numel() * padded.element_size(), self.EVICTS):
+        if not self._cache.make_room(padded.numel() * padded.element_size(), self.KIND):
             return None
         try:
             captured = self._backend.capture(call, padded)
@@ -131,7 +129,7 @@ class Graphs:
             )
             return None
         graph = _Graph(captured, padded, call, versions)
-        if not self._cache.put(key, graph, captured.nbytes, self.KIND, self.EVICTS):
+        if not self._cache.put(key, graph, captured.nbytes, self.KIND):
             self._failed.add(key)  # it does not fit: capturing it again and again would cost more
             return None
         return graph

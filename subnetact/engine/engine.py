@@ -20,7 +20,6 @@ from subnetact.engine.bundle import load_bundle, save_bundle
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.compiler import Compiler
 from subnetact.engine.cuda_graphs import GraphBackend, Graphs, cuda_graphs
-from subnetact.engine.fast_conv import SliceCache
 from subnetact.engine.inputs import (
     Stager,
     call_with,
@@ -54,11 +53,11 @@ class Engine:
     """Subnets 0 .. n-1 of one supernet, each ready to run from one copy of the weights.
 
     It is the runner of a `Batcher` and what `profile_latency` measures. Safe to use from many threads.
-    Without a budget no weight is copied outside a call. Within a budget, packed slices are shared by
-    all subnets, and subnets that are pinned or used most get a program of their own: BatchNorm
-    folded, activations and residual additions fused, weights packed. What does not fit in the budget
-    is slower, never wrong. Outputs are those of `supernet(x, subnet=spec)` up to rounding: 5e-5, or
-    1e-3 relative and 1e-4 absolute where BatchNorm is folded.
+    Without a budget no weight is copied outside a call. Within a budget, subnets that are pinned or used
+    most get a program of their own: BatchNorm folded, activations and residual additions fused, weights
+    packed. A subnet that does not fit in the budget is slower, never wrong. Outputs are
+    those of `supernet(x, subnet=spec)` up to rounding: 5e-5, or 1e-3 relative and 1e-4 absolute where
+    BatchNorm is folded.
 
     Statistics that change in the norm table, weights that change in place and `load_state_dict` are
     followed.
@@ -70,14 +69,14 @@ class Engine:
             requests must have. A tuple of tensors is the network's positional arguments, a dictionary its
             named ones. None = the first tensor seen tells.
         device: where to run; None = where the supernet is.
-        memory_budget_mb: MiB that slices, programs and graphs may take beyond weights and norm table. A
+        memory_budget_mb: MiB that programs and graphs may take beyond weights and norm table. A
             quarter, on the CPU also 32 MiB for kernels, but at most half stays free for what packing and
             running need for a moment. Each thread's activations, and what the C allocator and MKL keep per
             thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        specialise: whether subnets may get programs of their own within the budget; False = slices
-            and graphs only.
+        specialise: whether subnets may get programs of their own within the budget. If False, only
+            graphs use the budget.
         hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
             weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
@@ -136,8 +135,6 @@ class Engine:
         self._budget = int(memory_budget_mb * 2**20)
         room = self._budget // 4 + (KERNELS if self.device.type == "cpu" else 0)
         self._cache = ByteCache(self._budget - min(self._budget // 2, room))
-        slices = SliceCache(self._cache) if self._cache.budget and self.device.type == "cpu" else None
-        self._slices = None if compile else slices
         self._compiler = None if compile is None else Compiler(compile)
         self._heater = (
             Promoter(self._cache, supernet, hot_dtype)
@@ -364,7 +361,6 @@ class Engine:
             bind_ms=median(self._bind_ms),
             weights=weight_bytes(self.supernet),
             norm_table=self.supernet.norms.nbytes(),
-            slice_cache=self._cache.nbytes(SliceCache.KIND),
             packed=self._cache.nbytes(Promoter.KIND),
             graphs=self._cache.nbytes(Graphs.KIND),
             budget=self._budget,
@@ -461,7 +457,7 @@ class Engine:
 
     def _bind(self, spec: SubnetSpec) -> Bound:
         start = time.perf_counter()
-        bound = Bound.of(self.supernet, spec, self._slices)
+        bound = Bound.of(self.supernet, spec)
         self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
         return bound
 

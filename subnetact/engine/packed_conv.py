@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PackedConv", "can_pack", "plain_conv", "version"]
+__all__ = ["PackedConv", "can_pack", "plain_conv"]
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
@@ -17,11 +17,6 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-u
 _PACKING = Lock()  # one at a time, in all engines: a weight being packed is in memory up to three times
 SHAPES = 64
 """Input shapes for which a convolution remembers the layout to take."""
-
-
-def version(tensor: Tensor) -> int:
-    """Return a number that grows when a tensor changes in place; inference tensors keep 0."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def plain_conv(module: nn.Module) -> bool:

@@ -7,13 +7,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from subnetact.engine.cache import ByteCache
-from subnetact.engine.fast_conv import SliceCache
 from subnetact.engine.fused_program import Program, agree
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.supernet.supernet import Supernet
@@ -47,13 +46,12 @@ class Promoter:
     """Specialises subnets within a budget, in a thread of its own unless asked to do it now.
 
     Args:
-        cache: where programs are kept; slices make room for them.
+        cache: where programs are kept, within its budget.
         supernet: binds the views that programs are made of.
         dtype: what programs compute in.
     """
 
     KIND = "packed"
-    EVICTS: ClassVar[dict[str, float]] = {SliceCache.KIND: math.inf, KIND: math.inf}
     WAIT_S = 1.0
     """Seconds to wait for a program that was dropped while a call runs through it."""
 
@@ -91,7 +89,7 @@ class Promoter:
             if hot is not None and hot.fresh(bound):
                 self._cache.pin((self.KIND, subnet.id), True)
                 return True
-            made = self._make(subnet, bound, example, self.EVICTS)
+            made = self._make(subnet, bound, example, math.inf)
             if not made:
                 self._pinned.discard(subnet.id)
             return made
@@ -114,26 +112,26 @@ class Promoter:
         try:
             # A program that was used while this subnet earned its place is worth as much: it stays.
             pinned = subnet.id in self._pinned
-            self._make(subnet, bound, example, self.EVICTS if pinned else {**self.EVICTS, self.KIND: since})
+            self._make(subnet, bound, example, math.inf if pinned else since)
         finally:
             self._working.release()
 
-    def _make(self, subnet: ReadySubnet, bound: Bound, example: Tensor, evicts: dict[str, float]) -> bool:
+    def _make(self, subnet: ReadySubnet, bound: Bound, example: Tensor, before: float) -> bool:
         key, place = (self.KIND, subnet.id), (self.KIND, "place")
         size = 4 if self._dtype is None else self._dtype.itemsize
         nbytes = size * sum(m.weight.numel() for m in bound.view.modules() if isinstance(m, nn.Conv2d))
-        if not self._cache.make_room(nbytes, evicts, self.WAIT_S):
+        if not self._cache.make_room(nbytes, self.KIND, before, self.WAIT_S):
             return False
-        self._cache.put(place, _Place(), nbytes, self.KIND, evicts, pinned=True)
+        self._cache.put(place, _Place(), nbytes, self.KIND, before, pinned=True)
         try:
             program = self._program(subnet, bound, example)
         finally:
             self._cache.drop(place)
         if program is None:
             return False
-        program.limit(partial(self._cache.grow, key, evicts={SliceCache.KIND: math.inf}))
+        program.limit(partial(self._cache.grow, key))
         hot, pinned = _Hot(program, bound, bound.versions()), subnet.id in self._pinned
-        kept = self._cache.put(key, hot, program.nbytes, self.KIND, evicts, pinned)
+        kept = self._cache.put(key, hot, program.nbytes, self.KIND, before, pinned)
         if subnet.bound is None:
             self._cache.drop(key)
         return kept

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subnetact.engine.fast_conv import SliceCache, use_fast_convs_
+from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -33,11 +33,11 @@ class Bound:
     sources: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, supernet: Supernet, spec: SubnetSpec, slices: SliceCache | None) -> Bound:
+    def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
         """Bind a subnet, with faster layers."""
         moves = supernet.moves
         view, row = supernet.private_view(spec)
-        use_fast_convs_(view, slices)
+        use_fast_convs_(view)
         # A convolution whose kernel is computed follows these, and its own tensor only when it runs.
         sources: list[Tensor] = []
         for parameter in view.parameters():

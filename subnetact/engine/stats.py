@@ -20,10 +20,9 @@ class EngineStats:
         bind_ms: median time it took to make a subnet ready, ms.
         weights: bytes of the supernet's parameters and buffers.
         norm_table: bytes of the statistics of all calibrated subnets.
-        slice_cache: bytes of packed slices, shared by all subnets.
         packed: bytes of the hot subnets' own tensors.
         graphs: bytes of captured graphs.
-        budget: the most bytes that `slice_cache`, `packed` and `graphs` may have together.
+        budget: the most bytes that `packed` and `graphs` may have together.
         compiled: how many subnets have code that torch.compile made.
     """
 
@@ -33,7 +32,6 @@ class EngineStats:
     bind_ms: float
     weights: int
     norm_table: int
-    slice_cache: int
     packed: int
     graphs: int
     budget: int

@@ -22,7 +22,6 @@ __all__ = ["MODES", "Runner", "TimedCall", "check_running", "engine_for", "runni
 MODES = {
     "eager": "the subnet's view, called as the plain module it is",
     "zero-copy": "an engine without a budget: no weight copied, channels_last",
-    "cached": "packed slices that subnets share (CPU)",
     "hot": "every subnet as a program of its own: BatchNorm folded, fused; CUDA graphs on CUDA",
     "graphs": "CUDA graphs of the subnets' views (CUDA)",
     "compile": "torch.compile (inductor) for every subnet and batch size",
@@ -52,7 +51,7 @@ def engine_for(
         specs,
         example=example,
         device=device,
-        memory_budget_mb=memory_budget_mb if mode in ("cached", "hot", "graphs") else 0.0,
+        memory_budget_mb=memory_budget_mb if mode in ("hot", "graphs") else 0.0,
         accuracy=accuracy,
         allow_uncalibrated=True,
         specialise=mode == "hot",
@@ -69,9 +68,8 @@ def check_running(mode: str, include_h2d: bool, device: torch.device) -> None:
     """
     if mode not in MODES:
         raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join(MODES)}")
-    needed = {"cached": "cpu", "graphs": "cuda"}.get(mode)
-    if needed and device.type != needed:
-        raise DeviceError(f"mode {mode!r} is for {needed}; on {device} choose hot or zero-copy")
+    if mode == "graphs" and device.type != "cuda":
+        raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose hot or zero-copy")
     if include_h2d and device.type == "cpu":
         raise DeviceError("include_h2d: on a CPU the input is already there; leave it out")
 
