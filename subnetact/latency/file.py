@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KIND = "subnetact.latency_table"
+FORMER = {
+    "interference": "co_runners",
+    "contended_ms": "co_runner_ms",
+    "colocate": "co_runners",
+    "colocated": "co_runner_subnet",
+}
+"""Names of fields and facts in files of earlier versions, and their present names."""
 
 
 def document(table: LatencyTable) -> dict[str, Any]:
@@ -32,23 +40,27 @@ def document(table: LatencyTable) -> dict[str, Any]:
         "statistics": {name: with_nulls(values) for name, values in table.statistics.items()},
         "stamp": dict(table.stamp),
     }
-    if table.interference:
-        written["interference"] = list(table.interference)
-        written["contended_ms"] = [with_nulls(level) for level in table.contended_ms]
+    if table.co_runners:
+        written["co_runners"] = list(table.co_runners)
+        written["co_runner_ms"] = [with_nulls(level) for level in table.co_runner_ms]
     return written
 
 
 def arguments(written: Mapping[str, Any]) -> dict[str, Any]:
     """What `LatencyTable.from_arrays` makes the table of again."""
+    written = {FORMER.get(name, name): value for name, value in written.items()}
     return {
         "subnets": written["subnets"],
         "accuracy": with_nans(written["accuracy"]),
         "batch_sizes": written["batch_sizes"],
         "latency_ms": with_nans(written["latency_ms"]),
-        "statistics": {name: with_nans(values) for name, values in written["statistics"].items()},
-        "stamp": written["stamp"],
-        "interference": written.get("interference", ()),
-        "contended_ms": with_nans(written["contended_ms"]) if "contended_ms" in written else None,
+        "statistics": {
+            re.sub(r"_beside_([0-9.e+]+)$", r"_with_\1_co_runners", name): with_nans(values)
+            for name, values in written["statistics"].items()
+        },
+        "stamp": {FORMER.get(name, name): value for name, value in written["stamp"].items()},
+        "co_runners": written.get("co_runners", ()),
+        "co_runner_ms": with_nans(written["co_runner_ms"]) if "co_runner_ms" in written else None,
     }
 
 

@@ -1,4 +1,4 @@
-"""Latencies between measured batch sizes, and between measured levels of interference."""
+"""Latencies between measured batch sizes, and between measured numbers of co-runners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from subnetact.errors import TableError
 if TYPE_CHECKING:
     from subnetact.latency.table import LatencyTable
 
-__all__ = ["between_levels", "between_sizes"]
+__all__ = ["between_co_runners", "between_sizes"]
 
 
 def between_sizes(table: LatencyTable, subnet: int | str, batch_size: float) -> float:
@@ -36,17 +36,17 @@ def between_sizes(table: LatencyTable, subnet: int | str, batch_size: float) -> 
     return below + (above - below) * (batch_size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
 
 
-def between_levels(table: LatencyTable, pressure: float) -> npt.NDArray[np.float64]:
-    """See `LatencyTable.at_interference`; only the cells, shape (subnets, batch sizes)."""
-    if not table.interference:
-        raise TableError("interference: this table was measured alone; profile it under co-runners first")
-    if not math.isfinite(pressure):
-        raise TableError(f"pressure: {pressure} must be finite")
-    levels = table.interference
-    pressure = min(max(pressure, levels[0]), levels[-1])
-    upper = bisect_left(levels, pressure)
-    cells: npt.NDArray[np.float64] = table.contended_ms[upper]
-    if levels[upper] != pressure:
-        share = (pressure - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
-        cells = (1 - share) * table.contended_ms[upper - 1] + share * cells
+def between_co_runners(table: LatencyTable, number: float) -> npt.NDArray[np.float64]:
+    """See `LatencyTable.at_co_runners`; only the cells, shape (subnets, batch sizes)."""
+    if not table.co_runners:
+        raise TableError("co_runners: this table was measured alone; profile it under co-runners first")
+    if not math.isfinite(number):
+        raise TableError(f"number: {number} must be finite")
+    levels = table.co_runners
+    number = min(max(number, levels[0]), levels[-1])
+    upper = bisect_left(levels, number)
+    cells: npt.NDArray[np.float64] = table.co_runner_ms[upper]
+    if levels[upper] != number:
+        share = (number - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
+        cells = (1 - share) * table.co_runner_ms[upper - 1] + share * cells
     return cells

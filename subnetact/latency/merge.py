@@ -18,7 +18,7 @@ __all__ = ["merge"]
 
 SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "input_dtype", "space",
         "supernet", "mode", "statistic", "include_actuation", "include_h2d", "channels_last",
-        "colocated")  # fmt: skip
+        "co_runner_subnet")  # fmt: skip
 """Facts without which latencies do not compare."""
 BY_ROW = ("out_of_memory", "subnet_dimension", "beaten")
 """Facts about one table's rows."""
@@ -31,10 +31,10 @@ def merge(first: LatencyTable, second: LatencyTable) -> dict[str, Any]:
     if apart:
         shown = "; ".join(f"{name}: {a!r} and {b!r}" for name, (a, b) in apart.items())
         raise TableError(f"the tables were not measured alike and cannot be one: {shown}")
-    if first.interference != second.interference:
+    if first.co_runners != second.co_runners:
         raise TableError(
-            f"the tables have interference at {list(first.interference)} and {list(second.interference)}; "
-            "merge tables of the same levels, or table.at_interference(pressure)"
+            f"the tables have co_runners at {list(first.co_runners)} and {list(second.co_runners)}; "
+            "merge tables of the same numbers, or table.at_co_runners(number)"
         )
     keys = [*first.subnets, *(key for key in second.subnets if key not in set(first.subnets))]
     sizes = sorted({*first.batch_sizes, *second.batch_sizes})
@@ -68,8 +68,8 @@ def merge(first: LatencyTable, second: LatencyTable) -> dict[str, Any]:
         "latency_ms": joined(first.latency_ms, second.latency_ms),
         "statistics": {name: joined(statistic(first, name), statistic(second, name)) for name in names},
         "stamp": {**stamp, "merged_from": [dict(first.stamp), dict(second.stamp)]},
-        "interference": first.interference,
-        "contended_ms": joined(first.contended_ms, second.contended_ms) if first.interference else None,
+        "co_runners": first.co_runners,
+        "co_runner_ms": joined(first.co_runner_ms, second.co_runner_ms) if first.co_runners else None,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -25,7 +26,7 @@ from subnetact.latency.file import (
     read,
     write,
 )
-from subnetact.latency.interpolate import between_levels, between_sizes
+from subnetact.latency.interpolate import between_co_runners, between_sizes
 from subnetact.latency.merge import merge
 from subnetact.latency.superserve import read_superserve
 from subnetact.latency.validate import (
@@ -57,9 +58,9 @@ class LatencyTable:
         latency_ms: read-only float64 array, shape (subnets, batch sizes).
         statistics: further read-only arrays of that shape: "std", "p50" or "p99", ms; of a profile also
             "stable" (1 or 0), "windows" and "runs" (counts), and all of them beside 2 co-runners as
-            "std_beside_2" and so on.
-        interference: pressure of co-runners at each measured level, ascending; empty where not measured.
-        contended_ms: latencies under each level, shape (levels, subnets, batch sizes).
+            "std_with_2_co_runners" and so on.
+        co_runners: numbers of co-runners at which latencies were measured, ascending; empty if none were.
+        co_runner_ms: latencies under each level, shape (levels, subnets, batch sizes).
         stamp: JSON facts about the machine and the measurement.
     """
 
@@ -67,8 +68,8 @@ class LatencyTable:
         "_pads",
         "accuracy",
         "batch_sizes",
-        "contended_ms",
-        "interference",
+        "co_runner_ms",
+        "co_runners",
         "latency_ms",
         "stamp",
         "statistics",
@@ -80,8 +81,8 @@ class LatencyTable:
     batch_sizes: tuple[int, ...]
     latency_ms: Floats
     statistics: Mapping[str, Floats]
-    interference: tuple[float, ...]
-    contended_ms: Floats
+    co_runners: tuple[float, ...]
+    co_runner_ms: Floats
     stamp: Mapping[str, Any]
     _pads: tuple[int, ...]
 
@@ -97,8 +98,8 @@ class LatencyTable:
         latency_ms: npt.ArrayLike,
         statistics: Mapping[str, npt.ArrayLike] | None = None,
         stamp: Mapping[str, Any] | None = None,
-        interference: Sequence[float] = (),
-        contended_ms: npt.ArrayLike | None = None,
+        co_runners: Sequence[float] = (),
+        co_runner_ms: npt.ArrayLike | None = None,
     ) -> LatencyTable:
         """Build a table from arrays shaped (subnets, batch sizes).
 
@@ -109,8 +110,8 @@ class LatencyTable:
             latency_ms: shape (subnets, batch sizes); NaN = not measurable.
             statistics: further arrays of the same shape, ms.
             stamp: JSON-serialisable facts about the measurement.
-            interference: levels of pressure at which `contended_ms` was measured, ascending, >= 0.
-            contended_ms: shape (levels, subnets, batch sizes).
+            co_runners: numbers of co-runners at which `co_runner_ms` was measured, ascending, >= 0.
+            co_runner_ms: shape (levels, subnets, batch sizes).
 
         Raises:
             TableError: naming the first thing that is wrong and where it stands.
@@ -143,11 +144,11 @@ class LatencyTable:
             for name, values in (statistics or {}).items()
         }
         put("statistics", MappingProxyType(extra))
-        levels = tuple(number(value, f"interference[{i}]") for i, value in enumerate(interference))
+        levels = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(co_runners))
         if any(level < 0 for level in levels) or any(a >= b for a, b in pairwise(levels)):
-            raise TableError(f"interference: {levels} must be ascending and >= 0")
-        put("interference", levels)
-        put("contended_ms", checked_levels(contended_ms, levels, shape, keys, sizes))
+            raise TableError(f"co_runners: {levels} must be ascending and >= 0")
+        put("co_runners", levels)
+        put("co_runner_ms", checked_levels(co_runner_ms, levels, shape, keys, sizes))
         put("stamp", MappingProxyType(json_copy(stamp or {})))
         put("_pads", tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)))
         return table
@@ -202,8 +203,8 @@ class LatencyTable:
             self.latency_ms,
             self.statistics,
             self.stamp,
-            self.interference,
-            self.contended_ms if self.interference else None,
+            self.co_runners,
+            self.co_runner_ms if self.co_runners else None,
         )
 
     def monotone(self) -> LatencyTable:
@@ -212,7 +213,7 @@ class LatencyTable:
         Each cell becomes the largest latency of its subnet at any batch size up to it, so no cell ever
         promises less time than was measured, beside co-runners neither. Cells that cannot run stay NaN.
         """
-        return self._with(_rising(self.latency_ms), _rising(self.contended_ms), self.statistics)
+        return self._with(_rising(self.latency_ms), _rising(self.co_runner_ms), self.statistics)
 
     def select(
         self, indices: Sequence[int] | None = None, *, batch_sizes: Sequence[int] | None = None
@@ -239,8 +240,8 @@ class LatencyTable:
             self.latency_ms[cells],
             {name: values[cells] for name, values in self.statistics.items()},
             _selected(self.stamp, rows, [self.batch_sizes[j] for j in columns]),
-            self.interference,
-            self.contended_ms[:, rows][:, :, columns] if self.interference else None,
+            self.co_runners,
+            self.co_runner_ms[:, rows][:, :, columns] if self.co_runners else None,
         )
 
     def scaled(self, factor: float) -> LatencyTable:
@@ -251,20 +252,20 @@ class LatencyTable:
             name: values if _apart(name)[0] in NO_TIMES else values * factor
             for name, values in self.statistics.items()
         }
-        return self._with(self.latency_ms * factor, self.contended_ms * factor, statistics)
+        return self._with(self.latency_ms * factor, self.co_runner_ms * factor, statistics)
 
-    def at_interference(self, pressure: float) -> LatencyTable:
-        """The table for one level of pressure from co-runners, linear between measured levels.
+    def at_co_runners(self, number: float) -> LatencyTable:
+        """Return the table for a number of co-runners, linear between measured numbers.
 
-        Pressure outside the measured levels takes the nearest one. The result has no interference
-        dimension of its own; statistics it has at measured levels only.
+        A number outside of the measured ones takes the nearest one. The result has no co-runner dimension;
+        the result has statistics only if the number was measured.
 
         Raises:
-            TableError: the table has no interference dimension, or `pressure` is not finite.
+            TableError: the table has no co-runner dimension, or `number` is not finite.
         """
-        cells = between_levels(self, pressure)
+        cells = between_co_runners(self, number)
         statistics = {
-            _apart(name)[0]: values for name, values in self.statistics.items() if _apart(name)[1] == pressure
+            _apart(name)[0]: values for name, values in self.statistics.items() if _apart(name)[1] == number
         }
         return LatencyTable.from_arrays(
             self.subnets, self.accuracy, self.batch_sizes, cells, statistics, self.stamp
@@ -291,7 +292,7 @@ class LatencyTable:
 
         Raises:
             TableError: the two were measured on different machines, weights or settings, or at different
-                levels of interference; or they know different accuracies of a subnet.
+                numbers of co-runners; or they know different accuracies of a subnet.
         """
         return LatencyTable.from_arrays(**merge(self, other))
 
@@ -308,7 +309,7 @@ class LatencyTable:
         return compare(self, other, statistic)
 
     def _with(
-        self, latency_ms: Floats, contended_ms: Floats, statistics: Mapping[str, Floats]
+        self, latency_ms: Floats, co_runner_ms: Floats, statistics: Mapping[str, Floats]
     ) -> LatencyTable:
         return LatencyTable.from_arrays(
             self.subnets,
@@ -317,8 +318,8 @@ class LatencyTable:
             latency_ms,
             statistics,
             self.stamp,
-            self.interference,
-            contended_ms if self.interference else None,
+            self.co_runners,
+            co_runner_ms if self.co_runners else None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -378,9 +379,9 @@ class LatencyTable:
 
 
 def _apart(name: str) -> tuple[str, float]:
-    """A statistic's own name, and beside how many co-runners it was measured: `p99_beside_2`."""
-    own, _, level = name.partition("_beside_")
-    return own, float(level or 0)
+    """Split a name such as `p99_with_2_co_runners` into the statistic and the number of co-runners."""
+    found = re.fullmatch(r"(.+)_with_([0-9.e+]+)_co_runners", name)
+    return (found[1], float(found[2])) if found else (name, 0.0)
 
 
 def _rising(cells: Floats) -> Floats:

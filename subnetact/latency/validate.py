@@ -92,12 +92,12 @@ def checked_levels(
     keys: Sequence[str],
     sizes: Sequence[int],
 ) -> Floats:
-    """Return one array of cells per level of interference."""
+    """Return one array of cells per number of co-runners."""
     given = [] if values is None else list(np.asarray(values, dtype=np.float64))
     if len(given) != len(levels):
-        raise TableError(f"contended_ms: {len(given)} levels for {len(levels)} of interference")
+        raise TableError(f"co_runner_ms: {len(given)} levels for {len(levels)} of co_runners")
     planes = [
-        checked_cells(f"contended_ms[{i}]", plane, shape, keys, sizes, positive=True)
+        checked_cells(f"co_runner_ms[{i}]", plane, shape, keys, sizes, positive=True)
         for i, plane in enumerate(given)
     ]
     stacked: Floats = np.stack(planes) if planes else np.empty((0, *shape))

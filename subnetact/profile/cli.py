@@ -186,8 +186,8 @@ def _job(args: argparse.Namespace) -> Job:
             order=args.order,
             quantiles=tuple(args.quantiles),
             statistic=args.statistic or "p50",
-            colocate=tuple(args.colocate),
-            colocated=args.colocated,
+            co_runners=tuple(args.co_runners),
+            co_runner_subnet=args.co_runner_subnet,
         ),
         batch_sizes=tuple(args.batch_sizes),
         device=args.device,
@@ -309,10 +309,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads of one pass (default: torch's)")
     group.add_argument(
-        "--colocate", type=int, nargs="+", default=[], metavar="N",
+        "--co-runners", type=int, nargs="+", default=[], metavar="N",
         help="measure also beside so many processes that run a subnet without pause",
     )  # fmt: skip
-    group.add_argument("--colocated", type=int, default=0, metavar="ID", help="its row in the table")
+    group.add_argument("--co-runner-subnet", type=int, default=0, metavar="ID", help="its row in the table")
     group = parser.add_argument_group("how it is measured")
     group.add_argument("--warmup-ms", type=float, default=20.0, help="untimed, before each window")
     group.add_argument("--min-time-s", type=float, default=0.5, help="timed, per cell, over its windows")

@@ -1,7 +1,7 @@
 """Co-runners: other processes that run a network on the device while latencies are measured.
 
 VELTAIR (ASPLOS'22, section 3) measures how a layer slows down beside co-located ones and schedules by the
-pressure on the machine. Here the pressure is the number of processes that run one subnet without pause.
+pressure on the machine. Here that pressure is the number of processes that run one subnet without pause.
 """
 
 from __future__ import annotations

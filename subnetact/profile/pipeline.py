@@ -146,7 +146,7 @@ def check(job: Job, subject: ProfileSource) -> None:
     """
     check_running(job.mode, job.include_h2d, find_device(job.device))
     ascending_sizes(job.batch_sizes)
-    _check_colocated(job, expected(subject, job.request))
+    _check_co_runner_subnet(job, expected(subject, job.request))
     if job.plots is not None:
         need_matplotlib()
     for name, path in (("out", job.out), ("csv", job.csv)):
@@ -179,7 +179,7 @@ def plan(job: Job, subject: ProfileSource) -> str:
     settings, request = job.settings, job.request
     space = subject.supernet.space
     count = expected(subject, request)
-    cells = count * len(job.batch_sizes) * (1 + len(settings.colocate))
+    cells = count * len(job.batch_sizes) * (1 + len(settings.co_runners))
     least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
     sizes = ", ".join(map(str, job.batch_sizes))
     searched = ""
@@ -257,7 +257,7 @@ def profile(job: Job, subject: ProfileSource) -> Profile:
         )
         accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
         _check_table(job, [spec.key for spec in chosen.specs], accuracy)
-        _check_colocated(job, len(chosen.specs))
+        _check_co_runner_subnet(job, len(chosen.specs))
         warn_of_fractions(accuracy)
         calibrated = _calibrate(job, subject, chosen)
         runner = _runner(job, subject, chosen.specs, chosen.accuracy)
@@ -279,10 +279,12 @@ def _check_table(job: Job, keys: Sequence[str], accuracy: Sequence[float]) -> No
     LatencyTable.from_arrays(keys, accuracy, job.batch_sizes, [[1.0] * len(job.batch_sizes)] * len(keys))
 
 
-def _check_colocated(job: Job, count: int) -> None:
+def _check_co_runner_subnet(job: Job, count: int) -> None:
     settings = job.settings
-    if settings.colocate and not 0 <= settings.colocated < count:
-        raise TableError(f"colocated: {settings.colocated} is no row of the table; it has 0 to {count - 1}")
+    if settings.co_runners and not 0 <= settings.co_runner_subnet < count:
+        raise TableError(
+            f"co_runner_subnet: {settings.co_runner_subnet} is no row of the table; it has 0 to {count - 1}"
+        )
 
 
 def _runner(
@@ -312,7 +314,7 @@ def _measure(
 ) -> list[list[float]]:
     """Measure subnets quickly, for a search; NaN where the memory runs out."""
     few = min(3, job.settings.windows)
-    settings = replace(job.settings, colocate=(), windows=few, max_windows=few)
+    settings = replace(job.settings, co_runners=(), windows=few, max_windows=few)
     progress = job.progress and len(specs) > 1
     sweep(_runner(job, subject, specs), sizes, settings, readings, progress, "measuring a few subnets")
 
@@ -332,7 +334,7 @@ def count_cells(job: Job, readings: Measurements, subnets: int) -> tuple[int, in
         readings: what was measured.
         subnets: how many subnets were measured.
     """
-    levels = (0, *job.settings.colocate)
+    levels = (0, *job.settings.co_runners)
     cells = [(n, i, b) for n in levels for i in range(subnets) for b in job.batch_sizes]
     ran = [cell for cell in cells if not readings.impossible(cell)]
     return len(ran), sum(not readings.stable(cell, job.settings) for cell in ran)
@@ -411,11 +413,11 @@ def _write_csv(table: LatencyTable, path: Path) -> None:
     names = list(table.statistics)
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        levels = [f"latency_ms_with_{n:g}_co_runners" for n in table.interference]
+        levels = [f"latency_ms_with_{n:g}_co_runners" for n in table.co_runners]
         writer.writerow(["id", "subnet", "accuracy", "batch_size", "latency_ms", *names, *levels])
         for i, key in enumerate(table.subnets):
             for j, size in enumerate(table.batch_sizes):
-                planes = (table.latency_ms, *(table.statistics[name] for name in names), *table.contended_ms)
+                planes = (table.latency_ms, *(table.statistics[name] for name in names), *table.co_runner_ms)
                 cells = ["" if math.isnan(plane[i, j]) else float(plane[i, j]) for plane in planes]
                 percent = table.accuracy[i]
                 writer.writerow([i, key, "" if math.isnan(percent) else percent, size, *cells])

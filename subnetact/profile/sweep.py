@@ -33,11 +33,11 @@ __all__ = ["environment", "make_co_runners", "measured_at", "profile_latency", "
 
 
 def make_co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
-    """Return the processes that run subnet `settings.colocated` beside what is measured, not yet started."""
+    """Return the co-runner processes, not yet started; they run subnet `settings.co_runner_subnet`."""
     engine = runner.engine
-    network = engine.supernet.extract(engine.ready(settings.colocated).spec).to(engine.device)
+    network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
     x = mapped(lambda part: part.to(engine.device), batch_like(engine.example, 1))
-    return CoRunners(network, x, settings.colocate[-1])
+    return CoRunners(network, x, settings.co_runners[-1])
 
 
 def sweep(
@@ -65,9 +65,9 @@ def sweep(
         measure: takes one window of a cell; it is called as `subnetact.timing.measure` is.
         co_runners: makes the co-runners, if the settings want any.
     """
-    cells = [(n, i, b) for n in (0, *settings.colocate) for i in runner.engine.ids for b in batch_sizes]
+    cells = [(n, i, b) for n in (0, *settings.co_runners) for i in runner.engine.ids for b in batch_sizes]
     company: CoRunners | nullcontext[None] = nullcontext()
-    if settings.colocate:
+    if settings.co_runners:
         company = co_runners(runner, settings)
     with company as others, tqdm(total=0, desc=label, unit="window", disable=not progress) as bar:
         for wave in _waves(cells, settings, readings):
@@ -210,7 +210,7 @@ def table_of(
         names = dict.fromkeys(name for one in found for name in one)
         return {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
 
-    found = {level: statistics(level) for level in (0, *settings.colocate)}
+    found = {level: statistics(level) for level in (0, *settings.co_runners)}
     alone = found[0]
     if settings.statistic not in alone:
         raise TableError("no cell could be measured: the memory ran out in all of them; use smaller batches")
@@ -218,9 +218,9 @@ def table_of(
         for values in found.values():
             if count in values:
                 values[count] = np.nan_to_num(values[count])
-    levels = tuple(found) if settings.colocate else ()
-    contended = [found[n].get(settings.statistic, np.full(shape, math.nan)) for n in levels]
-    beside = {f"{name}_beside_{n}": found[n][name] for n in levels[1:] for name in found[n]}
+    levels = tuple(found) if settings.co_runners else ()
+    co_runner_ms = [found[n].get(settings.statistic, np.full(shape, math.nan)) for n in levels]
+    beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in levels[1:] for name in found[n]}
     return LatencyTable.from_arrays(
         runner.keys,
         accuracy,
@@ -232,8 +232,8 @@ def table_of(
             "out_of_memory": sorted(list(cell) for cell in readings.out_of_memory),
             **facts,
         },
-        interference=levels,
-        contended_ms=contended if levels else None,
+        co_runners=levels,
+        co_runner_ms=co_runner_ms if levels else None,
     )
 
 

@@ -28,8 +28,8 @@ class SweepSettings:
             drifts does so for all of them; `sequential` measures a cell to its end.
         quantiles: percent, kept beside mean, std and min.
         statistic: which one becomes `latency_ms`: mean or one of the quantiles, p90 for example.
-        colocate: numbers of co-runners to measure under as well, ascending.
-        colocated: index of the subnet that co-runners run.
+        co_runners: numbers of co-runners to measure under as well, ascending.
+        co_runner_subnet: index of the subnet that co-runners run.
 
     Raises:
         TableError: a setting that no table can be made with.
@@ -43,8 +43,8 @@ class SweepSettings:
     order: str = "interleaved"
     quantiles: tuple[float, ...] = (50, 90, 95, 99)
     statistic: str = "p50"
-    colocate: tuple[int, ...] = ()
-    colocated: int = 0
+    co_runners: tuple[int, ...] = ()
+    co_runner_subnet: int = 0
 
     def __post_init__(self) -> None:
         known = ["mean", *map(quantile_name, self.quantiles)]
@@ -61,10 +61,10 @@ class SweepSettings:
         for name in ("warmup_ms", "min_time_ms", "stability"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
-        if self.colocated and not self.colocate:
-            raise TableError("colocated: nothing runs beside; give --colocate numbers of co-runners too")
-        if list(self.colocate) != sorted(set(self.colocate)) or any(n < 1 for n in self.colocate):
-            raise TableError(f"colocate: {list(self.colocate)} must be ascending numbers of co-runners, >= 1")
+        if self.co_runner_subnet and not self.co_runners:
+            raise TableError("co_runner_subnet: there are no co-runners; give --co-runners too")
+        if list(self.co_runners) != sorted(set(self.co_runners)) or any(n < 1 for n in self.co_runners):
+            raise TableError(f"co_runners: {list(self.co_runners)} must be ascending numbers >= 1")
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain lists, strings and numbers."""

@@ -73,44 +73,67 @@ def test_padded_is_the_smallest_profiled_size(table):
             table.padded(k)
 
 
-def test_statistics_stamp_and_interference_round_trip(tmp_path):
-    table = small(interference=[0.0, 1.0], contended_ms=[[[3, 2], [4, math.nan]], [[6, 5], [9, math.nan]]])
+def test_statistics_stamp_and_co_runners_round_trip(tmp_path):
+    table = small(co_runners=[0.0, 1.0], co_runner_ms=[[[3, 2], [4, math.nan]], [[6, 5], [9, math.nan]]])
     table.save(tmp_path / "t.json")
     again = LatencyTable.load(tmp_path / "t.json")
     assert again == table
     assert again.stamp["device"] == "test"
     assert again.statistics["std"][1, 0] == 0.3
-    assert again.interference == (0.0, 1.0)
-    np.testing.assert_allclose(again.at_interference(0.5).latency_ms[:, 0], [4.5, 6.5])
-    np.testing.assert_allclose(again.at_interference(7.0).latency_ms[:, 0], [6.0, 9.0])
-    assert again.at_interference(0.0).interference == ()
+    assert again.co_runners == (0.0, 1.0)
+    np.testing.assert_allclose(again.at_co_runners(0.5).latency_ms[:, 0], [4.5, 6.5])
+    np.testing.assert_allclose(again.at_co_runners(7.0).latency_ms[:, 0], [6.0, 9.0])
+    assert again.at_co_runners(0.0).co_runners == ()
 
 
 def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statistics() -> None:
     table = LatencyTable.from_arrays(
         ["a"], [50.0], [1, 2], [[2.0, 3.0]],
         statistics={
-            "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_beside_2": [[9.0, 7.0]], "stable_beside_2": [[0, 1]]
+            "p99": [[4.0, 5.0]], "stable": [[1, 0]], "p99_with_2_co_runners": [[9.0, 7.0]],
+            "stable_with_2_co_runners": [[0, 1]]
         },
-        interference=[0, 2], contended_ms=[[[2.0, 3.0]], [[8.0, 6.0]]],
+        co_runners=[0, 2], co_runner_ms=[[[2.0, 3.0]], [[8.0, 6.0]]],
     )  # fmt: skip
-    assert table.monotone().contended_ms.tolist() == [[[2.0, 3.0]], [[8.0, 8.0]]]
-    assert table.monotone().at_interference(2).latency_ms.tolist() == [[8.0, 8.0]]
+    assert table.monotone().co_runner_ms.tolist() == [[[2.0, 3.0]], [[8.0, 8.0]]]
+    assert table.monotone().at_co_runners(2).latency_ms.tolist() == [[8.0, 8.0]]
     twice = table.scaled(2)
-    assert twice.contended_ms[1].tolist() == [[16.0, 12.0]]
+    assert twice.co_runner_ms[1].tolist() == [[16.0, 12.0]]
     assert {name: values.tolist() for name, values in twice.statistics.items()} == {
-        "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_beside_2": [[18.0, 14.0]], "stable_beside_2": [[0, 1]],
+        "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_with_2_co_runners": [[18.0, 14.0]],
+        "stable_with_2_co_runners": [[0, 1]],
     }  # fmt: skip
-    shown = {level: table.at_interference(level).statistics for level in (0, 1, 2)}
+    shown = {level: table.at_co_runners(level).statistics for level in (0, 1, 2)}
     assert shown[0]["p99"].tolist() == [[4.0, 5.0]]
     assert shown[1] == {}
     assert shown[2]["p99"].tolist() == [[9.0, 7.0]]
     assert shown[2]["stable"].tolist() == [[0, 1]]
 
 
-def test_interference_must_be_measured():
+def test_files_with_former_names_of_co_runners_still_load(tmp_path):
+    table = small(
+        statistics={"p99": [[4, 3], [5, 4]], "p99_with_2_co_runners": [[8, 7], [9, 8]]},
+        stamp={"co_runner_subnet": 1},
+        co_runners=[0, 2],
+        co_runner_ms=[[[3, 2], [4, 3]], [[6, 5], [9, 8]]],
+    )
+    table.save(tmp_path / "now.json")
+    former = (tmp_path / "now.json").read_text()
+    for now, then in (
+        ('"co_runners"', '"interference"'),
+        ("co_runner_ms", "contended_ms"),
+        ("_with_2_co_runners", "_beside_2"),
+        ("co_runner_subnet", "colocated"),
+    ):
+        assert now in former
+        former = former.replace(now, then)
+    (tmp_path / "then.json").write_text(former)
+    assert LatencyTable.load(tmp_path / "then.json") == table
+
+
+def test_co_runners_must_be_measured():
     with pytest.raises(TableError, match="measured alone"):
-        small().at_interference(1.0)
+        small().at_co_runners(1.0)
 
 
 def test_select_and_scaled():
@@ -163,8 +186,8 @@ def test_the_caller_keeps_his_array():
         ({"latency_ms": [[math.nan] * 2] * 2}, "every cell is NaN"),
         ({"statistics": {"p99": [[1.0, 1.0], [1.0, -1.0]]}}, "'p99'.*'b' at batch size 4"),
         ({"stamp": {"when": object()}}, "stamp"),
-        ({"interference": [1.0, 0.5], "contended_ms": np.ones((2, 2, 2))}, "ascending"),
-        ({"interference": [1.0]}, "0 levels for 1"),
+        ({"co_runners": [1.0, 0.5], "co_runner_ms": np.ones((2, 2, 2))}, "ascending"),
+        ({"co_runners": [1.0]}, "0 levels for 1"),
     ],
 )
 def test_bad_numbers_name_the_cell(changes, message):

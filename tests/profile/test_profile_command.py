@@ -178,7 +178,7 @@ def test_subnets_of_a_file_and_of_a_bundle(tmp_path: Path, digits: Supernet, cap
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "--subnets", 100, "--batch-sizes", 1, 2, "--colocate", 2, "--dry-run") == 0
+    assert run(tmp_path, "--subnets", 100, "--batch-sizes", 1, 2, "--co-runners", 2, "--dry-run") == 0
     printed = capsys.readouterr().out
     assert "subnets: 100 (--subnets 100, of 1500 tried, by latencies fitted to 32 measured)" in printed
     assert "accuracy: not known; calibrated on nothing" in printed
@@ -238,12 +238,12 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--out", "/none/t.json"], "folder that exists"),
         (["--dry-run", "--mode", "graphs"], "for cuda"),
         (["--dry-run", "--include-h2d"], "include_h2d"),
-        (["--dry-run", "--colocate", "1", "--colocated", "8"], "it has 0 to 7"),
+        (["--dry-run", "--co-runners", "1", "--co-runner-subnet", "8"], "it has 0 to 7"),
         (["--accuracy", "70", "--accuracy-predictor", "p.pth"], "only one of them"),
         (["--dry-run", "--accuracy-predictor", "/none.pth"], "/none.pth is no file"),
         (["--accuracy-encoding", "tutorial"], "give that too"),
         (["--bundle", "b", "--constructor", '{"a": 1}'], "those of --family or --model"),
-        (["--colocated", "1"], "give --colocate"),
+        (["--co-runner-subnet", "1"], "give --co-runners"),
         (["--windows", "5", "--max-windows", "4"], "at most max_windows"),
         (["--dry-run", "--calibrate-on", "nowhere:f"], "cannot be imported"),
         (["--dry-run", "--calibrate-on", "wide.npy"], "images are [1, 16, 17], --input-shape is [1, 16, 16]"),
@@ -440,7 +440,7 @@ def test_figures_without_matplotlib_are_refused_at_once(
 
 
 def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
-    readings, settings = Measurements(), SweepSettings(colocate=(1,), stability=0.1)
+    readings, settings = Measurements(), SweepSettings(co_runners=(1,), stability=0.1)
     for level, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
         for factor in factors:
             readings.add((level, 0, 1), {"host_ms": factor * np.ones(3)})

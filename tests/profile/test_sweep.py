@@ -183,7 +183,7 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
         ({"windows": 0}, "at least 1"),
         ({"stability": math.nan}, "stability"),
         ({"warmup_ms": -1.0}, "warmup_ms"),
-        ({"colocate": (2, 1)}, "ascending"),
+        ({"co_runners": (2, 1)}, "ascending"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, Any], words: str) -> None:
@@ -251,17 +251,17 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
 
 
 def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
-    settings = SweepSettings(warmup_ms=0, min_time_ms=2, colocate=(1,), colocated=1)
+    settings = SweepSettings(warmup_ms=0, min_time_ms=2, co_runners=(1,), co_runner_subnet=1)
     runner = Runner(engine)
     readings = sweep_with(runner, [1], settings, Measurements(), progress=False)
     table = table_of(runner, [1], settings, readings, [60.0, 80.0])
-    assert table.interference == (0.0, 1.0)
-    assert table.contended_ms.shape == (2, 2, 1)
-    assert table.contended_ms[0].tolist() == table.latency_ms.tolist()
-    assert np.isfinite(table.contended_ms).all()
-    beside = table.at_interference(1.0)
-    assert beside.latency_ms.tolist() == table.contended_ms[1].tolist()
-    assert set(beside.statistics) == {name for name in table.statistics if "beside" not in name}
+    assert table.co_runners == (0.0, 1.0)
+    assert table.co_runner_ms.shape == (2, 2, 1)
+    assert table.co_runner_ms[0].tolist() == table.latency_ms.tolist()
+    assert np.isfinite(table.co_runner_ms).all()
+    beside = table.at_co_runners(1.0)
+    assert beside.latency_ms.tolist() == table.co_runner_ms[1].tolist()
+    assert set(beside.statistics) == {name for name in table.statistics if "co_runners" not in name}
     assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
 
 
@@ -295,7 +295,7 @@ def test_co_runners_run_in_their_cells_only(order: str) -> None:
             wanted.append(cell[0])
             super().add(cell, window)
 
-    settings = SweepSettings(colocate=(1, 3), order=order)
+    settings = SweepSettings(co_runners=(1, 3), order=order)
     sweep(FakeRunner(times), [1, 2], settings, Noted(), co_runners=lambda *_: company)
     assert len(running) == 2 * 2 * 3 * settings.windows
     assert running == wanted

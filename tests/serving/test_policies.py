@@ -256,15 +256,15 @@ def test_configurations_limit_the_replicas(a40):
     assert {d.subnet for d in decisions if d.t_ms > 1500} == {3}
 
 
-def test_veltair_feels_co_runners(a40):
+def test_veltair_estimates_co_runners(a40):
     base = a40.latency_ms
     table = LatencyTable.from_arrays(
         a40.subnets,
         a40.accuracy,
         a40.batch_sizes,
         base,
-        interference=[0.0, 1.0, 2.0],
-        contended_ms=[base, 1.5 * base, 2.0 * base],
+        co_runners=[0.0, 1.0, 2.0],
+        co_runner_ms=[base, 1.5 * base, 2.0 * base],
     )
     trace = bursty(1500, 3000, 2, 8, seed=0)
     runners = [CoRunner(2000.0, 6000.0, 2.0)]
@@ -276,7 +276,7 @@ def test_veltair_feels_co_runners(a40):
     policy = Veltair(table)
     for _ in range(40):
         policy.observe(0, 8, base[0, 3], 1.75 * base[0, 3])
-    assert policy.pressure == pytest.approx(1.5, abs=0.01)
+    assert policy.estimated_co_runners == pytest.approx(1.5, abs=0.01)
 
 
 def test_a_user_policy_takes_ten_lines(a40):

@@ -206,7 +206,7 @@ def test_switching_a_worker_costs_its_delay(a40):
 
 def test_co_runners_slow_what_runs_beside_them():
     table = LatencyTable.from_arrays(
-        ["only"], [80.0], [1], [[5.0]], interference=[0.0, 1.0], contended_ms=[[[5.0]], [[9.0]]]
+        ["only"], [80.0], [1], [[5.0]], co_runners=[0.0, 1.0], co_runner_ms=[[[5.0]], [[9.0]]]
     )
     result = simulate(
         [0.0, 100.0, 200.0],
@@ -287,7 +287,7 @@ def test_bad_arrivals_are_refused(a40, times, message):
         ({"noise": -0.1}, PolicyError, "noise"),
         ({"overhead_ms": math.nan}, PolicyError, "overhead_ms"),
         ({"events": [WorkerEvent(0.0, 8, False)]}, TraceError, "worker from 0 to 7"),
-        ({"co_runners": [CoRunner(0.0, 1.0, 1.0)]}, TraceError, "no interference dimension"),
+        ({"co_runners": [CoRunner(0.0, 1.0, 1.0)]}, TraceError, "no co-runner dimension"),
         ({"policy": "slackfit"}, PolicyError, "no policy object"),
     ],
 )

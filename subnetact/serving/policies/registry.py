@@ -51,6 +51,6 @@ def make_policy(name: str, table: LatencyTable, slo_ms: float = 36.0) -> Policy:
 def comparison(table: LatencyTable) -> list[str]:
     """The names that `all` stands for: every policy that runs on this table, and every fixed subnet."""
     names = [name for name in POLICIES if name not in ("fixed", "flex", "veltair")]
-    if table.interference:
+    if table.co_runners:
         names.append("veltair")
     return [*names, *(f"fixed:{i}" for i in range(len(table.subnets)))]

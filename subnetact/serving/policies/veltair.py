@@ -1,4 +1,4 @@
-"""A policy that reads the latency table at the interference it feels (VELTAIR, ASPLOS'22, section 4)."""
+"""A policy that estimates how many co-runners the device has (VELTAIR, ASPLOS'22, section 4)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ __all__ = ["Veltair"]
 
 
 class Veltair:
-    """Any policy, made once per measured level of interference, and asked at the level estimated now.
+    """Any policy, made once per measured number of co-runners, and asked at the number estimated now.
 
-    Every batch tells how much longer it took than the profile of the undisturbed device says. At each level
-    the table knows that ratio for every cell, so the level whose ratio is nearest to the measured one is
-    the estimate; it is smoothed over recent batches with a decay per batch.
+    For every batch, the measured latency is divided by the latency that the profile without co-runners
+    expects. The table has this ratio for every cell and every measured number of co-runners; the number of
+    co-runners at which the table has the measured ratio is the estimate. The estimate is an exponential
+    moving average over batches.
 
     Args:
-        table: a profile with an interference dimension.
-        make: makes the policy of one level from that level's table; None = SlackFit with its defaults.
+        table: a profile with a co-runner dimension.
+        make: makes the policy for one number of co-runners from the table at that number. If None, SlackFit
+            with its defaults.
         decay: weight of the past when a new estimate arrives, in [0, 1).
 
+    Attributes:
+        estimated_co_runners: the number of co-runners estimated now.
+
     Raises:
-        PolicyError: the table has no interference dimension, or an argument is out of range.
+        PolicyError: the table has no co-runner dimension, or an argument is out of range.
     """
 
     def __init__(
@@ -36,30 +41,30 @@ class Veltair:
         make: Callable[[LatencyTable], Policy] | None = None,
         decay: float = 0.7,
     ) -> None:
-        if not table.interference:
-            raise PolicyError("table: it has no interference dimension; profile it under co-runners first")
+        if not table.co_runners:
+            raise PolicyError("table: it has no co-runner dimension; profile it under co-runners first")
         if check_margin(decay, "decay") >= 1:
             raise PolicyError(f"decay: {decay} must be in [0, 1)")
         self.table = table
         self.decay = decay
         make = make or SlackFit
-        self._levels = table.interference
-        self._tables = [table.at_interference(level).latency_ms.tolist() for level in self._levels]
-        self._policies = [make(table.at_interference(level)) for level in self._levels]
+        self._levels = table.co_runners
+        self._tables = [table.at_co_runners(level).latency_ms.tolist() for level in self._levels]
+        self._policies = [make(table.at_co_runners(level)) for level in self._levels]
         self._columns = {size: column for column, size in enumerate(table.batch_sizes)}
         self.slo_ms = float(getattr(self._policies[0], "slo_ms", 36.0))
         self.reset()
 
     def reset(self) -> None:
         """Assume an undisturbed device again."""
-        self.pressure = self._levels[0]
+        self.estimated_co_runners = self._levels[0]
         for policy in self._policies:
             if hasattr(policy, "reset"):
                 policy.reset()
 
     def decide(self, context: Context) -> tuple[int, int] | None:
-        """Answer (subnet, batch size), by the policy of the least level that is not below the estimate."""
-        level = min(bisect_left(self._levels, self.pressure), len(self._levels) - 1)
+        """Answer (subnet, batch size), by the policy of the least measured number not below the estimate."""
+        level = min(bisect_left(self._levels, self.estimated_co_runners), len(self._levels) - 1)
         return self._policies[level].decide(context)
 
     def observe(self, subnet: int, batch_size: int, expected_ms: float, measured_ms: float) -> None:
@@ -78,4 +83,4 @@ class Veltair:
                 )
                 felt = self._levels[i - 1] + max(share, 0.0) * (self._levels[i] - self._levels[i - 1])
                 break
-        self.pressure = self.decay * self.pressure + (1.0 - self.decay) * felt
+        self.estimated_co_runners = self.decay * self.estimated_co_runners + (1.0 - self.decay) * felt

@@ -72,21 +72,21 @@ class RealLatency:
         self._co_runners = scenario.co_runners
         self._table = scenario.table
         self._columns = {size: j for j, size in enumerate(scenario.table.batch_sizes)}
-        self._contended: dict[float, list[list[float]]] = {}
+        self._co_runner_ms: dict[float, list[list[float]]] = {}
 
     def __call__(self, now_ms: float, subnet: int, batch_size: int, expected_ms: float) -> float:
         """Milliseconds one batch takes that starts at `now_ms`."""
         if self._co_runners:
-            pressure = sum(r.pressure for r in self._co_runners if r.start_ms <= now_ms < r.end_ms)
-            expected_ms = self._under(pressure)[subnet][self._columns[batch_size]]
+            number = sum(r.number for r in self._co_runners if r.start_ms <= now_ms < r.end_ms)
+            expected_ms = self._under(number)[subnet][self._columns[batch_size]]
         if self._noise is not None:
             expected_ms *= next(self._noise)
         return expected_ms + self._overhead_ms
 
-    def _under(self, pressure: float) -> list[list[float]]:
-        if pressure not in self._contended:
-            self._contended[pressure] = self._table.at_interference(pressure).latency_ms.tolist()
-        return self._contended[pressure]
+    def _under(self, number: float) -> list[list[float]]:
+        if number not in self._co_runner_ms:
+            self._co_runner_ms[number] = self._table.at_co_runners(number).latency_ms.tolist()
+        return self._co_runner_ms[number]
 
 
 def noise_factors(noise: float, rng: np.random.Generator) -> Iterator[float]:

@@ -29,11 +29,17 @@ class WorkerEvent(NamedTuple):
 
 
 class CoRunner(NamedTuple):
-    """From `start_ms` to `end_ms` another tenant puts `pressure` on every worker's device."""
+    """A period in which `number` co-runners use every worker's device.
+
+    Attributes:
+        start_ms: when they start.
+        end_ms: when they end.
+        number: how many co-runners; fractions are interpolated. Periods that overlap add up.
+    """
 
     start_ms: float
     end_ms: float
-    pressure: float
+    number: float
 
 
 def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
@@ -149,10 +155,10 @@ def _checked_events(events: Sequence[WorkerEvent], workers: int) -> tuple[Worker
 def _checked_co_runners(co_runners: Sequence[CoRunner], table: LatencyTable) -> tuple[CoRunner, ...]:
     checked = tuple(CoRunner(*map(float, runner)) for runner in co_runners)
     for runner in checked:
-        if not all(map(math.isfinite, runner)) or runner.end_ms < runner.start_ms or runner.pressure < 0:
-            raise TraceError(f"co_runners: {runner} needs start_ms <= end_ms and a pressure >= 0")
-    if checked and not table.interference:
+        if not all(map(math.isfinite, runner)) or runner.end_ms < runner.start_ms or runner.number < 0:
+            raise TraceError(f"co_runners: {runner} needs start_ms <= end_ms and a number >= 0")
+    if checked and not table.co_runners:
         raise TraceError(
-            "co_runners: the table has no interference dimension; profile it under co-runners first"
+            "co_runners: the table has no co-runner dimension; profile it under co-runners first"
         )
     return checked

@@ -59,7 +59,7 @@ def simulate(
         seed: of the noise.
         switch_ms: added when a worker's subnet differs from its last one; at least `policy.switch_ms`.
         events: workers that go down or come up at given times. A batch on a dying worker is requeued.
-        co_runners: pressure from other tenants; needs a table with an interference dimension.
+        co_runners: periods in which co-runners use the devices; they need a table with a co-runner dimension.
         resume: a preempted batch is finished later instead of starting anew.
         blocks: a preempted batch keeps its complete blocks, of so many equal ones (with `resume`).
         decisions: keep every decision in `result.decisions`.
