@@ -9,7 +9,7 @@ Outputs are compared before saving and after loading, not frozen and frozen. The
 of its own, which keeps a file that it has loaded before, one whose network does nothing; its resident memory
 is what it has allocated, without pages of libraries. TorchScript's own, a KiB or two for every operation of
 every class, is `resident_MiB_beyond_file`; `methods_alone` has that of one more network that does nothing.
-`--report` writes the table in the README from these results and those of export_formats.py.
+`--report` writes the table in benchmarks/README.md from these results and those of export_formats.py.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def report() -> str:
 
 
 def write_report() -> None:
-    readme = ROOT / "README.md"
+    readme = ROOT / "benchmarks" / "README.md"
     text = readme.read_text()
     begin, end = "<!-- export: begin -->", "<!-- export: end -->"
     before, rest = text.split(begin)
