@@ -37,7 +37,7 @@ from tqdm import tqdm
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine, synchronize
-from subnetact.engine.fused_program import agree
+from subnetact.engine.outputs import agree
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -108,7 +108,7 @@ def contenders(
         compiled: Any = torch.compile(extracted, mode=mode, dynamic=False)
         runs["torch_compile"] = lambda: compiled(x)
     runs["view"] = lambda: supernet(x, subnet=spec)
-    for name, budget in (("zero_copy", 0.0), ("hot", ROOMY_MB)):
+    for name, budget in (("zero_copy", 0.0), ("fused", ROOMY_MB)):
         engine = subnetact.Engine(
             supernet,
             [spec],
@@ -116,8 +116,8 @@ def contenders(
             memory_budget_mb=budget,
             allow_uncalibrated=True,
         )
-        if name == "hot" and not engine.pin(0):
-            raise RuntimeError(f"{spec} could not be specialised")
+        if name == "fused" and not engine.pin(0):
+            raise RuntimeError(f"{spec} could not become a fused program")
         runs[name] = partial(engine, x, subnet=0)
     return runs
 
@@ -155,7 +155,7 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
             run(), run()
             output = run()
             difference[name] = float((output - expected).abs().max())
-            folded = name in ("hot", "torchscript_frozen", "torch_compile")
+            folded = name in ("fused", "torchscript_frozen", "torch_compile")
             if not agree(output, expected, *((1e-3, 1e-4) if folded else (5e-5, 5e-5))):
                 raise RuntimeError(f"{name} differs from upstream by {difference[name]}")
         order, end = list(runs), time.perf_counter() + seconds
@@ -300,7 +300,7 @@ def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
         "weights_MiB": held.weights / 2**20,
         "norm_table_MiB": held.norm_table / 2**20,
         "budget_MiB": held.budget / 2**20,
-        "held": {"packed": held.packed, "hot": held.hot},
+        "held": {"fused_bytes": held.fused_bytes, "fused": held.fused},
     }
 
 

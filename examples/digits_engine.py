@@ -31,7 +31,7 @@ PROGRAMS_MB = 64.0
 
 
 def digits_engine(seed: int = 0) -> Engine:
-    """Six calibrated, specialised subnets, whose accuracy is measured on one half of the held-out digits."""
+    """Six calibrated subnets with fused programs; accuracy is measured on one half of the held-out digits."""
     supernet = load_digits_supernet()
     specs = [
         supernet.space.parse({"depth": list(depth), "expand": list(expand), "width": [width]})

@@ -25,10 +25,10 @@ from subnetact.engine.inputs import (
     call_with,
     check_batch,
     check_input,
-    detached,
+    detach_example,
     try_example,
-    unstack,
 )
+from subnetact.engine.outputs import unstack
 from subnetact.engine.promotion import Promoter
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
@@ -75,12 +75,12 @@ class Engine:
             thread, come on top.
         accuracy: percent, one a subnet, where known; kept in bundles.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        specialise: whether subnets may get programs of their own within the budget. If False, only
+        fuse: whether subnets may become fused programs within the budget. If False, only
             graphs use the budget.
-        hot_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
+        fused_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
             weights' own.
         compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
-            instead of being specialised; None = none.
+            instead of becoming a fused program; None = none.
         graph_backend: what captures graphs; None = CUDA graphs on a CUDA device.
 
     Attributes:
@@ -106,8 +106,8 @@ class Engine:
         memory_budget_mb: float = 0.0,
         accuracy: Sequence[float | None] | None = None,
         allow_uncalibrated: bool = False,
-        specialise: bool = True,
-        hot_dtype: torch.dtype | None = None,
+        fuse: bool = True,
+        fused_dtype: torch.dtype | None = None,
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
     ) -> None:
@@ -129,16 +129,16 @@ class Engine:
         self.fingerprint = supernet.fingerprint()
         if example is not None:
             check_input(example, None, self.device, where="example")
-        self._example = None if example is None else detached(example)
+        self._example = None if example is None else detach_example(example)
         self._stager = Stager(self.device)
         self._changing = Lock()
         self._budget = int(memory_budget_mb * 2**20)
         room = self._budget // 4 + (KERNELS if self.device.type == "cpu" else 0)
         self._cache = ByteCache(self._budget - min(self._budget // 2, room))
         self._compiler = None if compile is None else Compiler(compile)
-        self._heater = (
-            Promoter(self._cache, supernet, hot_dtype)
-            if specialise and self._cache.budget and not compile
+        self._promoter = (
+            Promoter(self._cache, supernet, fused_dtype)
+            if fuse and self._cache.budget and not compile
             else None
         )
         if graph_backend is None and self.device.type == "cuda":
@@ -225,8 +225,8 @@ class Engine:
             self._served = {i: s for i, s in self._served.items() if i != subnet}
             gone.bound = None
             gone.refused = False
-        if self._heater is not None:
-            self._heater.drop(subnet)
+        if self._promoter is not None:
+            self._promoter.drop(subnet)
         if self._graphs is not None:
             self._graphs.drop(subnet)
         if self._compiler is not None:
@@ -291,16 +291,16 @@ class Engine:
     # -- speed -----------------------------------------------------------------------------------
 
     def pin(self, subnet: int) -> bool:
-        """Specialise a subnet now and keep its program; tell whether the budget and network allow it.
+        """Make the fused program of a subnet now and keep it until `unpin`.
 
         Raises:
             SpecError: there is no such id.
         """
         chosen = self.ready(subnet)
         bound = self._bound(chosen)
-        if self._heater is None or not isinstance(self.example, Tensor):
+        if self._promoter is None or not isinstance(self.example, Tensor):
             return False
-        return self._heater.pin(chosen, bound, self.example)
+        return self._promoter.pin(chosen, bound, self.example)
 
     def unpin(self, subnet: int) -> None:
         """Let a pinned program make room for others when it is the least recently used.
@@ -308,12 +308,12 @@ class Engine:
         Raises:
             SpecError: there is no such id.
         """
-        if self._heater is not None:
-            self._heater.unpin(self.ready(subnet).id)
+        if self._promoter is not None:
+            self._promoter.unpin(self.ready(subnet).id)
 
-    def is_hot(self, subnet: int) -> bool:
+    def is_fused(self, subnet: int) -> bool:
         """Tell whether a subnet runs as a program of its own right now."""
-        return self._heater is not None and self._heater.holds(subnet)
+        return self._promoter is not None and self._promoter.holds(subnet)
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
@@ -356,12 +356,12 @@ class Engine:
             taken.append(time.perf_counter_ns() - start)
         return EngineStats(
             subnets=len(ids),
-            hot=0 if self._heater is None else sum(map(self.is_hot, ids)),
+            fused=0 if self._promoter is None else sum(map(self.is_fused, ids)),
             actuate_us=median(taken) / 1e3 if taken else 0.0,
             bind_ms=median(self._bind_ms),
             weights=weight_bytes(self.supernet),
             norm_table=self.supernet.norms.nbytes(),
-            packed=self._cache.nbytes(Promoter.KIND),
+            fused_bytes=self._cache.nbytes(Promoter.KIND),
             graphs=self._cache.nbytes(Graphs.KIND),
             budget=self._budget,
             compiled=0 if self._compiler is None else len(self._compiler),
@@ -423,11 +423,11 @@ class Engine:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
                 call = self._compiler.of(subnet.id, bound)
-            elif self._heater is None:
+            elif self._promoter is None:
                 call = bound.view
             else:
                 example = self._example if isinstance(self._example, Tensor) else None
-                call = self._heater.program(subnet, bound, example) or bound.view
+                call = self._promoter.program(subnet, bound, example) or bound.view
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
             if self._example is None and x.dim():
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.operators.view_module import owned
 from subnetact.supernet.trace import trace_
 
-__all__ = ["Program", "agree"]
+__all__ = ["FusedProgram"]
 
 _Activation = tuple[str, tuple[float, ...]]
 _RELU: _Activation = ("relu", ())
@@ -44,7 +44,7 @@ class _Fused(nn.Module):
         return self.conv(x, other, self.overwrite)
 
 
-class Program:
+class FusedProgram:
     """One subnet, specialised; the outputs differ from its view's by rounding.
 
     Args:
@@ -203,34 +203,3 @@ def _activation(node: fx.Node | None, leaves: dict[str, nn.Module]) -> _Activati
 
 def _is(module: nn.Module | None, cls: Any) -> bool:
     return isinstance(cls, type) and isinstance(module, cls)
-
-
-def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
-    """Tell whether two outputs are equal, their tensors up to rounding.
-
-    Args:
-        output: tensors, other values, and tuples, lists or dictionaries of them.
-        expected: likewise.
-        rtol: relative difference.
-        atol: absolute difference, of the largest expected value where that is above 1.
-    """
-    if isinstance(output, Tensor) and isinstance(expected, Tensor):
-        if output.shape != expected.shape or output.dtype != expected.dtype:
-            return False
-        if not (expected.is_floating_point() or expected.is_complex()):
-            return torch.equal(output, expected)
-        largest = float(expected.abs().max()) if expected.numel() else 0.0
-        scale = max(1.0, largest if largest < float("inf") else 1.0)
-        return torch.allclose(output, expected, rtol, atol * scale, equal_nan=True)
-    if isinstance(output, Mapping) and isinstance(expected, Mapping):
-        return set(output) == set(expected) and all(
-            agree(output[name], expected[name], rtol, atol) for name in expected
-        )
-    if isinstance(output, (tuple, list)) and isinstance(expected, (tuple, list)):
-        return len(output) == len(expected) and all(
-            agree(one, other, rtol, atol) for one, other in zip(output, expected, strict=True)
-        )
-    try:
-        return type(output) is type(expected) and bool(output == expected)
-    except (RuntimeError, ValueError):  # arrays, and objects that hold tensors, have no one answer
-        return False

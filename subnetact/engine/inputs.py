@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ __all__ = [
     "call_with",
     "check_batch",
     "check_input",
-    "described",
-    "detached",
-    "mapped",
+    "describe_input",
+    "detach_example",
+    "map_tensors",
     "shapes",
     "try_example",
-    "unstack",
 ]
 
 
@@ -48,7 +47,7 @@ def check_input(
             raise InvalidRequest(f"{where}: it holds values that are not finite; send finite ones")
         return
     if example is not None and (isinstance(example, Tensor) or _parts(x) != _parts(example)):
-        raise InvalidRequest(f"{where}: expected {described(example)}, got {described(x)}")
+        raise InvalidRequest(f"{where}: expected {describe_input(example)}, got {describe_input(x)}")
     if not isinstance(x, (tuple, dict)) or not x:
         raise InvalidRequest(
             f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
@@ -67,7 +66,7 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
     if example is None:
         return
     if not isinstance(example, Tensor):
-        raise InvalidRequest(f"{where}: expected {described(example)}, got {described(x)}")
+        raise InvalidRequest(f"{where}: expected {describe_input(example)}, got {describe_input(x)}")
     if x.shape != example.shape or x.dtype != example.dtype:
         hint = "without a batch dimension"
         if x.shape == (1, *example.shape):
@@ -98,12 +97,12 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
         like = isinstance(x, Tensor) and x.dim() == example.dim() + 1 and len(x) > 0
         like = like and x.shape[1:] == example.shape and x.dtype == example.dtype
     elif example is not None:
-        served = f"batches of {described(example)}"
+        served = f"batches of {describe_input(example)}"
         like = _parts(x) == _parts(example)
         for name in _parts(example) if like else ():
             check_batch(x[name], example[name], cause, f"{where}[{name!r}]")
     if not like:
-        raise InvalidRequest(f"{where}: got {described(x)}, this engine serves {served}") from cause
+        raise InvalidRequest(f"{where}: got {describe_input(x)}, this engine serves {served}") from cause
 
 
 def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
@@ -119,16 +118,16 @@ def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
         where = culprit(view, error)
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidRequest(
-            f"example: {subnet} does not run on a batch of one input of {described(example)}: "
+            f"example: {subnet} does not run on a batch of one input of {describe_input(example)}: "
             f"{where + ': ' if where else ''}{first}; give one input as requests have it, without a batch "
             "dimension; for an own network, see that its elastic description covers what every narrowed "
             "module feeds. One that needs larger batches learns its example from the first: leave it out"
         ) from error
 
 
-def detached(example: Any) -> Any:
+def detach_example(example: Any) -> Any:
     """Return a copy of an example's structure on the CPU, without gradients."""
-    return mapped(lambda t: t.detach().to("cpu"), example)
+    return map_tensors(lambda t: t.detach().to("cpu"), example)
 
 
 def shapes(example: Any) -> Any:
@@ -149,7 +148,7 @@ def batch_like(example: Any, size: int) -> Any:
             return torch.zeros(shape, dtype=part.dtype)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
 
-    return mapped(rows, example)
+    return map_tensors(rows, example)
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
@@ -213,21 +212,6 @@ class Stager:
         return batch
 
 
-def unstack(output: Any, count: int) -> list[Any]:
-    """Return the first `count` rows of a batch's output, each on the CPU and of the batch's structure."""
-    if isinstance(output, Tensor):
-        return list(output[:count].cpu().unbind(0))
-    if isinstance(output, Mapping):
-        columns = {name: unstack(part, count) for name, part in output.items() if part is not None}
-        return [{name: rows[i] for name, rows in columns.items()} for i in range(count)]
-    if isinstance(output, (tuple, list)):
-        return list(zip(*(unstack(part, count) for part in output), strict=True))
-    raise TypeError(
-        f"the network returned {type(output).__name__}; only tensors, and tuples, lists or mappings of them, "
-        "can be given back one by one"
-    )
-
-
 def _parts(x: Any) -> Any:
     """What a structure is indexed by; None for what is none."""
     if isinstance(x, tuple):
@@ -235,16 +219,16 @@ def _parts(x: Any) -> Any:
     return x.keys() if isinstance(x, dict) else None
 
 
-def mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
     """Apply a function to a tensor, or to each part of a tuple or dictionary of tensors."""
     if isinstance(x, tuple):
-        return tuple(mapped(function, part) for part in x)
+        return tuple(map_tensors(function, part) for part in x)
     if isinstance(x, dict):
-        return {name: mapped(function, part) for name, part in x.items()}
+        return {name: map_tensors(function, part) for name, part in x.items()}
     return function(x)
 
 
-def described(x: Any) -> str:
+def describe_input(x: Any) -> str:
     """Name the type and shape of an input, for messages."""
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)}"

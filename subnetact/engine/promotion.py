@@ -13,21 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.engine.cache import ByteCache
-from subnetact.engine.fused_program import Program, agree
+from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.outputs import agree
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["HOT_AFTER", "Promoter"]
+__all__ = ["PROMOTE_AFTER", "Promoter"]
 
-HOT_AFTER = 32
+PROMOTE_AFTER = 32
 """Uses after which a subnet that is not hot is considered."""
 
 _log = logging.getLogger("subnetact.engine")
 
 
 @dataclass(frozen=True, eq=False)
-class _Hot:
-    program: Program
+class _Fused:
+    program: FusedProgram
     bound: Bound
     versions: list[int]
 
@@ -63,16 +64,16 @@ class Promoter:
         self._pinned: set[int] = set()
         self._warned = False
 
-    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> _Hot | None:
+    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> _Fused | None:
         """Return a hot subnet's program, or None; count the use."""
-        hot: _Hot | None = self._cache.get((self.KIND, subnet.id))
-        if hot is not None:
-            if hot.fresh(bound):
-                return hot
+        fused: _Fused | None = self._cache.get((self.KIND, subnet.id))
+        if fused is not None:
+            if fused.fresh(bound):
+                return fused
             self._cache.drop((self.KIND, subnet.id))
-            subnet.uses = HOT_AFTER
+            subnet.uses = PROMOTE_AFTER
         subnet.uses += 1
-        wanted = subnet.uses >= HOT_AFTER
+        wanted = subnet.uses >= PROMOTE_AFTER
         if wanted and example is not None and not subnet.refused and self._working.acquire(blocking=False):
             since, subnet.since, subnet.uses = subnet.since, self._cache.now, 0
             try:
@@ -85,8 +86,8 @@ class Promoter:
         """Make a subnet hot now and until it is unpinned; tell whether it is."""
         with self._working:
             self._pinned.add(subnet.id)
-            hot: _Hot | None = self._cache.get((self.KIND, subnet.id))
-            if hot is not None and hot.fresh(bound):
+            fused: _Fused | None = self._cache.get((self.KIND, subnet.id))
+            if fused is not None and fused.fresh(bound):
                 self._cache.pin((self.KIND, subnet.id), True)
                 return True
             made = self._make(subnet, bound, example, math.inf)
@@ -130,13 +131,13 @@ class Promoter:
         if program is None:
             return False
         program.limit(partial(self._cache.grow, key))
-        hot, pinned = _Hot(program, bound, bound.versions()), subnet.id in self._pinned
-        kept = self._cache.put(key, hot, program.nbytes, self.KIND, before, pinned)
+        fused, pinned = _Fused(program, bound, bound.versions()), subnet.id in self._pinned
+        kept = self._cache.put(key, fused, program.nbytes, self.KIND, before, pinned)
         if subnet.bound is None:
             self._cache.drop(key)
         return kept
 
-    def _program(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> Program | None:
+    def _program(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> FusedProgram | None:
         versions = bound.versions()
         try:
             program = self._checked(subnet, bound, example)
@@ -151,7 +152,7 @@ class Promoter:
             return None
         return program if bound.versions() == versions else None
 
-    def _checked(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> Program:
+    def _checked(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> FusedProgram:
         device = next(bound.view.parameters()).device
         generator = torch.Generator().manual_seed(0)
         batch = torch.stack([example] * 2)
@@ -161,10 +162,10 @@ class Promoter:
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         view, row = self._supernet.private_view(subnet.spec)
-        if row is not bound.row or self._supernet.moves != bound.moves:
+        if row is not bound.row or self._supernet.weights_generation != bound.weights_generation:
             raise ValueError("its statistics were replaced")
         with torch.inference_mode():
-            program = Program(view, self._dtype)
+            program = FusedProgram(view, self._dtype)
             output, expected = program(x), view(x)
         tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
         if not agree(output, expected, *tolerance):

@@ -23,19 +23,19 @@ class Bound:
     Attributes:
         view: a view that only the engine uses.
         row: the statistics it runs on; None = the supernet's shared ones.
-        moves: the supernet's, when it was bound.
+        weights_generation: that of the supernet when the subnet was bound.
         sources: the tensors it reads, of those that can tell when they change in place.
     """
 
     view: nn.Module
     row: NormRow | None
-    moves: int
+    weights_generation: int
     sources: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
         """Bind a subnet, with faster layers."""
-        moves = supernet.moves
+        generation = supernet.weights_generation
         view, row = supernet.private_view(spec)
         use_fast_convs_(view)
         # A convolution whose kernel is computed follows these, and its own tensor only when it runs.
@@ -48,11 +48,11 @@ class Bound:
         else:
             norms = supernet.norm_operators().values()
             sources += [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        return cls(view, row, moves, tuple(t for t in sources if not t.is_inference()))
+        return cls(view, row, generation, tuple(t for t in sources if not t.is_inference()))
 
     def current(self, supernet: Supernet, spec: SubnetSpec) -> bool:
         """Tell whether the supernet would bind the subnet to the same tensors now."""
-        return self.row is supernet.norms.get(spec) and self.moves == supernet.moves
+        return self.row is supernet.norms.get(spec) and self.weights_generation == supernet.weights_generation
 
     def versions(self) -> list[int]:
         """Return numbers that change when any source changes in place."""

@@ -15,24 +15,24 @@ class EngineStats:
 
     Attributes:
         subnets: how many are served.
-        hot: how many of them run as programs of their own.
+        fused: how many of them run as fused programs.
         actuate_us: median time to choose a ready subnet, microseconds.
         bind_ms: median time it took to make a subnet ready, ms.
         weights: bytes of the supernet's parameters and buffers.
         norm_table: bytes of the statistics of all calibrated subnets.
-        packed: bytes of the hot subnets' own tensors.
+        fused_bytes: bytes of the tensors of all fused programs.
         graphs: bytes of captured graphs.
-        budget: the most bytes that `packed` and `graphs` may have together.
+        budget: the most bytes that `fused_bytes` and `graphs` may have together.
         compiled: how many subnets have code that torch.compile made.
     """
 
     subnets: int
-    hot: int
+    fused: int
     actuate_us: float
     bind_ms: float
     weights: int
     norm_table: int
-    packed: int
+    fused_bytes: int
     graphs: int
     budget: int
     compiled: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from subnetact.engine.fused_program import agree
+from subnetact.engine.outputs import agree
 from subnetact.errors import ExportError, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet

@@ -299,7 +299,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", help="of the weights: float32, bfloat16, float16 (default: the bundle's own, or float32)"
     )
     group.add_argument("--mode", choices=MODES, default="zero-copy", help=_modes())
-    group.add_argument("--budget-mb", type=float, default=2048.0, help="for hot and graphs, MiB")
+    group.add_argument("--budget-mb", type=float, default=2048.0, help="for fused and graphs, MiB")
     group.add_argument("--channels-last", action="store_true", help="in mode eager; other modes always are")
     group.add_argument("--include-actuation", action="store_true", help="time choosing the subnet too")
     group.add_argument("--include-h2d", action="store_true", help="time the input's copy to the device too")

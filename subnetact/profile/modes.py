@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, call_with, mapped
+from subnetact.engine.inputs import batch_like, call_with, map_tensors
 from subnetact.errors import DeviceError, TableError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -22,7 +22,7 @@ __all__ = ["MODES", "Runner", "TimedCall", "check_running", "engine_for", "runni
 MODES = {
     "eager": "the subnet's view, called as the plain module it is",
     "zero-copy": "an engine without a budget: no weight copied, channels_last",
-    "hot": "every subnet as a program of its own: BatchNorm folded, fused; CUDA graphs on CUDA",
+    "fused": "every subnet as a fused program: BatchNorm folded, activations fused; CUDA graphs on CUDA",
     "graphs": "CUDA graphs of the subnets' views (CUDA)",
     "compile": "torch.compile (inductor) for every subnet and batch size",
 }
@@ -51,10 +51,10 @@ def engine_for(
         specs,
         example=example,
         device=device,
-        memory_budget_mb=memory_budget_mb if mode in ("hot", "graphs") else 0.0,
+        memory_budget_mb=memory_budget_mb if mode in ("fused", "graphs") else 0.0,
         accuracy=accuracy,
         allow_uncalibrated=True,
-        specialise=mode == "hot",
+        fuse=mode == "fused",
         compile="inductor" if mode == "compile" else None,
     )
 
@@ -69,7 +69,7 @@ def check_running(mode: str, include_h2d: bool, device: torch.device) -> None:
     if mode not in MODES:
         raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join(MODES)}")
     if mode == "graphs" and device.type != "cuda":
-        raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose hot or zero-copy")
+        raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose fused or zero-copy")
     if include_h2d and device.type == "cpu":
         raise DeviceError("include_h2d: on a CPU the input is already there; leave it out")
 
@@ -142,21 +142,21 @@ class Runner:
         run, before = self._run(subnet)
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
-        if self.mode == "hot" and not self.engine.pin(subnet):
+        if self.mode == "fused" and not self.engine.pin(subnet):
             raise TableError(
-                f"mode 'hot': subnet {self.keys[subnet]} cannot be specialised within the budget; "
+                f"mode 'fused': subnet {self.keys[subnet]} cannot become a fused program within the budget; "
                 "give more with --budget-mb, or choose another mode"
             )
         try:
             with torch.inference_mode():
                 if self._copies:
-                    host = mapped(lambda part: part.cpu().pin_memory(), x)
-                    copied = partial(mapped, lambda part: part.to(self.device, non_blocking=True), host)
+                    host = map_tensors(lambda part: part.cpu().pin_memory(), x)
+                    copied = partial(map_tensors, lambda part: part.to(self.device, non_blocking=True), host)
                     yield TimedCall(lambda: run(copied()), before)
                 else:
                     yield TimedCall(lambda: run(x), before)
         finally:
-            if self.mode == "hot":
+            if self.mode == "fused":
                 self.engine.unpin(subnet)
 
     def _run(self, subnet: int) -> tuple[Callable[[Any], Any], Callable[[], Any] | None]:
@@ -184,5 +184,7 @@ class Runner:
 
     def _input(self, batch_size: int) -> Any:
         if batch_size not in self._inputs:
-            self._inputs = {batch_size: mapped(self._placed, batch_like(self.engine.example, batch_size))}
+            self._inputs = {
+                batch_size: map_tensors(self._placed, batch_like(self.engine.example, batch_size))
+            }
         return self._inputs[batch_size]

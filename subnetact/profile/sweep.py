@@ -17,7 +17,7 @@ from tqdm import tqdm
 from subnetact import __version__
 from subnetact.device import machine, measure, ran_out_of_memory
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import batch_like, mapped, shapes
+from subnetact.engine.inputs import batch_like, map_tensors, shapes
 from subnetact.errors import TableError
 from subnetact.journal import Journal
 from subnetact.latency.table import LatencyTable
@@ -36,7 +36,7 @@ def make_co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
     """Return the co-runner processes, not yet started; they run subnet `settings.co_runner_subnet`."""
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
-    x = mapped(lambda part: part.to(engine.device), batch_like(engine.example, 1))
+    x = map_tensors(lambda part: part.to(engine.device), batch_like(engine.example, 1))
     return CoRunners(network, x, settings.co_runners[-1])
 
 
@@ -165,7 +165,7 @@ def environment(
         "space": supernet.space.id,
         "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
         "input_shape": shapes(example),
-        "input_dtype": mapped(lambda part: str(part.dtype).removeprefix("torch."), example),
+        "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), example),
         **running,
         **settings.to_json(),
         "subnetact": __version__,

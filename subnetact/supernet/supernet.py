@@ -86,7 +86,7 @@ class Supernet(nn.Module):
         self._active = space.largest()
         self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
         self._frozen_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._moves = 0
+        self._weights_generation = 0
         self._lock = threading.Lock()
         self._warned = False
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
@@ -152,9 +152,13 @@ class Supernet(nn.Module):
         return self._bind(spec, statistics), statistics
 
     @property
-    def moves(self) -> int:
-        """How often views were forgotten; private ones made before are of other weights."""
-        return self._moves
+    def weights_generation(self) -> int:
+        """Generation counter of the weights.
+
+        It grows whenever cached views are invalidated; a private view from an older generation must be
+        rebuilt.
+        """
+        return self._weights_generation
 
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
@@ -239,7 +243,7 @@ class Supernet(nn.Module):
         and moving `supernet.network` itself, need this.
         """
         with self._lock:
-            self._moves += 1
+            self._weights_generation += 1
             self._views.clear()
             self._frozen_parameters.clear()
             for module in self.network.modules():
@@ -306,13 +310,13 @@ class Supernet(nn.Module):
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
         while True:
-            moves = self._moves
+            generation = self._weights_generation
             view, statistics = self.private_view(spec)
             with self._lock:
                 cached = self._cached(spec)
                 if cached is not None:
                     return cached
-                if moves == self._moves and statistics is self._norms.get(spec):
+                if generation == self._weights_generation and statistics is self._norms.get(spec):
                     self._views[spec] = view, statistics
                     while len(self._views) > self.cached_views:
                         self._views.popitem(last=False)

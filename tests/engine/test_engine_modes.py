@@ -20,7 +20,7 @@ import subnetact
 from ofa_adapters import families, load
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fast_conv import SMALL_MAP, use_fast_convs_
-from subnetact.engine.fused_program import Program
+from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import PackedConv
 from subnetact.errors import InvalidRequest, SpecError
 from subnetact.supernet.supernet import Supernet
@@ -59,17 +59,17 @@ def engine_of(digits: Supernet, budget: float, count: int = 4, **options: Any) -
 def test_every_mode_gives_the_views_outputs(digits: Supernet, budget: float, pinned: bool) -> None:
     engine = engine_of(digits, budget)
     for i, spec in enumerate(engine.specs):
-        hot = pinned and engine.pin(i)
-        assert hot == engine.is_hot(i)
-        assert hot or not pinned or budget < 1
+        fused = pinned and engine.pin(i)
+        assert fused == engine.is_fused(i)
+        assert fused or not pinned or budget < 1
         for x in (X, X[:1], torch.randn(2, 1, 24, 20)):
             for _ in range(2):
-                close(engine(x, subnet=i), digits(x, subnet=spec), folded=hot)
+                close(engine(x, subnet=i), digits(x, subnet=spec), folded=fused)
     stats = engine.stats()
-    assert stats.packed + stats.graphs <= stats.budget == int(budget * 2**20)
-    assert (stats.packed > 0) == (stats.hot > 0)
+    assert stats.fused_bytes + stats.graphs <= stats.budget == int(budget * 2**20)
+    assert (stats.fused_bytes > 0) == (stats.fused > 0)
     assert stats.subnets == 4
-    assert stats.hot == sum(map(engine.is_hot, range(4)))
+    assert stats.fused == sum(map(engine.is_fused, range(4)))
     assert stats.weights > 0 < stats.norm_table
     assert stats.actuate_us > 0 < stats.bind_ms
 
@@ -100,10 +100,10 @@ def test_families_run_in_every_mode(family: str, wait_for: Callable[..., None]) 
         expected = supernet(x, subnet=specs[4])
 
         def remade(
-            engine: subnetact.Engine = engine, expected: Tensor = expected, hot: bool = budget > 0
+            engine: subnetact.Engine = engine, expected: Tensor = expected, fused: bool = budget > 0
         ) -> bool:
             close(engine(x, subnet=4), expected, folded=True)
-            return engine.is_hot(4) == hot
+            return engine.is_fused(4) == fused
 
         wait_for(remade, 60)
         close(engine(x, subnet=4), expected, folded=True)
@@ -111,7 +111,7 @@ def test_families_run_in_every_mode(family: str, wait_for: Callable[..., None]) 
 
 def test_a_program_has_no_batchnorm_and_fuses_what_follows(digits: Supernet) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [X], progress=False)
-    program = Program(digits.private_view(digits.space.smallest())[0])
+    program = FusedProgram(digits.private_view(digits.space.smallest())[0])
     modules = list(program.module.modules())
     assert not any(isinstance(m, nn.BatchNorm2d | nn.Conv2d) for m in modules)
     assert F.relu not in {node.target for node in program.module.graph.nodes}
@@ -146,7 +146,7 @@ def test_odd_networks_are_fused_rightly() -> None:
     x = torch.randn(2, 4, 9, 9)
     with torch.inference_mode():
         expected = network(x)
-        program = Program(network)
+        program = FusedProgram(network)
         close(program(x.contiguous(memory_format=torch.channels_last)), expected, folded=True)
         close(network(x), expected, folded=False)
 
@@ -190,17 +190,17 @@ def test_weights_and_statistics_that_change_are_followed(
     digits.load_state_dict({k: v * 0.5 for k, v in digits.state_dict().items()})
     close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
     if pinned:
-        wait_for(lambda: engine(x, subnet=1) is not None and engine.is_hot(1), 60)
+        wait_for(lambda: engine(x, subnet=1) is not None and engine.is_fused(1), 60)
         close(engine(x, subnet=1), digits(x, subnet=spec), folded=True)
 
 
 def test_programs_in_bfloat16_agree_roughly(digits: Supernet) -> None:
-    engine = engine_of(digits, 64, hot_dtype=torch.bfloat16)
+    engine = engine_of(digits, 64, fused_dtype=torch.bfloat16)
     assert engine.pin(1)
     output, expected = engine(X, subnet=1), digits(X, subnet=engine.specs[1])
     assert output.dtype == torch.float32
     assert float((output - expected).abs().max()) < 0.1 * max(1.0, float(expected.abs().max()))
-    assert engine.stats().packed < engine.stats().weights
+    assert engine.stats().fused_bytes < engine.stats().weights
 
 
 def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
@@ -214,32 +214,32 @@ def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
     close(engine(X, subnet=0), digits(X, subnet=spec), folded=True)
 
 
-def test_use_makes_a_subnet_hot(digits: Supernet, wait_for: Callable[..., None]) -> None:
+def test_use_promotes_a_subnet(digits: Supernet, wait_for: Callable[..., None]) -> None:
     engine = engine_of(digits, 64)
 
     def used() -> bool:
         engine(X, subnet=2)
-        return engine.is_hot(2)
+        return engine.is_fused(2)
 
     wait_for(used, 60)
-    assert not engine.is_hot(0)
+    assert not engine.is_fused(0)
     close(engine(X, subnet=2), digits(X, subnet=engine.specs[2]), folded=True)
 
 
 def test_pinned_programs_stay_and_others_make_room(digits: Supernet) -> None:
     engine = engine_of(digits, 64)
     assert engine.pin(1)
-    largest = engine.stats().packed
+    largest = engine.stats().fused_bytes
     assert engine.pin(0)
-    smallest = engine.stats().packed - largest
+    smallest = engine.stats().fused_bytes - largest
     budget = (largest + 0.5 * smallest) / 0.5 / 2**20
     tight = subnetact.Engine(digits, engine.specs, example=EXAMPLE, memory_budget_mb=budget)
     assert tight.pin(0)
     tight.unpin(0)
     assert tight.pin(1)
-    assert not tight.is_hot(0)
+    assert not tight.is_fused(0)
     assert not tight.pin(2)
-    assert tight.is_hot(1)
+    assert tight.is_fused(1)
     for i, spec in enumerate(tight.specs):
         close(tight(X, subnet=i), digits(X, subnet=spec), folded=True)
 
@@ -251,7 +251,7 @@ def test_registration_and_removal(digits: Supernet) -> None:
     engine.remove(0)
     assert engine.ids == (1, 2, 3)
     assert len(engine) == len(engine.keys) == 4
-    assert engine.stats().packed == 0
+    assert engine.stats().fused_bytes == 0
     for gone in (lambda: engine(X, subnet=0), lambda: first(X), lambda: engine.remove(0)):
         with pytest.raises(SpecError, match=r"no subnet 0; this engine has 1, 2, 3|was removed"):
             gone()
@@ -275,7 +275,7 @@ def test_the_first_input_is_the_example(digits: Supernet) -> None:
 
 
 class Undecided(nn.Module):
-    """Its forward depends on values, so it cannot be specialised."""
+    """Its forward depends on values, so it cannot become a fused program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class Undecided(nn.Module):
         return y if x.sum() > -1e6 else -y
 
 
-def test_a_network_that_cannot_be_specialised_runs_as_a_view(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_network_that_cannot_be_fused_runs_as_a_view(caplog: pytest.LogCaptureFixture) -> None:
     space = subnetact.SubnetSpace("undecided", [subnetact.Axis.uniform("width", ["all"], (4, 8))], _width)
     elastic = {
         "conv": subnetact.WeightSlice.on(out="width"),
@@ -336,7 +336,7 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
         close(engine(X, subnet=i), expected[i], folded=True)
         engine.pin(rng.randrange(45))
         engine.unpin(rng.randrange(45))
-        assert engine.stats().packed <= engine.stats().budget
+        assert engine.stats().fused_bytes <= engine.stats().budget
     for thread in threads:
         thread.join()
     assert not wrong

@@ -83,7 +83,7 @@ def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Sup
 
 def test_graphs_are_used_without_programs(digits: Supernet) -> None:
     recorder = Recorder()
-    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder, specialise=False)
+    engine = engine_of(digits, memory_budget_mb=16, graph_backend=recorder, fuse=False)
     for _ in range(2):
         close(engine(X[:3], subnet=1), digits(X[:3], subnet=engine.specs[1]))
     assert (recorder.sizes, recorder.replays) == ([4], 2)
@@ -95,7 +95,7 @@ def test_graphs_stay_within_the_budget(digits: Supernet) -> None:
     for size in (1, 2, 3, 5):
         for i, spec in enumerate(engine.specs):
             close(engine(X[:size], subnet=i), digits(X[:size], subnet=spec))
-            assert engine.stats().graphs + engine.stats().packed <= 2**20
+            assert engine.stats().graphs + engine.stats().fused_bytes <= 2**20
 
 
 def test_graphs_follow_weights_and_statistics(digits: Supernet) -> None:

@@ -16,10 +16,10 @@ from subnetact.engine.inputs import (
     Stager,
     call_with,
     check_input,
-    detached,
+    detach_example,
     shapes,
-    unstack,
 )
+from subnetact.engine.outputs import unstack
 from subnetact.errors import InvalidRequest, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -143,7 +143,7 @@ def test_values_that_are_not_finite_are_found_wherever_they_are() -> None:
 
 def test_structures_are_kept_by_the_helpers() -> None:
     assert shapes((IMAGE, {"a": torch.zeros(3)})) == [[1, 16, 16], {"a": [3]}]
-    copy = detached((torch.ones(2, requires_grad=True),))
+    copy = detach_example((torch.ones(2, requires_grad=True),))
     assert not copy[0].requires_grad
     assert call_with(lambda a, b: a - b, (3, 1)) == 2
     assert call_with(lambda a, b: a - b, {"b": 3, "a": 1}) == -2

@@ -72,7 +72,7 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
     assert outputs[0].device.type == "cpu"
 
 
-@pytest.mark.parametrize("mode", ["eager", "zero-copy", "hot", "graphs"])
+@pytest.mark.parametrize("mode", ["eager", "zero-copy", "fused", "graphs"])
 @pytest.mark.parametrize("include_h2d", [False, True])
 def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
@@ -87,7 +87,7 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     assert (table.latency_ms > 0).all()
     assert (table.statistics["device_p50"] > 0).all()
     assert (table.stamp["mode"], table.stamp["include_h2d"]) == (mode, include_h2d)
-    assert (engine.stats().graphs > 0) == (mode in ("hot", "graphs"))
+    assert (engine.stats().graphs > 0) == (mode in ("fused", "graphs"))
 
 
 def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
@@ -129,7 +129,7 @@ def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None
             torch.testing.assert_close(engine(x, subnet=i), supernet(x, subnet=spec), atol=1e-3, rtol=1e-3)
     stats = engine.stats()
     assert (stats.graphs > 0) == (budget > 0)
-    assert stats.graphs + stats.packed <= stats.budget
+    assert stats.graphs + stats.fused_bytes <= stats.budget
 
 
 def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
@@ -169,7 +169,7 @@ def test_half_precision_programs_agree_roughly() -> None:
         device="cuda",
         memory_budget_mb=512,
         allow_uncalibrated=True,
-        hot_dtype=torch.bfloat16,
+        fused_dtype=torch.bfloat16,
     )
     assert engine.pin(0)
     x = torch.randn(4, 3, 64, 64, device="cuda")

@@ -220,7 +220,7 @@ def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str
                     timed.before()
                     assert supernet.active != spec
                 output = timed.call()
-                assert engine.is_hot(i) == (mode == "hot")
+                assert engine.is_fused(i) == (mode == "fused")
             torch.testing.assert_close(output, supernet(x, subnet=spec), rtol=1e-3, atol=1e-4)
             if mode == "eager" and actuation:
                 assert supernet.active == spec

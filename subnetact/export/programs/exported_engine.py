@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.device import find_device
-from subnetact.engine.inputs import check_input, unstack
+from subnetact.engine.inputs import check_input
+from subnetact.engine.outputs import unstack
 from subnetact.errors import (
     DeviceError,
     FileFormatError,

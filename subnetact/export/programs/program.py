@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from subnetact.engine.engine import Engine
-from subnetact.engine.fused_program import agree
+from subnetact.engine.outputs import agree
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
 from subnetact.supernet.trace import culprit
