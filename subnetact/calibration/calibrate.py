@@ -95,7 +95,7 @@ def calibrate(
         specs: the subnets; those already calibrated are calibrated afresh.
         batches: inputs of shape (N, C, H, W) like those to be served; sizes may differ. A pair, as a
             DataLoader gives, stands for its first part. Read once.
-        progress: whether to show a progress bar, on a terminal.
+        progress: if True, show a progress bar when standard error is a terminal.
         rule: `weighted_biased` or `cumulative_unbiased`; default: the rule of the supernet's family,
             `weighted_biased` for an own network.
         resume: a file that keeps unfinished work, written every `save_every_s` seconds and at the
@@ -171,7 +171,8 @@ def _pass(
         total=None if length is None else length * subnets,
         desc=f"calibrating {subnets} subnets",
         unit=" subnet batches",
-        disable=None if progress else True,
+        disable=not progress or None,
+        leave=None,
     ) as bar:
         for batch in batches:
             x = _images(batch).to(run.device)

@@ -29,7 +29,7 @@ def compare(
         specs: in the order of their numbers.
         example: one batch of each input, by name. Where floating-point inputs are all one value, outputs
             on random numbers are compared too, if the subnet runs on them.
-        progress: whether to show a bar.
+        progress: if True, show a progress bar when standard error is a terminal.
 
     Raises:
         ExportError: outputs differ, or a subnet does not run on the example.
@@ -38,7 +38,7 @@ def compare(
     example = {name: x.to(home) for name, x in example.items()}
     varied = {name: _random(x) for name, x in example.items()}
     constant = any(varied[name] is not example[name] for name in example)
-    for i, spec in enumerate(tqdm(specs, desc="comparing subnets", disable=not progress)):
+    for i, spec in enumerate(tqdm(specs, desc="comparing subnets", disable=not progress or None)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
             view = supernet.subnet(spec)

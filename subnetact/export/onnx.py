@@ -52,7 +52,7 @@ def to_onnx(
         engine: which subnets, and the example input.
         directory: new, empty, or an earlier export, which is replaced as a whole.
         subnets: ids of the engine; None = all that are served. File i is of `subnets[i]`.
-        progress: whether to show a bar.
+        progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
         The directory; its `export.json` says which file is which subnet.
@@ -76,7 +76,7 @@ def to_onnx(
         "subnets": described,
     }
     with writing_folder(Path(directory), KIND, facts) as folder:
-        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress)):
+        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress or None)):
             name = f"{subnet.id} ({subnet.spec})"
             view, _ = engine.supernet.private_view(subnet.spec)
             program = exported_program(view, x, name, dynamic_batch=True)

@@ -23,7 +23,7 @@ def evaluate(
     specs: SubnetSpec,
     loader: Iterable[Any],
     calibration: Iterable[Tensor | Sequence[Any]] | None = None,
-    progress: bool = False,
+    progress: bool = True,
 ) -> float: ...
 @overload
 def evaluate(
@@ -31,14 +31,14 @@ def evaluate(
     specs: Sequence[SubnetSpec],
     loader: Iterable[Any],
     calibration: Iterable[Tensor | Sequence[Any]] | None = None,
-    progress: bool = False,
+    progress: bool = True,
 ) -> list[float]: ...
 def evaluate(
     supernet: Supernet,
     specs: SubnetSpec | Sequence[SubnetSpec],
     loader: Iterable[Any],
     calibration: Iterable[Tensor | Sequence[Any]] | None = None,
-    progress: bool = False,
+    progress: bool = True,
 ) -> float | list[float]:
     """Return the top-1 accuracy of subnets in percent: one number for one subnet, else a list.
 
@@ -51,7 +51,8 @@ def evaluate(
             subnets.
         calibration: batches to calibrate those subnets with that have no statistics of their own;
             without, they run on the shared ones, with one `UncalibratedSubnetWarning`.
-        progress: whether to show progress bars.
+        progress: if True, show a progress bar when standard error is a terminal and the work takes
+            more than a second.
 
     Raises:
         SpecError: a specification is not of this supernet, or the loader gives no (x, labels) pairs.
@@ -66,7 +67,13 @@ def evaluate(
     views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0
     with torch.inference_mode():
-        for batch in tqdm(loader, desc=f"evaluating {len(wanted)} subnets", disable=not progress):
+        for batch in tqdm(
+            loader,
+            desc=f"evaluating {len(wanted)} subnets",
+            disable=not progress or None,
+            leave=None,
+            delay=1,
+        ):
             x, labels = _pair(batch)
             x, labels = x.to(device), labels.to(device)
             seen += len(labels)

@@ -119,7 +119,7 @@ def search(
             it is trusted; those that turn out beaten make room for others of the front.
         resume: a file to which the state is written after every generation. If it exists, the search
             goes on from there, and ends as it would have without the interruption.
-        progress: whether to show a progress bar.
+        progress: if True, show a progress bar when standard error is a terminal.
 
     Raises:
         SearchError: arguments that contradict each other, values that are no numbers, or a state of
@@ -210,7 +210,7 @@ def _run(
     total = state.space.size()
     if method != "exhaustive":
         total = min(total, settings["evaluations"])
-    with tqdm(total=total, initial=len(state.found), desc="searching", disable=not progress) as bar:
+    with tqdm(total=total, initial=len(state.found), desc="searching", disable=not progress or None) as bar:
         while len(state.found) < total:
             before = len(state.found)
             count = population if method != "evolution" else max(population // (4 if before else 2), 2)
@@ -251,7 +251,7 @@ def _remeasured(
     found = state.found
     waiting = [front[i] for i in spread([found[spec][1] for spec in front], size)]
     again: dict[SubnetSpec, Objectives] = {}
-    with tqdm(desc="measuring again", unit=" subnets", disable=not progress) as bar:
+    with tqdm(desc="measuring again", unit=" subnets", disable=not progress or None) as bar:
         while True:
             for spec in waiting:
                 if spec not in state.remeasured:

@@ -225,7 +225,7 @@ def _accuracies(
         subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
     )
     if function is not None:
-        bar = tqdm(specs, desc="accuracy", disable=not progress)
+        bar = tqdm(specs, desc="accuracy", disable=not progress or None)
         return [None if math.isnan(percent := float(function(spec))) else percent for spec in bar]
     if not request.accuracy:
         return [None] * len(specs)

@@ -69,7 +69,7 @@ def sweep(
     company: CoRunners | nullcontext[None] = nullcontext()
     if settings.co_runners:
         company = co_runners(runner, settings)
-    with company as others, tqdm(total=0, desc=label, unit="window", disable=not progress) as bar:
+    with company as others, tqdm(total=0, desc=label, unit="window", disable=not progress or None) as bar:
         for wave in _waves(cells, settings, readings):
             level = 0
             for cell in wave:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +94,18 @@ def test_a_profile_is_complete_stamped_and_round_trips(engine: subnetact.Engine,
     assert table.statistics["runs"].min() >= 15
     table.save(tmp_path / "t.json")
     assert subnetact.LatencyTable.load(tmp_path / "t.json") == table
+
+
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_bars_are_shown_on_terminals_only(
+    engine: subnetact.Engine, monkeypatch: pytest.MonkeyPatch, progress: bool, terminal: bool
+) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr(errors, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    subnetact.profile_latency(engine, [1], warmup_ms=0, min_time_ms=1, progress=progress)
+    assert ("profiling" in errors.getvalue()) == (progress and terminal)
 
 
 def test_profile_arguments_are_checked(engine: subnetact.Engine) -> None:

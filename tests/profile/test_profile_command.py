@@ -497,7 +497,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(tmp_path: Path) -> No
     last = start(folder, "--resume")
     errors = last.communicate(timeout=120)[1]
     assert last.returncode == 0, errors
-    assert b"profiling" in errors
+    assert b"profiling" not in errors  # progress bars stay out of log files
     tables = [subnetact.LatencyTable.load(one / "t.json") for one in (tmp_path / "whole", folder)]
     assert tables[0].subnets == tables[1].subnets
     assert tables[0].batch_sizes == tables[1].batch_sizes

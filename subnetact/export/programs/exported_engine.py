@@ -138,7 +138,7 @@ def load_exported(
     Args:
         directory: the export.
         device: where to run; None = the kind of device it was exported on. Programs are of one kind.
-        progress: whether to show a bar.
+        progress: if True, show a progress bar when standard error is a terminal.
 
     Raises:
         FileFormatError: a file is missing, truncated, changed, of a newer schema, or holds a pickle;
@@ -159,7 +159,7 @@ def load_exported(
             zip(subnets, tensors, strict=True),
             desc="loading subnets",
             total=len(subnets),
-            disable=not progress,
+            disable=not progress or None,
         )
         programs = [load(folder / subnet["program"], own) for subnet, own in named]
         return ExportedEngine(programs, facts, example, home)

@@ -56,7 +56,7 @@ def to_exported_programs(
             torch; it needs a C++ compiler and 10 to 40 s a subnet.
         subnets: ids of the engine; None = all that are served.
         dynamic_batch: whether programs take any batch size, or batches of one only.
-        progress: whether to show a bar.
+        progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
         The directory.
@@ -86,7 +86,7 @@ def to_exported_programs(
         "subnets": described,
     }
     with writing_folder(Path(directory), KIND, facts) as folder:
-        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress)):
+        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress or None)):
             name = f"{subnet.id} ({subnet.spec})"
             view, _ = engine.supernet.private_view(subnet.spec)
             program = exported_program(view, x, name, dynamic_batch)

@@ -92,7 +92,7 @@ def to_torchscript(
         freeze: make the weights constants, and compute beforehand what depends on them alone, which is
             stored too.
         allow_uncalibrated: whether subnets without statistics of their own run on the shared ones.
-        progress: whether to show a bar while comparing.
+        progress: if True, show a progress bar when standard error is a terminal.
 
     Raises:
         ExportError: something cannot be traced or scripted; it names the module. Or an argument is of no

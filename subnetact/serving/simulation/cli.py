@@ -69,7 +69,6 @@ def _replay(options: argparse.Namespace) -> None:
             min_accuracy=live.floors[possible],
             seed=options.seed,
             decisions=options.plot is not None,
-            progress=options.progress,
         )
         result.requests, result.dropped = len(possible), result.dropped + int((~possible).sum())
         print(_row(name, result))
@@ -117,7 +116,6 @@ def _compare(options: argparse.Namespace) -> None:
             overhead_ms=options.overhead_ms,
             seed=options.seed,
             decisions=options.plot is not None,
-            progress=options.progress,
         )
         print(f"{_row(name, result)}{bound - result.effective_accuracy:>10.3f}")
         if options.plot is not None:
@@ -171,7 +169,6 @@ def _parser() -> argparse.ArgumentParser:
         "--plot", type=Path, metavar="DIR", help="write figures there; with --replay: one file"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--progress", action="store_true", help="show a progress bar")
     return parser
 
 

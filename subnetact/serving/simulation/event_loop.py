@@ -44,7 +44,7 @@ class EventLoop:
         rng: np.random.Generator,
         decisions: bool = False,
         requests: bool = False,
-        progress: bool = False,
+        progress: bool = True,
     ) -> None:
         workers, count = scenario.workers, len(scenario.arrivals_ms)
         self.scenario = scenario
@@ -71,7 +71,7 @@ class EventLoop:
         self._feed = ArrivalFeed(scenario)
         self._real_ms = RealLatency(scenario, rng)
         self._observe: Any = getattr(scenario.policy, "observe", None)
-        self._bar = tqdm(total=count, unit="req", unit_scale=True, disable=not progress)
+        self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
 
     def run(self) -> SimulationResult:
         """Simulate to the end of the trace and of the queue."""

@@ -37,7 +37,7 @@ def simulate(
     blocks: int = 1,
     decisions: bool = False,
     requests: bool = False,
-    progress: bool = False,
+    progress: bool = True,
 ) -> SimulationResult:
     """Run a policy over a trace of arrivals; exactly reproducible from its arguments.
 
@@ -64,7 +64,8 @@ def simulate(
         blocks: a preempted batch keeps its complete blocks, of so many equal ones (with `resume`).
         decisions: keep every decision in `result.decisions`.
         requests: keep the fate of every request in `result.log`.
-        progress: show a progress bar.
+        progress: if True, show a progress bar when standard error is a terminal and the simulation takes
+            more than a second.
 
     Raises:
         TraceError: unsorted, NaN or no arrivals, or SLOs and floors that fit neither them nor the table.
