@@ -27,8 +27,8 @@ from subnetact.serving.policies import (
     Fixed,
     HullFit,
     SlackFit,
-    comparison,
     make_policy,
+    policy_names,
 )
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
@@ -76,7 +76,7 @@ def suite() -> Section:
     """The 13 traces under every policy (seed 0), and under the strong ones on two fresh seeds."""
     section: Section = {}
     for seed in (0, 1, 2):
-        names = list(dict.fromkeys([*SLACKFITS, *comparison(TABLE)])) if seed == 0 else STRONG
+        names = list(dict.fromkeys([*SLACKFITS, *policy_names(TABLE)])) if seed == 0 else STRONG
         for trace_name, trace in tqdm(reference_suite(seed=seed), total=13, desc=f"suite, seed {seed}"):
             rows = {name: run(name, trace) for name in names}
             bound = fluid_bound(trace, TABLE, 8, SLO_MS)
@@ -158,9 +158,9 @@ def robustness() -> Section:
 
 
 def _maf_counts() -> npt.NDArray[np.int64]:
-    from subnetact.serving.simulation.datasets import series
+    from subnetact.serving.simulation.datasets import trace_series
 
-    counts: npt.NDArray[np.int64] = series("maf")["sum14d_union"]
+    counts: npt.NDArray[np.int64] = trace_series("maf")["sum14d_union"]
     return counts
 
 

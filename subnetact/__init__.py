@@ -66,25 +66,16 @@ if TYPE_CHECKING:
     from subnetact.pareto import hypervolume, pareto_front
     from subnetact.profile.sweep import profile_latency
     from subnetact.serving.live.batcher import Answer, Batcher
-    from subnetact.serving.planning.planner import plan
-    from subnetact.serving.planning.tuner import Tuner
     from subnetact.serving.policies import (
         CheapestFeasible,
-        Coarse,
         Fixed,
-        Flex,
         HullFit,
         MaxAcc,
         MaxBatch,
         ModelSwitching,
         SlackFit,
-        Veltair,
-        make_policy,
     )
-    from subnetact.serving.scheduling.context import Context, Policy
-    from subnetact.serving.simulation.datasets import load_trace, superserve_a40
-    from subnetact.serving.simulation.fluid import fluid_bound
-    from subnetact.serving.simulation.optimum import exact_optimum
+    from subnetact.serving.scheduling.context import Policy
     from subnetact.serving.simulation.simulator import simulate
     from subnetact.space import (
         Axis,
@@ -110,16 +101,13 @@ _HOME = {
     "UsedWhen": "space",
     "Slot": "space",
     "Answer": "serving.live.batcher",
-    "Context": "serving.scheduling.context",
     "Policy": "serving.scheduling.context",
     "Axis": "space",
     "Batcher": "serving.live.batcher",
     "CalibrationReport": "calibration.calibrate",
     "CheapestFeasible": "serving.policies",
-    "Coarse": "serving.policies",
     "Engine": "engine.engine",
     "Fixed": "serving.policies",
-    "Flex": "serving.policies",
     "HullFit": "serving.policies",
     "LatencyTable": "latency.table",
     "LayerSelect": "operators",
@@ -132,21 +120,13 @@ _HOME = {
     "SubnetSpace": "space",
     "SubnetSpec": "spec",
     "Supernet": "supernet.supernet",
-    "Tuner": "serving.planning.tuner",
-    "Veltair": "serving.policies",
     "WeightSlice": "operators",
     "calibrate": "calibration.calibrate",
-    "exact_optimum": "serving.simulation.optimum",
-    "fluid_bound": "serving.simulation.fluid",
     "insert_": "supernet.insert",
-    "load_trace": "serving.simulation.datasets",
-    "make_policy": "serving.policies",
     "pareto_front": "pareto",
-    "plan": "serving.planning.planner",
     "profile_latency": "profile.sweep",
     "search": "nas.search",
     "simulate": "serving.simulation.simulator",
-    "superserve_a40": "serving.simulation.datasets",
 }
 
 __all__ = [
@@ -157,13 +137,10 @@ __all__ = [
     "CalibrationReport",
     "Candidate",
     "CheapestFeasible",
-    "Coarse",
-    "Context",
     "Cost",
     "CostModel",
     "Engine",
     "Fixed",
-    "Flex",
     "HullFit",
     "LatencyPredictor",
     "LatencyTable",
@@ -180,27 +157,19 @@ __all__ = [
     "SubnetSpace",
     "SubnetSpec",
     "Supernet",
-    "Tuner",
     "UsedWhen",
-    "Veltair",
     "WeightSlice",
     "__version__",
     "calibrate",
     "cost",
     "errors",
     "evaluate",
-    "exact_optimum",
-    "fluid_bound",
     "hypervolume",
     "insert_",
-    "load_trace",
-    "make_policy",
     "pareto_front",
-    "plan",
     "profile_latency",
     "search",
     "simulate",
-    "superserve_a40",
 ]
 
 

@@ -1,1 +1,164 @@
-"""Deadline-aware batching, scheduling policies and a simulator. Nothing here imports torch."""
+"""Deadline-aware scheduling: a live batcher, policies, a simulator, bounds and planning.
+
+Nothing here imports torch. Every public name is imported from this package on first use, so that importing
+the package is quick.
+
+Which folder answers which question (each imports only from those above it):
+
+* `scheduling/`: which request leaves the queue first (`queue`), what a policy sees (`context`), how a
+  policy's answer becomes a batch (`dispatch`), what happens to expired requests (`dispatch`, `priority`).
+* `policies/`: which subnet and batch size an idle worker runs next; one file per policy.
+* `live/`: `Batcher`, which serves requests from threads and asyncio, with its statistics and its log.
+* `simulation/`: `simulate`, traces and data sets of arrivals, upper bounds, replays of live runs.
+* `planning/`: how many workers a target needs (`plan`), when to add workers (`Tuner`), which streams of
+  requests share workers (`group_streams`).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
+    from subnetact.serving.planning.herd import Grouping, Stream, group_streams
+    from subnetact.serving.planning.planner import Plan, plan, standard_candidates
+    from subnetact.serving.planning.tuner import Tuner, arrival_envelope
+    from subnetact.serving.policies import (
+        CheapestFeasible,
+        Coarse,
+        Fixed,
+        Flex,
+        HullFit,
+        MaxAcc,
+        MaxBatch,
+        ModelSwitching,
+        RunningBatch,
+        SlackFit,
+        Tuning,
+        Veltair,
+        make_policy,
+        policy_names,
+    )
+    from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
+    from subnetact.serving.simulation.datasets import (
+        TRACES,
+        load_trace,
+        superserve_a40,
+        trace_info,
+        trace_series,
+    )
+    from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
+    from subnetact.serving.simulation.optimum import exact_optimum
+    from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
+    from subnetact.serving.simulation.replay import LiveRun
+    from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
+    from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
+    from subnetact.serving.simulation.traces import (
+        bursty,
+        from_counts,
+        from_timestamps,
+        poisson,
+        time_varying,
+    )
+
+_MODULES = {
+    "live.batcher": ("Answer", "Batcher", "BatcherStats", "Decided", "Runner"),
+    "planning.herd": ("Grouping", "Stream", "group_streams"),
+    "planning.planner": ("Plan", "plan", "standard_candidates"),
+    "planning.tuner": ("Tuner", "arrival_envelope"),
+    "policies": (
+        "CheapestFeasible",
+        "Coarse",
+        "Fixed",
+        "Flex",
+        "HullFit",
+        "MaxAcc",
+        "MaxBatch",
+        "ModelSwitching",
+        "RunningBatch",
+        "SlackFit",
+        "Tuning",
+        "Veltair",
+        "make_policy",
+        "policy_names",
+    ),
+    "scheduling.context": ("ArrivalMeter", "Context", "Policy"),
+    "simulation.datasets": ("TRACES", "load_trace", "superserve_a40", "trace_info", "trace_series"),
+    "simulation.fluid": ("binned_fluid_bound", "fluid_bound"),
+    "simulation.optimum": ("exact_optimum",),
+    "simulation.plot": ("plot_comparison", "plot_dynamics"),
+    "simulation.replay": ("LiveRun",),
+    "simulation.result": ("Decision", "RequestLog", "SimulationResult"),
+    "simulation.simulator": ("CoRunner", "WorkerEvent", "simulate"),
+    "simulation.traces": ("bursty", "from_counts", "from_timestamps", "poisson", "time_varying"),
+}
+"""The module of every public name."""
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "TRACES",
+    "Answer",
+    "ArrivalMeter",
+    "Batcher",
+    "BatcherStats",
+    "CheapestFeasible",
+    "CoRunner",
+    "Coarse",
+    "Context",
+    "Decided",
+    "Decision",
+    "Fixed",
+    "Flex",
+    "Grouping",
+    "HullFit",
+    "LiveRun",
+    "MaxAcc",
+    "MaxBatch",
+    "ModelSwitching",
+    "Plan",
+    "Policy",
+    "RequestLog",
+    "Runner",
+    "RunningBatch",
+    "SimulationResult",
+    "SlackFit",
+    "Stream",
+    "Tuner",
+    "Tuning",
+    "Veltair",
+    "WorkerEvent",
+    "arrival_envelope",
+    "binned_fluid_bound",
+    "bursty",
+    "exact_optimum",
+    "fluid_bound",
+    "from_counts",
+    "from_timestamps",
+    "group_streams",
+    "load_trace",
+    "make_policy",
+    "plan",
+    "plot_comparison",
+    "plot_dynamics",
+    "poisson",
+    "policy_names",
+    "simulate",
+    "standard_candidates",
+    "superserve_a40",
+    "time_varying",
+    "trace_info",
+    "trace_series",
+]
+
+
+if not TYPE_CHECKING:  # a type checker that saw this function would accept any misspelt name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'subnetact.serving' has no attribute {name!r}")
+        value = getattr(import_module(f"subnetact.serving.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import Fixed, comparison, make_policy
+from subnetact.serving.policies import Fixed, make_policy, policy_names
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.simulation.simulator import simulate
 from subnetact.serving.simulation.traces import poisson
@@ -41,7 +41,7 @@ def test_no_policy_chooses_a_cell_without_memory(table, load, hopeless, floors):
     runs = [not math.isnan(row[0]) for row in table.latency_ms]
     reached = [percent for percent, can in zip(table.accuracy, runs, strict=True) if can]
     demanded = [reached[i % len(reached)] for i in range(len(arrivals))] if floors else None
-    for name in comparison(table):
+    for name in policy_names(table):
         fixed = int(name.partition(":")[2]) if name.startswith("fixed") else None
         if fixed is not None and (floors or not runs[fixed]):
             continue
@@ -74,7 +74,7 @@ def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40):
     cells[:, 1] = math.nan  # batch size 2 of a merged table, say
     table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
     arrivals = poisson(300, 0.5, seed=0)
-    for name, hopeless in product(comparison(table), ("serve", "drop")):
+    for name, hopeless in product(policy_names(table), ("serve", "drop")):
         result = simulate(
             arrivals, table, make_policy(name, table, 36.0), slo_ms=36.0, workers=2, hopeless=hopeless
         )

@@ -20,8 +20,8 @@ from subnetact.serving.policies import (
     SlackFit,
     Tuning,
     Veltair,
-    comparison,
     make_policy,
+    policy_names,
 )
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.frontier import pareto_of_batch, time_per_request, upper_hull
@@ -297,7 +297,7 @@ def test_a_user_policy_takes_ten_lines(a40):
 
 
 def test_the_registry_makes_every_policy(a40):
-    for name in comparison(a40):
+    for name in policy_names(a40):
         assert isinstance(make_policy(name, a40), Policy)
     assert make_policy("slackfit:4", a40).buckets == 4
     assert make_policy("fixed:3", a40).subnet == 3

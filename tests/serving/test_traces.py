@@ -4,10 +4,10 @@ import pytest
 from subnetact.errors import TraceError
 from subnetact.serving.simulation.datasets import (
     TRACES,
-    about,
     load_trace,
-    series,
     superserve_a40,
+    trace_info,
+    trace_series,
 )
 from subnetact.serving.simulation.traces import (
     bursty,
@@ -117,10 +117,10 @@ def test_every_shipped_trace_loads(name):
 
 @pytest.mark.parametrize("name", ["maf", "azure_llm", "servegen"])
 def test_shipped_data_name_their_source_and_licence(name):
-    notes = about(name)
+    notes = trace_info(name)
     assert notes["license"]["redistribution_with_attribution"]
     assert notes["attribution"]
-    assert all(len(values) > 100 for values in series(name).values())
+    assert all(len(values) > 100 for values in trace_series(name).values())
 
 
 def test_the_maf_trace_has_the_rate_the_paper_quotes():

@@ -13,7 +13,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import HullFit, SlackFit
 from subnetact.serving.scheduling.checks import check_count, check_slo
 from subnetact.serving.scheduling.context import Policy
-from subnetact.serving.simulation.metrics import SimulationResult
+from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import checked_arrivals
 from subnetact.serving.simulation.simulator import simulate
 

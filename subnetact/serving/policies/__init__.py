@@ -1,11 +1,11 @@
 """Every scheduling policy of the library, and a registry of their names for command lines."""
 
 from subnetact.serving.policies.fixed_subnet import CheapestFeasible, Fixed
-from subnetact.serving.policies.flex import Flex
+from subnetact.serving.policies.flex import Flex, RunningBatch
 from subnetact.serving.policies.greedy import MaxAcc, MaxBatch
 from subnetact.serving.policies.hullfit import HullFit, Tuning
 from subnetact.serving.policies.model_switching import Coarse, ModelSwitching
-from subnetact.serving.policies.registry import POLICIES, comparison, make_policy
+from subnetact.serving.policies.registry import POLICIES, make_policy, policy_names
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.serving.policies.veltair import Veltair
 
@@ -19,9 +19,10 @@ __all__ = [
     "MaxAcc",
     "MaxBatch",
     "ModelSwitching",
+    "RunningBatch",
     "SlackFit",
     "Tuning",
     "Veltair",
-    "comparison",
     "make_policy",
+    "policy_names",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.base import Floored
+from subnetact.serving.policies.batch_fronts import FrontsByFloor
 from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
 from subnetact.serving.scheduling.checks import check_accuracy
 from subnetact.serving.scheduling.context import Context
@@ -20,7 +20,7 @@ class MaxBatch:
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = check_accuracy(table)
-        self._fronts = Floored(table)
+        self._fronts = FrontsByFloor(table)
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
 
     def decide(self, context: Context) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class MaxAcc:
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = check_accuracy(table)
-        self._fronts = Floored(table)
+        self._fronts = FrontsByFloor(table)
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
 
     def decide(self, context: Context) -> tuple[int, int]:

@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.floors import FloorPlanner
+from subnetact.serving.policies.floor_planner import FloorPlanner
 from subnetact.serving.policies.hull_table import HullTable
-from subnetact.serving.policies.time_price import Pricing, Tuning
+from subnetact.serving.policies.time_price import TimePrice, Tuning
 from subnetact.serving.scheduling.checks import check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
@@ -33,7 +33,7 @@ class HullFit:
 
     When nothing passes, it gives up requests that stand in the way of a full batch (where the queue's
     hopeless rule allows it) and serves the cheapest subnet. Requests with accuracy floors are planned
-    per class; see `subnetact.serving.policies.floors`.
+    per class; see `subnetact.serving.policies.floor_planner`.
 
     Args:
         table: the profile.
@@ -58,7 +58,7 @@ class HullFit:
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
-        self.pricing = Pricing(
+        self.pricing = TimePrice(
             HullTable(table),
             self.slo_ms,
             check_margin(margin, "margin"),

@@ -15,7 +15,7 @@ from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.serving.policies.veltair import Veltair
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["POLICIES", "comparison", "make_policy"]
+__all__ = ["POLICIES", "make_policy", "policy_names"]
 
 Make = Callable[[LatencyTable, float, int | None], Policy]
 
@@ -48,7 +48,7 @@ def make_policy(name: str, table: LatencyTable, slo_ms: float = 36.0) -> Policy:
     return POLICIES[kind](table, slo_ms, int(number) if number else None)
 
 
-def comparison(table: LatencyTable) -> list[str]:
+def policy_names(table: LatencyTable) -> list[str]:
     """The names that `all` stands for: every policy that runs on this table, and every fixed subnet."""
     names = [name for name in POLICIES if name not in ("fixed", "flex", "veltair")]
     if table.co_runners:

@@ -7,7 +7,7 @@ from bisect import bisect_right
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.base import Fronts
+from subnetact.serving.policies.batch_fronts import BatchFronts
 from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
@@ -106,7 +106,7 @@ class _Plan:
     """
 
     def __init__(self, table: LatencyTable, slo_ms: float, buckets: int, floor: float) -> None:
-        self.fronts = Fronts(table, floor)
+        self.fronts = BatchFronts(table, floor)
         self.fallback = self.fronts.last_resort
         options = [option for front in self.fronts.options for option in front if option.latency_ms <= slo_ms]
         low = min((option.latency_ms for option in options), default=slo_ms)

@@ -11,7 +11,7 @@ from subnetact.errors import PolicyError
 from subnetact.serving.policies.hull_table import HullTable
 from subnetact.serving.scheduling.context import Context
 
-__all__ = ["Pricing", "Tuning"]
+__all__ = ["TimePrice", "Tuning"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Tuning:
 
 
 @dataclass
-class Pricing:
+class TimePrice:
     """From the load to a point of the hull; margins and guards of HullFit in one place."""
 
     market: HullTable

@@ -11,13 +11,13 @@ import numpy as np
 
 from subnetact.errors import SubnetActError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import comparison, make_policy
+from subnetact.serving.policies import make_policy, policy_names
 from subnetact.serving.scheduling.dispatch import HOPELESS_RULES
 from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40
 from subnetact.serving.simulation.fluid import fluid_bound
-from subnetact.serving.simulation.metrics import SimulationResult
 from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
 from subnetact.serving.simulation.replay import LiveRun
+from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
 
 __all__ = ["main"]
@@ -46,7 +46,7 @@ def _replay(options: argparse.Namespace) -> None:
     slo_ms = options.slo_ms if options.slo_ms is not None else float(np.median(live.slo_ms))
     workers = options.workers if options.workers is not None else live.workers
     hopeless = options.hopeless or live.hopeless
-    names = comparison(table) if "all" in options.policy else options.policy
+    names = policy_names(table) if "all" in options.policy else options.policy
     possible = live.slo_ms >= table.fastest_ms  # the others are lost under any policy
     print(
         f"{options.replay}: {len(live.arrivals_ms)} requests, {workers} workers, median SLO {slo_ms:g} ms, "
@@ -95,7 +95,7 @@ def _compare(options: argparse.Namespace) -> None:
     options.hopeless = options.hopeless or "serve"
     table = LatencyTable.load(options.table) if options.table else superserve_a40()
     arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
-    names = comparison(table) if "all" in options.policy else options.policy
+    names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: make_policy(name, table, options.slo_ms) for name in names}
     bound = fluid_bound(arrivals, table, options.workers, options.slo_ms)
     print(

@@ -19,7 +19,7 @@ from subnetact.serving.simulation.traces import (
     time_varying,
 )
 
-__all__ = ["TRACES", "about", "load_trace", "series", "superserve_a40"]
+__all__ = ["TRACES", "load_trace", "superserve_a40", "trace_info", "trace_series"]
 
 Floats = npt.NDArray[np.float64]
 _FILES = {
@@ -30,7 +30,7 @@ _FILES = {
 TRACES = (*_FILES, "bursty", "time_varying")
 
 
-def series(name: str) -> dict[str, npt.NDArray[Any]]:
+def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
     """The recorded arrays of a shipped trace: "maf", "azure_llm" or "servegen".
 
     Raises:
@@ -40,7 +40,7 @@ def series(name: str) -> dict[str, npt.NDArray[Any]]:
         return {key: archive[key] for key in archive.files}
 
 
-def about(name: str) -> dict[str, Any]:
+def trace_info(name: str) -> dict[str, Any]:
     """Source, licence, attribution and statistics of a shipped trace."""
     text = (_data() / "traces" / f"{_file(name)}.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
@@ -92,11 +92,11 @@ def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float |
     elif name == "time_varying":
         arrivals = time_varying(2500 * scale, 7400 * scale, 500 * scale, seed=seed)
     elif name == "azure_llm":
-        arrivals = from_timestamps(series(name)["arrival_ms"], mean_qps=6400 * scale)
+        arrivals = from_timestamps(trace_series(name)["arrival_ms"], mean_qps=6400 * scale)
     elif name == "servegen":
-        arrivals = from_counts(series(name)["m_mid_rate"], 120.0, 6400 * scale, seed=seed)
+        arrivals = from_counts(trace_series(name)["m_mid_rate"], 120.0, 6400 * scale, seed=seed)
     else:
-        counts = series(name)["sum14d_union"]
+        counts = trace_series(name)["sum14d_union"]
         arrivals = from_counts(counts, 120.0, 6400 * scale, peak_qps=8750 * scale, seed=seed)
     return arrivals if duration_s is None else arrivals[arrivals < duration_s * 1000.0]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.simulation.metrics import SimulationResult
+from subnetact.serving.simulation.result import SimulationResult
 
 __all__ = ["plot_comparison", "plot_dynamics"]
 

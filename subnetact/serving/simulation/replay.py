@@ -15,7 +15,7 @@ from subnetact.errors import FileFormatError, SubnetActError
 from subnetact.latency.file import arguments
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.decision_log import KIND, SCHEMA
-from subnetact.serving.simulation.metrics import Decision, SimulationResult
+from subnetact.serving.simulation.result import Decision, SimulationResult
 
 __all__ = ["LiveRun"]
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.event_loop import EventLoop
-from subnetact.serving.simulation.metrics import SimulationResult
-from subnetact.serving.simulation.preemption import PreemptiveLoop
+from subnetact.serving.simulation.preemptive_loop import PreemptiveLoop
+from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent
 
 __all__ = ["CoRunner", "WorkerEvent", "simulate"]

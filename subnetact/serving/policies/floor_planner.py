@@ -9,7 +9,7 @@ from itertools import accumulate
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.hull_table import HullTable
-from subnetact.serving.policies.time_price import Pricing
+from subnetact.serving.policies.time_price import TimePrice
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
 
@@ -29,7 +29,7 @@ class FloorPlanner:
     learned from the queue; the drain test lets every class leave on its own cheapest subnet.
     """
 
-    def __init__(self, table: LatencyTable, pricing: Pricing) -> None:
+    def __init__(self, table: LatencyTable, pricing: TimePrice) -> None:
         self._table = table
         self._pricing = pricing
         self._levels = [0.0, *sorted(set(table.accuracy))]

@@ -14,10 +14,10 @@ from subnetact.serving.scheduling.frontier import (
     pareto_of_batch,
 )
 
-__all__ = ["Floored", "Fronts"]
+__all__ = ["BatchFronts", "FrontsByFloor"]
 
 
-class Fronts:
+class BatchFronts:
     """The Pareto-optimal subnets of every batch size, from least to most latency."""
 
     def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
@@ -48,24 +48,24 @@ class Fronts:
         return None
 
 
-class Floored:
+class FrontsByFloor:
     """Prepared look-ups for each accuracy floor that was seen; floors share them between two accuracies."""
 
     def __init__(self, table: LatencyTable) -> None:
         self._table = table
         self._levels = sorted(set(table.accuracy))
-        self._made: dict[float, Fronts] = {}
+        self._made: dict[float, BatchFronts] = {}
 
-    def __call__(self, context: Context) -> Fronts:
+    def __call__(self, context: Context) -> BatchFronts:
         """The look-ups for the floor of the most urgent request."""
         floor = context.floor
         made = self._made.get(floor)
         return made if made is not None else self._make(floor)
 
-    def _make(self, floor: float) -> Fronts:
+    def _make(self, floor: float) -> BatchFronts:
         level = next((level for level in self._levels if level >= floor), None)
         if level is None:
             raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._levels[-1]} %")
-        made = self._made.get(level) or Fronts(self._table, level)
+        made = self._made.get(level) or BatchFronts(self._table, level)
         self._made[level] = self._made[floor] = made
         return made
