@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
-from subnetact.calibration.inplace import Elementwise, elementwise, hidden_writes
+from subnetact.calibration.inplace import hidden_writes
+from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
 __all__ = ["NotShareable", "SharedForward"]

@@ -7,12 +7,11 @@ Checksums find accidents and edits; they are no signature.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,14 +25,12 @@ from subnetact.documents import (
     replacing,
     replacing_folder,
 )
+from subnetact.engine.origins import build
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
-
-if TYPE_CHECKING:
-    from subnetact.engine.engine import Engine
 
 __all__ = ["Bundle", "load_bundle", "save_bundle"]
 
@@ -43,48 +40,61 @@ INDEX, WEIGHTS, NORMS = "bundle.json", "weights.safetensors", "norms.safetensors
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle holds; the attributes are `Engine`'s arguments."""
+    """What a bundle holds: everything that an engine is made of.
+
+    Attributes:
+        supernet: the weights, the space and the norm table.
+        specs: every subnet that was registered, in id order.
+        accuracy: of each subnet, in percent, or None if it is not known.
+        removed: ids of subnets that are not served any more.
+        example: one input without a batch dimension, or None if it is not known.
+        tables: latency tables by name.
+        allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
+    """
 
     supernet: Supernet
-    specs: list[SubnetSpec]
-    accuracy: list[float | None]
-    removed: list[int]
+    specs: Sequence[SubnetSpec]
+    accuracy: Sequence[float | None]
+    removed: Sequence[int]
     example: Any
-    tables: dict[str, LatencyTable]
+    tables: Mapping[str, LatencyTable]
     allow_uncalibrated: bool
 
 
-def save_bundle(engine: Engine, directory: str | PathLike[str]) -> None:
-    """Write a bundle, which takes the place of an earlier one when it is complete.
+def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
+    """Write a bundle. It replaces an earlier one in one step, when it is complete.
+
+    Args:
+        bundle: what to write.
+        directory: a new or empty directory, or one that holds a bundle.
 
     Raises:
         FileFormatError: the directory holds something else than a bundle.
     """
     with replacing_folder(directory, INDEX, "a bundle") as folder:
-        _write(engine, folder)
+        _write(bundle, folder)
 
 
-def _write(engine: Engine, folder: Path) -> None:
-    supernet = engine.supernet
+def _write(bundle: Bundle, folder: Path) -> None:
+    supernet = bundle.supernet
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
-    with replacing(folder / WEIGHTS) as temporary:  # which gives it the usual permissions
+    with replacing(folder / WEIGHTS) as temporary:  # gives the file the usual permissions
         save_file(tensors, temporary, {"format": "pt"})
     supernet.norms.save(folder / NORMS)
-    tables = {f"latency-{i}.json": name for i, name in enumerate(engine.tables)}
+    tables = {f"latency-{i}.json": name for i, name in enumerate(bundle.tables)}
     for file, name in tables.items():
-        engine.tables[name].save(folder / file)
-    example = engine._example
+        bundle.tables[name].save(folder / file)
     document = {
         "kind": KIND,
         "schema": SCHEMA,
         "subnetact": __version__,
         "space": supernet.space.id,
         "family": _portable(supernet.origin),
-        "example": _described_example(example),
-        "allow_uncalibrated": engine._allow_uncalibrated,
-        "subnets": [spec.to_json() for spec in engine.specs],
-        "accuracy": list(engine.accuracy),
-        "removed": sorted(set(range(len(engine))) - set(engine.ids)),
+        "example": _described_example(bundle.example),
+        "allow_uncalibrated": bundle.allow_uncalibrated,
+        "subnets": [spec.to_json() for spec in bundle.specs],
+        "accuracy": list(bundle.accuracy),
+        "removed": sorted(bundle.removed),
         "tables": tables,
         "files": {name: described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
     }
@@ -169,15 +179,11 @@ def _rebuilt(origin: Any, index: Path) -> Supernet:
             f"{index}: is of an own network; give it: Engine.load(directory, "
             "supernet=insert_(network, ...)), or --model on the command line"
         )
-    family, constructor = origin["name"], origin["constructor"]
-    if family == "digits":
-        built: Supernet = import_module("subnetact.digits").new_digits_supernet()
-        return built
     try:
-        built = import_module("ofa_adapters").load(family, None, **constructor)
+        return build(origin["name"], origin["constructor"])
     except (ImportError, ValueError, TypeError) as error:
-        raise FileFormatError(f"{index}: cannot rebuild {family!r} ({error}); update ofa_adapters") from error
-    return built
+        name = origin["name"]
+        raise FileFormatError(f"{index}: cannot rebuild {name!r} ({error}); update ofa_adapters") from error
 
 
 def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:

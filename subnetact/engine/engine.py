@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subnetact.device import find_device
-from subnetact.engine.bundle import load_bundle, save_bundle
+from subnetact.engine.bundle import Bundle, load_bundle, save_bundle
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.compiler import Compiler
 from subnetact.engine.cuda_graphs import GraphBackend, Graphs, cuda_graphs
@@ -377,7 +377,17 @@ class Engine:
         Raises:
             FileFormatError: the directory holds something else.
         """
-        save_bundle(self, directory)
+        removed = [i for i in range(len(self)) if i not in self._served]
+        bundle = Bundle(
+            self.supernet,
+            self.specs,
+            self.accuracy,
+            removed,
+            self._example,
+            self.tables,
+            self._allow_uncalibrated,
+        )
+        save_bundle(bundle, directory)
 
     @classmethod
     def load(

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.operators.view_module import owned
+from subnetact.supernet.elementwise import elementwise
 from subnetact.supernet.trace import trace_
 
 __all__ = ["FusedProgram"]
 
 _Activation = tuple[str, tuple[float, ...]]
-_RELU: _Activation = ("relu", ())
-_RELU6: _Activation = ("hardtanh", (0.0, 6.0))
-_HARDSWISH: _Activation = ("hardswish", ())
-_ACTIVATIONS: dict[Any, _Activation] = {
-    F.relu: _RELU,
-    torch.relu: _RELU,
-    nn.ReLU: _RELU,
-    "relu": _RELU,
-    F.relu6: _RELU6,
-    nn.ReLU6: _RELU6,
-    F.hardswish: _HARDSWISH,
-    nn.Hardswish: _HARDSWISH,
+_ONEDNN_NAMES: dict[str, _Activation] = {
+    "relu": ("relu", ()),
+    "relu6": ("hardtanh", (0.0, 6.0)),
+    "hardswish": ("hardswish", ()),
 }
-_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+"""What oneDNN calls the activations that it computes in the same pass as a convolution, and their scalars."""
 
 
 class _Fused(nn.Module):
@@ -112,12 +103,12 @@ def _fuse(
     if follower is not None and follower.op == "call_module" and _is_folding(leaves[str(follower.target)]):
         norm, last = leaves[str(follower.target)], follower
         follower = _only_user(last)
-    added = _added(follower, last)
+    added = _added(follower, last, leaves)
     if follower is not None and added is not None and order[added] < order[node]:
         other, last = added, follower
         follower = _only_user(last)
     activation = _activation(follower, leaves)
-    if other is not None and activation != _RELU:
+    if other is not None and activation != _ONEDNN_NAMES["relu"]:
         activation = None  # oneDNN knows no other activation after an addition
     if follower is not None and activation is not None:
         last = follower
@@ -186,20 +177,14 @@ def _bias(conv: nn.Conv2d, norm: Any) -> Tensor | None:
     return shift if norm.bias is None else shift + norm.bias.detach()
 
 
-def _added(node: fx.Node | None, to: fx.Node) -> fx.Node | None:
-    if node is None or node.target not in _ADDITIONS or len(node.args) != 2 or node.kwargs:
+def _added(node: fx.Node | None, to: fx.Node, leaves: dict[str, nn.Module]) -> fx.Node | None:
+    operation = None if node is None else elementwise(node, leaves)
+    if node is None or operation is None or operation.name != "add":
         return None
     other = node.args[1] if node.args[0] is to else node.args[0]
     return other if isinstance(other, fx.Node) and other is not to else None
 
 
 def _activation(node: fx.Node | None, leaves: dict[str, nn.Module]) -> _Activation | None:
-    if node is None:
-        return None
-    if node.op == "call_module":
-        return next((a for cls, a in _ACTIVATIONS.items() if _is(leaves.get(str(node.target)), cls)), None)
-    return _ACTIVATIONS.get(node.target)
-
-
-def _is(module: nn.Module | None, cls: Any) -> bool:
-    return isinstance(cls, type) and isinstance(module, cls)
+    operation = None if node is None else elementwise(node, leaves)
+    return None if operation is None else _ONEDNN_NAMES.get(operation.name)

@@ -110,6 +110,7 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"kind": "other"}, "not a bundle"),
         ({"subnets": 3}, "of the wrong kind"),
         ({"family": {"name": "nonsense", "constructor": {}}}, "cannot rebuild 'nonsense'"),
+        ({"family": {"name": "os", "constructor": {}}}, "cannot rebuild 'os'"),
         ({"family": {"name": "ofa_resnet50", "constructor": {}}}, "is of space digits"),
         ({"files": {"../weights.safetensors": {}}}, "not a file of this directory"),
         ({"example": ["load", [1]]}, "of the wrong kind"),

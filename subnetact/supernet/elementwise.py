@@ -1,0 +1,103 @@
+"""Activations, sums and products in a traced graph, recognised however the network writes them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from subnetact.operators.view_module import is_view
+
+__all__ = ["Elementwise", "elementwise"]
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise:
+    """An operation on every element of its first argument.
+
+    Attributes:
+        name: one name for all ways to write the operation: `relu`, `relu6`, `silu`, `hardswish`, `add` or
+            `multiply`.
+        new: computes the result into a new tensor.
+        over: computes the result into its first argument.
+    """
+
+    name: str
+    new: Callable[..., Tensor]
+    over: Callable[..., Tensor]
+
+    def __call__(self, args: Sequence[Any], over: bool) -> Any:
+        """Compute the result.
+
+        Args:
+            args: the operands.
+            over: whether the first operand may be overwritten. It is, if it has the result's shape, dtype and
+                device.
+
+        Returns:
+            The result.
+        """
+        first, *others = args
+        fits = isinstance(first, Tensor) and all(
+            isinstance(other, int | float)
+            or (
+                other.dtype == first.dtype
+                and other.device == first.device
+                and _fits(other.shape, first.shape)
+            )
+            for other in others
+        )
+        return self.over(*args) if over and fits else self.new(*args)
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    """Tell whether a tensor can be broadcast to a whole shape."""
+    ends = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(a in (1, b) for a, b in ends)
+
+
+_RELU = Elementwise("relu", torch.relu, torch.relu_)
+_RELU6 = Elementwise("relu6", F.relu6, lambda x: F.relu6(x, inplace=True))
+_SILU = Elementwise("silu", F.silu, lambda x: F.silu(x, inplace=True))
+_HARDSWISH = Elementwise("hardswish", F.hardswish, lambda x: F.hardswish(x, inplace=True))
+_ADD = Elementwise("add", operator.add, operator.iadd)
+_MULTIPLY = Elementwise("multiply", operator.mul, operator.imul)
+_UNARY: Mapping[Any, Elementwise] = {
+    **dict.fromkeys((F.relu, torch.relu, torch.relu_, nn.ReLU, "relu", "relu_"), _RELU),
+    **dict.fromkeys((F.relu6, nn.ReLU6), _RELU6),
+    **dict.fromkeys((F.silu, nn.SiLU), _SILU),
+    **dict.fromkeys((F.hardswish, nn.Hardswish), _HARDSWISH),
+}
+_BINARY: Mapping[Any, Elementwise] = {
+    **dict.fromkeys((operator.add, operator.iadd, torch.add, "add", "add_"), _ADD),
+    **dict.fromkeys((operator.mul, operator.imul, torch.mul, "mul", "mul_"), _MULTIPLY),
+}
+_HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
+
+
+def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise | None:
+    """Recognise an elementwise operation.
+
+    Args:
+        node: a node of a graph that `trace_` made.
+        leaves: the modules that the graph calls, by name.
+
+    Returns:
+        The operation, or None if the node computes anything else, or a module with hooks.
+    """
+    target = node.target
+    if node.op == "call_module":
+        module = leaves[str(target)]
+        cls = type(module).__mro__[2] if is_view(module) else type(module)
+        hooked = any(module.__dict__[name] for name in _HOOKS)
+        return None if hooked or len(node.args) != 1 or node.kwargs else _UNARY.get(cls)
+    if len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
+        return _UNARY.get(target)
+    if len(node.args) == 2 and not node.kwargs and isinstance(node.args[0], fx.Node):
+        return _BINARY.get(target)
+    return None
