@@ -1,4 +1,4 @@
-"""Command line: the families known here, and which of them a checkpoint is.
+"""Command line: lists the families, and tells which family a checkpoint has.
 
 python -m ofa_adapters
 python -m ofa_adapters inspect FILE
@@ -13,12 +13,12 @@ import torch
 
 from ofa_adapters.checkpoint import match, read
 from ofa_adapters.registry import families, family_of, identify
-from subnetact.errors import CheckpointError
+from subnetact.errors import CheckpointError, SpecError
 from subnetact.space import SubnetSpace
 
 
 def list_families() -> None:
-    """Print every family with its axes, sizes and expected checkpoints."""
+    """Print every family with its axes, image sizes, calibration, encodings and checkpoints."""
     for name in families():
         family = family_of(name)
         with torch.device("meta"):
@@ -50,14 +50,24 @@ def _axes(space: SubnetSpace) -> list[str]:
 
 
 def inspect(path: str) -> int:
-    """Print which family a checkpoint is of; return the exit status, 1 where it is of none."""
+    """Print which family a checkpoint has.
+
+    Args:
+        path: the checkpoint, as `ofa_adapters.load` takes it.
+
+    Returns:
+        The exit status: 0, or 1 if the checkpoint has none of the known families.
+
+    Raises:
+        CheckpointError: the file is unreadable.
+    """
     tensors = read(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     kinds = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()}))
     print(f"{path}: {len(tensors)} tensors, {numbers:,} numbers of {kinds}")
     name = identify(tensors)
     if name is None:
-        print(f"of no family known here; its first names: {', '.join(list(tensors)[:5])}")
+        print(f"this is none of the known families; its first names are {', '.join(list(tensors)[:5])}")
         return 1
     family = family_of(name)
     print(f"looks like {name}, published at {family.source} ({family.licence})")
@@ -65,7 +75,7 @@ def inspect(path: str) -> int:
     try:
         with torch.device("meta"):
             network, _, _ = family.build(**constructor)
-    except ValueError as error:
+    except SpecError as error:
         print(f"load needs its constructor arguments: {error}")
         return 0
     _, wrong = match(network.state_dict(), tensors, family.rename, family.unused)
@@ -78,13 +88,20 @@ def inspect(path: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name. If None, those of the process.
+
+    Returns:
+        The exit status: 0, 1 if the checkpoint has none of the known families, or 2 if it is unreadable.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ofa_adapters", description=(__doc__ or "").splitlines()[0]
     )
     commands = parser.add_subparsers(dest="command")
     inspecting = commands.add_parser(
-        "inspect", help="say which family a checkpoint is, without running its code"
+        "inspect", help="tell which family a checkpoint has, without running code from it"
     )
     inspecting.add_argument("file")
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint without running its code, and filling a network with exactly its tensors."""
+"""Checkpoints: they are read without running code from the file, and must fit the network exactly."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ _INERT: list[Any] = [
     np.dtype,
     *(type(np.dtype(kind)) for kind in ("float32", "float64", "int64", "bool")),
 ]
-"""What training scripts save beside the weights (their command line, a best accuracy); no code."""
+"""Types that training scripts save beside the weights, such as their command line or the best accuracy.
+Unpickling them runs no code from the file."""
 
 
 def read(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """Return the state_dict in a file, outside its wrappers.
+    """Read the state_dict in a file, and take it out of its wrappers.
 
     Args:
-        path: a file, or a directory that holds `model.safetensors` or `pytorch_model.bin`.
+        path: a `.pth`, `.pt` or `.safetensors` file, or a directory that contains `model.safetensors` or
+            `pytorch_model.bin`.
+
+    Returns:
+        The tensors by name, on the CPU.
 
     Raises:
-        CheckpointError: the file is missing, truncated, needs code to be unpickled, or holds no
+        CheckpointError: the file is missing or truncated, needs code to be unpickled, or contains no
             state_dict.
     """
     file = Path(path)
@@ -65,7 +70,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: no such file") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: holds more than tensors, or is no checkpoint; save its state_dict alone "
+            f"{path}: holds more than tensors, or is not a checkpoint; save its state_dict alone "
             f"(torch.save({{'state_dict': model.state_dict()}}, ...)) and load that ({error})"
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
@@ -74,10 +79,17 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
-    """Return the state_dict inside `state_dict` and `model` wrappers.
+    """Return the state_dict inside the wrappers `state_dict` and `model`.
+
+    Args:
+        content: what a checkpoint file contains: a state_dict, or a mapping with a state_dict inside.
+        subject: name of the checkpoint, for error messages.
+
+    Returns:
+        The tensors by name.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the content is not a state_dict.
     """
     while isinstance(content, Mapping) and any(isinstance(content.get(w), Mapping) for w in _WRAPPERS):
         content = next(content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping))
@@ -87,7 +99,7 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
         str(key) for key, value in content.items() if not (isinstance(key, str) and isinstance(value, Tensor))
     ]
     if others or not content:
-        what = f"entries that are no tensors: {_some(others)}" if others else "nothing"
+        what = f"entries that are not tensors: {_some(others)}" if others else "nothing"
         raise CheckpointError(f"{subject}: holds no state_dict, but {what}")
     return dict(content)
 
@@ -101,7 +113,14 @@ def _is_program(file: Path) -> bool:
 
 
 def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str, Any]:
-    """Return the constructor arguments in a directory's `config.json`, those that are known.
+    """Return the entries of a directory's `config.json` that are constructor arguments.
+
+    Args:
+        directory: a directory that the `transformers` library saved.
+        known: names of the constructor arguments; other entries are left out.
+
+    Returns:
+        The constructor arguments by name.
 
     Raises:
         CheckpointError: there is no readable `config.json`.
@@ -120,13 +139,16 @@ def match(
     rename: Callable[[str], str],
     unused: str | None = None,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors under a network's names, and what is wrong with them, nothing where all fit.
+    """Rename tensors to a network's names, and compare them with the network.
 
     Args:
         own: the network's state_dict.
-        tensors: upstream's names -> tensors.
-        rename: an upstream name -> the network's.
-        unused: a regular expression of upstream names that may be there without a use.
+        tensors: the tensors under upstream's names.
+        rename: maps an upstream name to the network's name.
+        unused: regular expression for upstream names that the network does not use.
+
+    Returns:
+        The tensors under the network's names, and a description of all mismatches, empty if there are none.
     """
     given: dict[str, Tensor] = {}
     source: dict[str, str] = {}
@@ -162,18 +184,19 @@ def fill(
     unused: str | None = None,
     hint: str = "Check the constructor arguments it was made with, and that the file is complete",
 ) -> None:
-    """Copy tensors into a network, all or none.
+    """Copy tensors into a network if all of them fit; otherwise leave the network unchanged.
 
     Args:
         network: the plain network.
-        tensors: upstream's names -> tensors; cast to the network's dtype.
-        rename: an upstream name -> the network's.
-        subject: what the tensors are, for error messages.
-        unused: a regular expression of upstream names that may be there without a use.
-        hint: the next step where they do not fit.
+        tensors: the tensors under upstream's names; they are cast to the network's dtype.
+        rename: maps an upstream name to the network's name.
+        subject: name of the checkpoint, for error messages.
+        unused: regular expression for upstream names that the network does not use.
+        hint: the next step that the error message suggests if the tensors do not fit.
 
     Raises:
-        CheckpointError: a tensor is missing, extra, given twice, or of another shape; it lists them.
+        CheckpointError: a tensor is missing, unknown, given twice, or has another shape; the message lists
+            them.
     """
     own = network.state_dict()
     given, wrong = match(own, tensors, rename, unused)

@@ -1,4 +1,4 @@
-"""Family: all that a file of this package says about one published family."""
+"""`Family`: the description of one published supernet family, which the registry reads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from subnetact.spec import SubnetSpec
 __all__ = ["Built", "Family", "Keys"]
 
 Built: TypeAlias = tuple[nn.Module, SubnetSpace, Mapping[str, Elastic]]
+"""The plain network at full size, its search space, and the elastic description that `insert_` takes."""
 
 WEIGHTED_BIASED, CUMULATIVE_UNBIASED = CALIBRATION_RULES
 
 
 class Keys(tuple[str, ...]):
-    """The names of a state_dict, outside wrappers and without `module.` prefixes."""
+    """The names in a state_dict, taken out of any wrapper and without `module.` prefixes."""
 
     __slots__ = ()
 
     def some(self, pattern: str) -> bool:
-        """Tell whether a regular expression is found in any name."""
+        """Return whether a regular expression matches somewhere in at least one of the names."""
         return any(re.search(pattern, key) for key in self)
 
 
@@ -36,20 +37,23 @@ class Family:
     """One published family.
 
     Attributes:
-        build: constructor arguments, by upstream's names -> (plain network, space, elastic description).
-        rename: an upstream state_dict key -> the plain network's key.
-        source: the repository where the architecture is published.
-        licence: of that repository's code; it says nothing about this package's, which copies none.
-        looks: tells from the names of a state_dict whether it is of this family.
+        build: takes constructor arguments under upstream's names; returns the plain network, the space and
+            the elastic description.
+        rename: maps a key of an upstream state_dict to the plain network's key.
+        source: the repository that publishes the architecture.
+        licence: the licence of that repository's code. This package copies none of that code.
+        looks: tells from the names in a state_dict whether it belongs to this family.
         checkpoints: names under which upstream publishes weights.
-        unused: a regular expression of upstream keys that the network has no use for.
-        infer: tensors and constructor arguments given -> the arguments with what the tensors tell.
-        calibration: how its upstream averages BatchNorm statistics (`CALIBRATION_RULES`).
-        listed_statistics: whether a checkpoint holds the statistics of every subnet.
-        image_sizes: the input sizes upstream serves, where they are no axis of the space.
-        input_shape: of one input, without a batch dimension, as it is usually served.
-        input_dtype: of that input, a name in torch.
-        encodings: name -> features for upstream's accuracy predictor, of (space, spec, image_size).
+        unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
+        infer: takes the tensors and the constructor arguments that were given; returns the arguments
+            completed with what the tensors reveal. If None, nothing is inferred.
+        calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
+        listed_statistics: whether a checkpoint holds the BatchNorm statistics of every subnet.
+        image_sizes: the input sizes in pixels that upstream serves, if the size is not an axis of the space.
+        input_shape: shape of one usual input, without the batch dimension.
+        input_dtype: dtype of that input, as an attribute name of torch.
+        encodings: for every encoding of upstream's accuracy predictors, a function of the space, the spec and
+            the image size that returns the features.
     """
 
     build: Callable[..., Built]

@@ -1,4 +1,4 @@
-"""Reading upstream's own notation: constructor lists and configuration dictionaries."""
+"""Upstream's notation: constructor lists and configuration dictionaries."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ _NOT_OF_THE_NETWORK = ("image_size", "r")
 def upstream_config(
     family: str, config: Any, keys: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a configuration's entries as plain lists and numbers.
+    """Return the entries of an upstream configuration as plain lists and numbers.
 
-    The input's size (`image_size`, `r`) and a null width (`wid`) may stand beside them, as in
-    upstream's search results; they say nothing about the network.
+    Upstream's search results also contain the input size (`image_size`, `r`) and the width entry `wid`, which
+    is None. These keys do not describe the network, so they are accepted and left out of the result.
+
+    Args:
+        family: name of the family, for error messages.
+        config: the configuration.
+        keys: keys that must be present.
+        optional: keys that may be present.
+
+    Returns:
+        The entries under `keys`, and those under `optional` that are present.
 
     Raises:
-        SpecError: it is no mapping, or has other keys.
+        SpecError: the configuration is not a mapping, lacks a key, or has an unknown key.
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"{family}: a configuration is a dictionary of {', '.join(keys)}, got {config!r}")
@@ -36,22 +45,28 @@ def upstream_config(
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy's arrays and scalars as lists and numbers, anything else as it is."""
+    """Return NumPy arrays and scalars as lists and numbers, also inside lists; other values are unchanged."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def is_list(value: Any) -> bool:
-    """Tell whether a value is meant slot by slot."""
+    """Return whether a value has one entry per slot, instead of being one value for every slot."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def choices(values: Any) -> tuple[Any, ...]:
-    """Return a constructor's list, sorted and distinct; a scalar is a list of one.
+    """Return the choices in a list that upstream's constructor takes.
+
+    Args:
+        values: a list or array of numbers, or one number, which counts as a list of one.
+
+    Returns:
+        The distinct choices, ascending.
 
     Raises:
-        SpecError: it is empty, or not of finite numbers >= 0.
+        SpecError: the list is empty, or contains something other than finite numbers >= 0.
     """
     values = plain(values)
     listed = tuple(values) if is_list(values) else (values,)

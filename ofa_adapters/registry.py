@@ -1,4 +1,4 @@
-"""The families, and how one is loaded."""
+"""The registry of families: their names, loading a checkpoint, telling which family a checkpoint has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ofa_adapters.checkpoint import fill, read, settings, unwrap
 from ofa_adapters.family import Family, Keys
 from ofa_adapters.features import Features
+from subnetact.errors import SpecError
 from subnetact.operators import SubnetNorm
 from subnetact.space import Row, SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -39,25 +40,38 @@ _ALIASES = {"alphanet": "attentivenas"}
 
 
 def families() -> tuple[str, ...]:
-    """Return the names `load` takes."""
+    """Return the names of all families that `load` can build."""
     return _MODULES
 
 
 def family_of(name: str) -> Family:
-    """Return what is known of a family.
+    """Return the description of a family.
+
+    Args:
+        name: one of `families()`, or the other name of one (`alphanet`).
+
+    Returns:
+        The description.
 
     Raises:
-        ValueError: the family is unknown.
+        SpecError: the family is unknown.
     """
     name = _ALIASES.get(name, name)
     if name not in _MODULES:
-        raise ValueError(f"unknown family {name!r}; choose from {', '.join(_MODULES)}")
+        raise SpecError(f"unknown family {name!r}; choose from {', '.join(_MODULES)}")
     found: Family = import_module(f"ofa_adapters.networks.{name}").FAMILY
     return found
 
 
 def identify(tensors: Mapping[str, Any]) -> str | None:
-    """Return the family a state_dict looks like, by its names alone, or None."""
+    """Return the family of a state_dict, judged by its names alone.
+
+    Args:
+        tensors: a state_dict with upstream's names; only the names are read.
+
+    Returns:
+        The name of the family, or None if the names match no family.
+    """
     keys = Keys(key.removeprefix("module.") for key in tensors)
     return next((name for name in _MODULES if family_of(name).looks(keys)), None)
 
@@ -67,26 +81,34 @@ def load(
     checkpoint: str | PathLike[str] | Mapping[str, Any] | None = None,
     **constructor: Any,
 ) -> Supernet:
-    """Build a family's supernet and fill it with a checkpoint.
+    """Build the supernet of a family and fill it with a checkpoint.
 
     Args:
-        family: a name of `families()`.
-        checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved), a
-            state_dict with upstream's names, or None for random weights. Files are read without
-            unpickling code.
-        constructor: upstream's constructor arguments; each family's own defaults where left out.
+        family: one of `families()`.
+        checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved) or a
+            state_dict with upstream's names. If None, the weights are random. Files are read without running
+            code from them.
+        constructor: upstream's constructor arguments, which are documented at `build` in the family's module
+            of `ofa_adapters.networks`. Arguments that are not given have the family's defaults, or the values
+            that the checkpoint's tensors or its `config.json` reveal.
+
+    Returns:
+        The supernet, in evaluation mode, on the CPU.
 
     Raises:
-        CheckpointError: the file is unreadable, or its tensors are not exactly the family's.
-        ValueError: the family is unknown, or a constructor argument has no meaning.
-        TypeError: the family has no such constructor argument.
+        CheckpointError: the file is unreadable, or its tensors are not exactly those of the family.
+        SpecError: the family is unknown, has no such constructor argument, or cannot take its value.
+
+    Example:
+        >>> supernet = load("ofa_resnet50", "ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0")
+        >>> logits = supernet(images, subnet=supernet.space.smallest())
     """
     found = family_of(family)
     family = _ALIASES.get(family, family)
     known = inspect.signature(found.build).parameters
     unknown = sorted(set(constructor) - set(known))
     if unknown:
-        raise TypeError(
+        raise SpecError(
             f"{family} has no constructor argument {', '.join(unknown)}; it has {', '.join(known)}"
         )
     subject, tensors = family, None
@@ -114,7 +136,7 @@ def load(
 
 
 def _mostly(tensors: Mapping[str, Any], network: nn.Module) -> bool:
-    """Tell whether a state_dict has the names of our own network, not upstream's."""
+    """Return whether most names of a state_dict are our own network's instead of upstream's."""
     own = network.state_dict()
     return 2 * sum(name in own for name in tensors) > len(own)
 
@@ -125,12 +147,12 @@ def _hint(looks_like: str | None, family: str, own_names: bool) -> str:
     if looks_like is None and own_names:
         return "Check the family, the constructor arguments it was made with, and that the file is complete"
     if looks_like is None:
-        return f"It looks like no family known here; those are {', '.join(_MODULES)}"
-    return f"It looks like {looks_like}: load it as that"
+        return f"It looks like none of the known families, which are {', '.join(_MODULES)}"
+    return f"It looks like {looks_like}: load it as that family"
 
 
 def _adopt(supernet: Supernet) -> None:
-    """Take the checkpoint's own statistics of every subnet into the norm table."""
+    """Copy the checkpoint's BatchNorm statistics of every subnet into the norm table."""
     rows = {}
     for spec in supernet.space.enumerate():
         row = supernet.space.resolve(spec)
@@ -150,21 +172,25 @@ def _adopt(supernet: Supernet) -> None:
 def encode(
     space: SubnetSpace, spec: SubnetSpec, image_size: int | None = None, encoding: str | None = None
 ) -> Features:
-    """Return the features that upstream's accuracy predictor reads, of shape (n_dim,).
+    """Return the features that the family's upstream accuracy predictor reads.
 
     Args:
         space: the space of a supernet that `load` made.
-        spec: one of its subnets.
-        image_size: height and width of the input, in pixels; None where it is an axis of the space.
-        encoding: a name of the family's `encodings`; default: its first.
+        spec: a subnet of that space.
+        image_size: height and width of the input, in pixels. Leave it out if the resolution is an axis of the
+            space.
+        encoding: name of the encoding; `python -m ofa_adapters` lists them. If None, the family's first one.
+
+    Returns:
+        The features, float32, of shape (n_features,).
 
     Raises:
-        ValueError: the family's upstream publishes no such encoding.
-        SpecError: the specification is not of this space, or the image size is none of the encoding's.
+        SpecError: the family's upstream publishes no such encoding, the spec is not of this space, or the
+            encoding does not know the image size.
     """
     encodings = family_of(space.name).encodings
     name = encoding or next(iter(encodings), None)
     if name is None or name not in encodings:
         known = ", ".join(encodings) or "none"
-        raise ValueError(f"{space.name}: no predictor encoding {encoding or ''}; upstream publishes {known}")
+        raise SpecError(f"{space.name}: no predictor encoding {encoding or ''}; upstream publishes {known}")
     return encodings[name](space, space.check(spec), image_size)

@@ -1,6 +1,10 @@
-"""Rewiring: the most important heads and neurons of a BERT first, so that a slice keeps them.
+"""`rewire_` sorts the heads and neurons of a BERT by importance, so that narrow subnets keep the best ones.
 
-DynaBERT's released checkpoints are rewired already; a BERT that was only fine-tuned is not.
+A subnet of the `dynabert` family keeps the first heads and the first neurons of every layer. The checkpoints
+that DynaBERT published are sorted already. A BERT that was only fine-tuned is not: call `rewire_` on it
+before training or serving narrow subnets.
+
+Source: DynaBERT (Hou et al., NeurIPS 2020), section 2.1, "network rewiring".
 """
 
 from __future__ import annotations
@@ -18,13 +22,20 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Importance", "importance", "rewire_"]
 
-ROWS = {"heads": ("query", "key", "value"), "neurons": ("intermediate",)}
-COLUMNS = {"heads": "attention_output", "neurons": "output"}
+PRODUCERS = {"heads": ("query", "key", "value"), "neurons": ("intermediate",)}
+"""The linear layers whose outputs are the heads' features, and the neurons."""
+CONSUMERS = {"heads": "attention_output", "neurons": "output"}
+"""The linear layer that reads them."""
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Of one layer: what each head (heads,) and each neuron (intermediate_size,) changes the loss by."""
+    """Importance scores of one layer: how much the loss depends on each head and on each neuron.
+
+    Attributes:
+        heads: score of every attention head, of shape (heads,).
+        neurons: score of every neuron of the feed-forward network, of shape (intermediate_size,).
+    """
 
     heads: Tensor
     neurons: Tensor
@@ -35,19 +46,24 @@ def importance(
     batches: Iterable[tuple[Mapping[str, Tensor], Tensor]],
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
 ) -> list[Importance]:
-    """Measure what heads and neurons matter, from the gradients of a few batches.
+    """Measure the importance of every head and neuron from the gradients of a few batches.
 
-    A head scores the absolute gradient of a mask on it; a neuron the absolute sums of weight times
-    gradient over its incoming weights and bias, and over its outgoing weights (DynaBERT section 2.1).
-    Scores of batches are added. The supernet is not changed.
+    The score of a head is the absolute gradient of the loss with respect to a mask on the head. The score of
+    a neuron is the absolute sum of weight times gradient over its incoming weights and bias, plus the same
+    over its outgoing weights. Scores are added over the batches. The supernet is not changed.
 
     Args:
-        supernet: of the `dynabert` family.
-        batches: pairs of the network's inputs by name and labels (N,).
-        loss: maps logits (N, labels) and labels to a scalar.
+        supernet: a supernet of the `dynabert` family.
+        batches: pairs of the network's inputs by name, and the labels (N,).
+        loss: maps logits (N, num_labels) and labels to a scalar.
+
+    Returns:
+        The scores of every layer, in order, for `rewire_`.
 
     Raises:
         SpecError: the supernet is of another family, or there are no batches.
+
+    Source: DynaBERT (Hou et al., NeurIPS 2020), section 2.1.
     """
     _check(supernet)
     network: Any = supernet.extract(supernet.space.largest()).eval()
@@ -90,16 +106,23 @@ def _sum(a: Importance, b: Importance) -> Importance:
 
 
 def rewire_(supernet: Supernet, scores: list[Importance]) -> None:
-    """Sort every layer's heads and neurons in place, the most important first.
+    """Sort the heads and neurons of every layer in place, the most important first.
 
-    The full network computes what it did; views follow, as with any change of the weights.
+    Every BERT that was only fine-tuned needs this before narrow subnets are trained or served, because a
+    subnet keeps the first heads and neurons. The full network computes the same function as before. Existing
+    views see the sorted weights, as they see every other change of the weights.
 
     Args:
-        supernet: of the `dynabert` family.
-        scores: one per layer, from `importance`.
+        supernet: a supernet of the `dynabert` family.
+        scores: the scores of every layer, from `importance`.
 
     Raises:
-        SpecError: the supernet is of another family, or the scores are of other layers.
+        SpecError: the supernet is of another family, or the scores do not fit its layers.
+
+    Example:
+        >>> from ofa_adapters import importance, load, rewire_
+        >>> supernet = load("dynabert", "fine_tuned_bert/")
+        >>> rewire_(supernet, importance(supernet, batches))
     """
     _check(supernet)
     network: Any = supernet.network
@@ -118,12 +141,12 @@ def rewire_(supernet: Supernet, scores: list[Importance]) -> None:
 
 
 def _permute(layer: Any, what: str, order: Tensor) -> None:
-    for name in ROWS[what]:
+    for name in PRODUCERS[what]:
         linear = getattr(layer, name)
         order = order.to(linear.weight.device)
         linear.weight.copy_(linear.weight[order])
         linear.bias.copy_(linear.bias[order])
-    columns = getattr(layer, COLUMNS[what])
+    columns = getattr(layer, CONSUMERS[what])
     columns.weight.copy_(columns.weight[:, order])
 
 

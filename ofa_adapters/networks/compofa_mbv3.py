@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ofa_adapters.family import Family, Keys
-from ofa_adapters.networks.mobile import MobileLayout, rename
+from ofa_adapters.networks.mobile_layout import MobileLayout, rename
 from ofa_adapters.networks.ofa_mbv3 import network_and_layout
 from ofa_adapters.notation import choices, is_list, upstream_config
 from subnetact.errors import IllegalChoice, SpecError
@@ -102,15 +102,13 @@ def build(
     """
     widths, depths, expands = choices(width_mult_list), choices(depth_list), choices(expand_ratio_list)
     if len(widths) != 1:
-        raise ValueError(f"width_mult_list: the width is not elastic, give one multiplier, got {widths}")
+        raise SpecError(f"width_mult_list: the width is not elastic, give one multiplier, got {widths}")
     if compound and len(depths) != len(expands):
-        raise ValueError(
+        raise SpecError(
             f"compound: depths {depths} and expand ratios {expands} cannot be paired; give as many of each"
         )
     if fixed_kernel and depths[-1] > SLOTS_PER_STAGE:
-        raise ValueError(
-            f"fixed_kernel: kernels are known for {SLOTS_PER_STAGE} blocks a stage, got {depths}"
-        )
+        raise SpecError(f"fixed_kernel: kernels are known for {SLOTS_PER_STAGE} blocks a stage, got {depths}")
     fixed = None
     if fixed_kernel:
         # Upstream reads one list of four per stage by block position, whatever the stages' length.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Family, Keys
 from ofa_adapters.notation import choices, upstream_config
+from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import (
     Axis,
@@ -25,7 +26,7 @@ from subnetact.space import (
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """One post-norm Transformer layer; heads keep their size, so their number follows the queries'."""
 
     def __init__(
@@ -65,7 +66,7 @@ class BertClassifier(nn.Module):
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[BertLayer],
         width: int,
         vocabulary: int,
         positions: int,
@@ -147,22 +148,24 @@ def build(
             a head.
     """
     if model_type not in ("bert", "roberta") or hidden_act not in ACTIVATIONS:
-        raise ValueError(
+        raise SpecError(
             f"dynabert: model_type is bert or roberta and hidden_act one of {', '.join(ACTIVATIONS)}, got "
             f"{model_type!r} and {hidden_act!r}"
         )
     if hidden_size % num_attention_heads:
-        raise ValueError(f"dynabert: hidden_size {hidden_size} is no multiple of {num_attention_heads} heads")
+        raise SpecError(f"dynabert: hidden_size {hidden_size} is no multiple of {num_attention_heads} heads")
     widths, depths = choices(width_mult_list), choices(depth_mult_list)
     headless = [w for w in widths if not 1 <= round(num_attention_heads * w) <= num_attention_heads]
     if headless or not all(0 < d <= 1 and round(d * num_hidden_layers) for d in depths):
-        raise ValueError(
+        raise SpecError(
             f"dynabert: multipliers must leave 1..{num_attention_heads} heads and 1..{num_hidden_layers} "
             f"layers, got widths {widths} and depths {depths}"
         )
-    layout = Layout(hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths)
+    layout = DynaBertLayout(
+        hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths
+    )
     layers = [
-        Layer(
+        BertLayer(
             hidden_size,
             num_attention_heads,
             intermediate_size,
@@ -193,7 +196,7 @@ def kept_layers(depth_mult: float, layers: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DynaBertLayout:
     """The full sizes and the multipliers, and what follows from them."""
 
     width: int

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Family, Keys
 from ofa_adapters.features import ARCH_ENCODER_SIZES, mobile_features, tutorial_features
-from ofa_adapters.networks.mobile import MBConv, MobileLayout, MobileStage, rename
+from ofa_adapters.networks.mobile_layout import MBConv, MobileLayout, MobileStage, rename
 from ofa_adapters.notation import choices
 from subnetact.operators import Elastic
 from subnetact.space import SubnetSpace, make_divisible

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Family, Keys
 from ofa_adapters.features import ARCH_ENCODER_SIZES, mobile_features
-from ofa_adapters.networks.mobile import MBConv, MobileLayout, MobileStage, rename
+from ofa_adapters.networks.mobile_layout import MBConv, MobileLayout, MobileStage, rename
 from ofa_adapters.notation import choices
+from subnetact.errors import SpecError
 from subnetact.operators import Elastic
 from subnetact.space import SubnetSpace, make_divisible
 
@@ -73,7 +74,7 @@ def build(
     named = base_stage_width is None or isinstance(base_stage_width, str)
     base: Any = WIDTHS.get(str(base_stage_width or "proxyless")) if named else base_stage_width
     if base is None or len(base) != len(WIDTHS["google"]):
-        raise ValueError(f"base_stage_width: {base_stage_width!r} is neither None, 'google' nor nine widths")
+        raise SpecError(f"base_stage_width: {base_stage_width!r} is neither None, 'google' nor nine widths")
     widths = [make_divisible(width * width_mult) for width in base]
     longest = (None, None, None, None, None, 1)
     stages = tuple(

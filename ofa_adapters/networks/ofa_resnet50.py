@@ -96,7 +96,7 @@ class ResNet50D(nn.Module):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResNet50Layout:
     """The constructor's lists, sorted, and what follows from them."""
 
     depths: tuple[int, ...]
@@ -183,7 +183,7 @@ def build(
 
     Arguments are `OFAResNets`' own; `bn_param` is (momentum, eps).
     """
-    layout = Layout(choices(depth_list), choices(expand_ratio_list), choices(width_mult_list))
+    layout = ResNet50Layout(choices(depth_list), choices(expand_ratio_list), choices(width_mult_list))
     space = SubnetSpace("ofa_resnet50", layout.axes(), layout.sizes, layout.parse, layout.format)
     full = dict(zip(space.dimensions, space.resolve(space.largest()), strict=True))
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}
@@ -201,7 +201,7 @@ def build(
     return ResNet50D(stem, nn.Sequential(*blocks), classifier, dropout_rate), space, _elastic(layout)
 
 
-def _elastic(layout: Layout) -> dict[str, Elastic]:
+def _elastic(layout: ResNet50Layout) -> dict[str, Elastic]:
     elastic = {
         "input_stem": LayerSelect.on(**{"1": "stem.keep"}),
         "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(len(layout.blocks))}),

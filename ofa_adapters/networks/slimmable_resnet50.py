@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Family, Keys
 from ofa_adapters.networks.slimmable_space import width_space
+from subnetact.errors import SpecError
 from subnetact.operators import (
     Elastic,
     ModuleSwitch,
@@ -27,7 +28,7 @@ STAGES = (64, 128, 256, 512)
 LENGTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
-class Bottleneck(nn.Module):
+class SlimmableBottleneck(nn.Module):
     """1x1, 3x3, 1x1 bottleneck; a 1x1 convolution on the shortcut where the shape changes."""
 
     def __init__(self, in_: Sequence[int], out: Sequence[int], stride: int) -> None:
@@ -55,7 +56,9 @@ class Bottleneck(nn.Module):
 class SlimmableResNet(nn.Module):
     """The full network: 7x7 stem, four stages of bottlenecks, mean, linear classifier."""
 
-    def __init__(self, stem: Sequence[int], blocks: Sequence[Bottleneck], width: int, classes: int) -> None:
+    def __init__(
+        self, stem: Sequence[int], blocks: Sequence[SlimmableBottleneck], width: int, classes: int
+    ) -> None:
         super().__init__()
         self.stem_conv = nn.Conv2d(3, max(stem), 7, 2, 3, bias=False)
         self.stem_norm = _norms(stem)
@@ -87,7 +90,7 @@ def build(
         ValueError: an unknown depth, or widths that are not distinct and positive.
     """
     if depth not in LENGTHS:
-        raise ValueError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(LENGTHS)}")
+        raise SpecError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(LENGTHS)}")
     sizes = {"stem": [int(STEM * w) for w in width_mult_list]}
     sizes.update({f"stage{s}": [int(base * w * 4) for w in width_mult_list] for s, base in enumerate(STAGES)})
     sizes.update({f"mid{s}": [width // 4 for width in sizes[f"stage{s}"]] for s in range(len(STAGES))})
@@ -99,12 +102,12 @@ def build(
         elastic[norm] = ModuleSwitch.on(choice="position")
 
     conv("stem_conv", "stem_norm", None, "stem")
-    blocks: list[Bottleneck] = []
+    blocks: list[SlimmableBottleneck] = []
     before = "stem"
     for s, length in enumerate(LENGTHS[depth]):
         for position in range(length):
             path, out, mid = f"blocks.{len(blocks)}", f"stage{s}", f"mid{s}"
-            block = Bottleneck(sizes[before], sizes[out], 2 if s and position == 0 else 1)
+            block = SlimmableBottleneck(sizes[before], sizes[out], 2 if s and position == 0 else 1)
             conv(f"{path}.conv1", f"{path}.norm1", before, mid)
             conv(f"{path}.conv2", f"{path}.norm2", mid, mid)
             conv(f"{path}.conv3", f"{path}.norm3", mid, out)

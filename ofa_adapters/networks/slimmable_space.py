@@ -31,15 +31,15 @@ def width_space(family: str, multipliers: Sequence[float], sizes: Mapping[str, S
     """
     listed = list(multipliers)
     if not listed or len(set(listed)) != len(listed) or min(listed) <= 0:
-        raise ValueError(f"{family}: width multipliers are distinct and positive, got {listed}")
+        raise SpecError(f"{family}: width multipliers are distinct and positive, got {listed}")
 
-    layout = _Layout(family, tuple(listed), {name: tuple(widths) for name, widths in sizes.items()})
+    layout = SlimmableLayout(family, tuple(listed), {name: tuple(widths) for name, widths in sizes.items()})
     axis = Axis("width", (Slot("network", tuple(sorted(listed))),))
     return SubnetSpace(family, [axis], layout.resolve, layout.parse, layout.format)
 
 
 @dataclass(frozen=True)
-class _Layout:
+class SlimmableLayout:
     family: str
     listed: tuple[float, ...]
     sizes: Mapping[str, tuple[int, ...]]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Family, Keys
 from ofa_adapters.networks.slimmable_space import width_space
+from subnetact.errors import SpecError
 from subnetact.operators import (
     Elastic,
     PerWidthBatchNorm2d,
@@ -120,7 +121,7 @@ def build(
     """
     top = width_mult_range[-1]
     if max(width_mult_list, default=0) > 1:
-        raise ValueError(
+        raise SpecError(
             f"us_mobilenet_v2: widths are relative to the largest, at most 1, got {width_mult_list}"
         )
     sizes: dict[str, list[int]] = {}
@@ -128,7 +129,7 @@ def build(
     def dimension(name: str, full: int, ratio: int = 1) -> list[int]:
         widths = [make_divisible(full * w / ratio, minimum=1) * ratio for w in width_mult_list]
         if max(widths) > full:
-            raise ValueError(
+            raise SpecError(
                 f"us_mobilenet_v2: a width of {width_mult_list[widths.index(max(widths))]} rounds {full} "
                 f"channels up to {max(widths)}; list larger widths or build a wider network"
             )

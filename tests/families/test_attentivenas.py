@@ -330,7 +330,7 @@ def test_the_default_space_covers_the_published_ranges() -> None:
     ],
 )
 def test_bad_configurations_of_the_network_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SpecError, match=message):
         load("attentivenas", None, supernet_cfg={**CONFIG, **change})
-    with pytest.raises(ValueError, match="lacks last_conv"):
+    with pytest.raises(SpecError, match="lacks last_conv"):
         load("attentivenas", None, supernet_cfg={k: v for k, v in CONFIG.items() if k != "last_conv"})

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from ofa_adapters import identify, load
+from ofa_adapters import identify, importance, load, rewire_
 from ofa_adapters.networks.dynabert import kept_layers
-from ofa_adapters.rewire import importance, rewire_
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.supernet.supernet import Supernet
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import subnetact
 from ofa_adapters import load
-from subnetact.errors import CheckpointError, IllegalChoice, InsertError
+from subnetact.errors import CheckpointError, IllegalChoice, InsertError, SpecError
 from subnetact.operators import (
     ModuleSwitch,
     PerWidthBatchNorm2d,
@@ -290,13 +290,13 @@ def test_missing_statistics_are_listed() -> None:
 
 def test_bad_width_lists_are_refused() -> None:
     for family in ("us_mobilenet_v2", "slimmable_resnet50"):
-        with pytest.raises(ValueError, match=r"distinct and positive, got \[0.5, 0.5\]"):
+        with pytest.raises(SpecError, match=r"distinct and positive, got \[0.5, 0.5\]"):
             load(family, None, width_mult_list=[0.5, 0.5])
-    with pytest.raises(ValueError, match="at most 1"):
+    with pytest.raises(SpecError, match="at most 1"):
         load("us_mobilenet_v2", None, width_mult_list=[0.5, 1.5])
-    with pytest.raises(ValueError, match=r"a width of 0.35 rounds 8 channels up to 9"):
+    with pytest.raises(SpecError, match=r"a width of 0.35 rounds 8 channels up to 9"):
         load("us_mobilenet_v2", None, width_mult_list=[0.35, 1.0], width_mult_range=[0.1, 0.5])
-    with pytest.raises(ValueError, match="depth 34 is not known; choose from"):
+    with pytest.raises(SpecError, match="depth 34 is not known; choose from"):
         load("slimmable_resnet50", None, depth=34)
 
 
