@@ -141,7 +141,7 @@ class Contest:
             self.policies(live.planned)[name],
             slo_ms=SLO_MS,
             workers=1,
-            hopeless="drop",
+            expired="drop",
             noise=live.noise,
             overhead_ms=live.overhead_ms,
         )

@@ -131,7 +131,7 @@ def _both(
         policies(live.planned)[name],
         slo_ms=SLO_MS,
         workers=1,
-        hopeless="drop",
+        expired="drop",
         overhead_ms=live.overhead_ms,
     )
     return {

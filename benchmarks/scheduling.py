@@ -47,6 +47,7 @@ from subnetact.serving.simulation.traces import (
 RESULTS = Path(__file__).parent / "results"
 TABLE = superserve_a40()
 SLO_MS = 36.0
+SETTING: dict[str, Any] = {"slo_ms": SLO_MS, "workers": 8, "expired": "serve"}
 SLACKFITS = [f"slackfit:{k}" for k in (4, 8, 16, 32)]
 STRONG = ["hullfit", *SLACKFITS, "maxbatch", "fixed:0", "fixed:1", "fixed:2"]
 Floats = npt.NDArray[np.float64]
@@ -63,7 +64,7 @@ def reference_suite(scale: float = 2.0, seed: int = 0) -> Iterator[tuple[str, Fl
 
 
 def run(name: str, trace: Floats, **settings: Any) -> dict[str, float]:
-    result = simulate(trace, TABLE, make_policy(name, TABLE, SLO_MS), SLO_MS, **settings)
+    result = simulate(trace, TABLE, make_policy(name, TABLE, SLO_MS), **(SETTING | settings))
     return {
         "attainment": result.attainment,
         "mean_accuracy": result.mean_accuracy,
@@ -79,7 +80,7 @@ def suite() -> Section:
         names = list(dict.fromkeys([*SLACKFITS, *policy_names(TABLE)])) if seed == 0 else STRONG
         for trace_name, trace in tqdm(reference_suite(seed=seed), total=13, desc=f"suite, seed {seed}"):
             rows = {name: run(name, trace) for name in names}
-            bound = fluid_bound(trace, TABLE, 8, SLO_MS)
+            bound = fluid_bound(trace, TABLE, SLO_MS, 8)
             best = rows["hullfit"]["effective_accuracy"]
             other = max((rows[name]["effective_accuracy"], name) for name in names if name != "hullfit")
             section[f"{trace_name}, seed {seed}"] = {
@@ -136,7 +137,7 @@ def robustness() -> Section:
         even = np.arange(0.0, 30_000.0, 1000.0 / qps)
         for kind, trace in (("even", even), ("poisson", poisson(qps, 30, seed=1))):
             section[f"{qps} qps {kind}, drop"] = {
-                name: run(name, trace, hopeless="drop")
+                name: run(name, trace, expired="drop")
                 for name in ("hullfit", "slackfit", "maxbatch", "fixed:0")
             }
             section[f"{qps} qps {kind}, drop"]["capacity_share"] = (
@@ -146,13 +147,13 @@ def robustness() -> Section:
     floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
     for rule in ("serve", "drop"):
         section[f"maf with floors, {rule}"] = {
-            name: run(name, maf, min_accuracy=floors, hopeless=rule) for name in tqdm(("hullfit", "slackfit"))
+            name: run(name, maf, min_accuracy=floors, expired=rule) for name in tqdm(("hullfit", "slackfit"))
         }
     unclipped = from_counts(_maf_counts(), 120.0, 12_800)
     for kind, trace in (("maf", maf), ("maf unclipped", unclipped)):
         for rule in ("serve", "drop", "defer"):
             section[f"{kind}, 6 of 8 workers, {rule}"] = {
-                name: run(name, trace, workers=6, hopeless=rule) for name in ("hullfit", "fixed:0")
+                name: run(name, trace, workers=6, expired=rule) for name in ("hullfit", "fixed:0")
             }
     return section
 
@@ -172,8 +173,8 @@ def faults() -> Section:
         trace = bursty(1500 * scale, 2950 * scale, 2, 60, seed=0)
         rows = {}
         for name in ("hullfit", "slackfit:4", "slackfit", "fixed:2"):
-            policy = make_policy(name, TABLE)
-            result = simulate(trace, TABLE, policy, events=events, requests=True)
+            policy = make_policy(name, TABLE, SLO_MS)
+            result = simulate(trace, TABLE, policy, events=events, requests=True, **SETTING)
             log = result.log
             assert log is not None
             met = log.finish_ms <= trace + SLO_MS
@@ -235,7 +236,7 @@ def queueing_theory() -> Section:
     section: Section = {}
     for load in (0.5, 0.7, 0.8):
         trace = poisson(1000 * load, 1500, seed=2)
-        log = simulate(trace, table, Fixed(table, 0), 1e6, 1, requests=True).log
+        log = simulate(trace, table, Fixed(table, 0), 1e6, 1, requests=True, expired="serve").log
         assert log is not None
         waited, theory = float(np.mean(log.start_ms - trace)), load / (2 * (1 - load))
         section[f"load {load}"] = {"simulated_ms": waited, "theory_ms": theory, "error": waited / theory - 1}
@@ -251,9 +252,9 @@ def speed() -> Section:
         for label, trace in (("x2.0", maf), ("x1.0", light)):
             rates = []
             for _ in range(5):
-                policy = make_policy(name, TABLE)
+                policy = make_policy(name, TABLE, SLO_MS)
                 start = time.perf_counter()
-                simulate(trace, TABLE, policy)
+                simulate(trace, TABLE, policy, **SETTING)
                 rates.append(len(trace) / (time.perf_counter() - start))
             section[f"{name} maf {label}, requests/s"] = round(float(np.median(rates)))
     section["peak memory beyond the trace, KiB"] = {
@@ -266,10 +267,10 @@ def speed() -> Section:
 
 def _peak_kib(trace: Floats) -> float:
     """Peak of what one simulation allocates beyond its trace, KiB."""
-    policy = SlackFit(TABLE, buckets=4)
+    policy = SlackFit(TABLE, buckets=4, slo_ms=SLO_MS)
     tracemalloc.start()
     try:
-        simulate(trace, TABLE, policy)
+        simulate(trace, TABLE, policy, **SETTING)
         return round(tracemalloc.get_traced_memory()[1] / 1024)
     finally:
         tracemalloc.stop()
@@ -284,7 +285,8 @@ def decision_times(name: str) -> dict[str, float]:
     cells = (2 + 2 * share)[:, None] + (0.15 * (1 + 2.5 * share**2))[:, None] * sizes
     cells = cells * rng.uniform(0.95, 1.05, cells.shape)
     keys = [str(i) for i in range(1000)]
-    policy = make_policy(name, LatencyTable.from_arrays(keys, accuracy.tolist(), sizes.tolist(), cells))
+    table = LatencyTable.from_arrays(keys, accuracy.tolist(), sizes.tolist(), cells)
+    policy = make_policy(name, table, SLO_MS)
     taken = []
     for _ in range(1000):
         queue: EDFQueue[int] = EDFQueue()
@@ -322,11 +324,13 @@ def figures() -> Section:
             "fixed:1",
             "fixed:2",
         ]
-        results = {name: simulate(trace, TABLE, make_policy(name, TABLE)) for name in names}
+        results = {
+            name: simulate(trace, TABLE, make_policy(name, TABLE, SLO_MS), **SETTING) for name in names
+        }
         short = wanted[trace_name]
-        bound = fluid_bound(trace, TABLE, 8, SLO_MS)
+        bound = fluid_bound(trace, TABLE, SLO_MS, 8)
         plot_comparison(results, RESULTS / f"scheduling_{short}.png", trace_name, bound)
-        dynamics = simulate(trace, TABLE, HullFit(TABLE), decisions=True)
+        dynamics = simulate(trace, TABLE, HullFit(TABLE, slo_ms=SLO_MS), decisions=True, **SETTING)
         plot_dynamics(
             dynamics, trace, TABLE, RESULTS / f"scheduling_{short}_dynamics.png", f"HullFit, {trace_name}"
         )
@@ -362,7 +366,7 @@ def main() -> None:
         "numpy": np.__version__,
         "machine": platform.machine(),
         "table": dict(TABLE.stamp),
-        "setting": "8 workers, SLO 36 ms, batches 1 to 16, rates x2.0, hopeless = serve, unless said",
+        "setting": "8 workers, SLO 36 ms, batches 1 to 16, rates x2.0, expired = serve, unless said",
     }
     for name in options.only:
         start = time.perf_counter()

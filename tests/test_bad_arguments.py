@@ -131,11 +131,11 @@ def test_counts_and_numbers(engine: subnetact.Engine) -> None:
     table = subnetact.LatencyTable.from_arrays(["a"], [60.0], [1], [[1.0]])
     for wrong in ("table.json", None):
         with pytest.raises(TableError, match=r"expected a LatencyTable, got .*LatencyTable\.load\(path\)"):
-            subnetact.SlackFit(wrong)  # type: ignore[arg-type]
+            subnetact.SlackFit(wrong, slo_ms=36.0)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="slo_ms: '50' must be a number"):
         subnetact.SlackFit(table, slo_ms="50")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="margin_ms: None must be a number"):
-        subnetact.SlackFit(table, margin_ms=None)  # type: ignore[arg-type]
+        subnetact.SlackFit(table, margin_ms=None, slo_ms=36.0)  # type: ignore[arg-type]
 
 
 def test_sizes_are_whole_numbers() -> None:

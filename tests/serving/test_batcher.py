@@ -58,7 +58,7 @@ def held(engine, batcher):
 
 def test_threads_get_their_own_answers(a40, engine):
     with (
-        Batcher(engine, policy=SlackFit(a40), workers=2) as batcher,
+        Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), workers=2) as batcher,
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         futures = list(pool.map(lambda x: batcher.submit(x, FOREVER), range(500)))
@@ -80,7 +80,7 @@ def test_asyncio_gets_its_own_answers(a40, engine):
     before = set(threading.enumerate())
 
     async def main():
-        async with Batcher(engine, policy=HullFit(a40)) as batcher:
+        async with Batcher(engine, policy=HullFit(a40, slo_ms=36.0)) as batcher:
             answers = await asyncio.gather(*(batcher.infer(x, FOREVER) for x in range(300)))
         assert [answer.output[1] for answer in answers] == [2 * x for x in range(300)]
         return batcher
@@ -91,7 +91,7 @@ def test_asyncio_gets_its_own_answers(a40, engine):
 
 
 def test_many_event_loops_at_once(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40)) as batcher:
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
 
         async def ask(start):
             answers = await asyncio.gather(*(batcher.infer(x, FOREVER) for x in range(start, start + 50)))
@@ -130,7 +130,7 @@ def test_decisions_are_reported_before_they_run(a40, engine):
 
 def test_hopeless_requests_are_answered_at_once_without_running(a40, engine):
     now = [0.0]
-    with Batcher(engine, policy=SlackFit(a40), clock_ms=lambda: now[0]) as batcher:
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), clock_ms=lambda: now[0]) as batcher:
         first = held(engine, batcher)
         late, live = batcher.submit(1, 10.0), batcher.submit(2, 100.0)
         now[0] = 9.0
@@ -146,7 +146,7 @@ def test_hopeless_requests_are_answered_at_once_without_running(a40, engine):
 
 def test_late_answers_say_so(a40, engine):
     now = [0.0]
-    with Batcher(engine, policy=SlackFit(a40), clock_ms=lambda: now[0]) as batcher:
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), clock_ms=lambda: now[0]) as batcher:
         engine.gate.clear()
         future = batcher.submit(1, 20.0)
         assert engine.entered.acquire(timeout=20)
@@ -179,7 +179,7 @@ def test_only_the_guilty_request_fails(a40, engine):
 def test_an_engine_that_loses_outputs_is_caught(a40, engine):
     engine.run = lambda subnet, inputs, batch_size: []
     with (
-        Batcher(engine, policy=SlackFit(a40)) as batcher,
+        Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher,
         pytest.raises(BatchFailed, match="0 outputs for 1"),
     ):
         batcher.submit(1, FOREVER).result(20)
@@ -192,7 +192,7 @@ def test_a_policy_that_raises_does_not_stop_the_worker(a40, engine):
                 raise ZeroDivisionError("moody")
             return super().decide(context)
 
-    with Batcher(engine, policy=Moody(a40)) as batcher:
+    with Batcher(engine, policy=Moody(a40, slo_ms=36.0)) as batcher:
         with pytest.raises(BatchFailed, match="moody"):
             batcher.submit(1, FOREVER).result(20)
         assert batcher.submit(2, FOREVER / 4).result(20).output[1] == 4
@@ -200,7 +200,7 @@ def test_a_policy_that_raises_does_not_stop_the_worker(a40, engine):
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, math.nan, math.inf])
 def test_bad_deadlines_are_refused_at_the_door(a40, engine, deadline):
-    with Batcher(engine, policy=SlackFit(a40)) as batcher:
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
         with pytest.raises(InvalidRequest, match="deadline_ms"):
             batcher.submit(1, deadline)
         assert batcher.stats().refused == 1
@@ -208,7 +208,7 @@ def test_bad_deadlines_are_refused_at_the_door(a40, engine, deadline):
 
 
 def test_bad_inputs_and_floors_are_refused_at_the_door(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40)) as batcher:
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
         with pytest.raises(InvalidRequest, match="not an int"):
             batcher.submit("x", FOREVER)
         for floor in (99.0, math.nan):
@@ -228,7 +228,7 @@ def test_floors_are_kept(a40, engine):
 
 
 def test_a_full_queue_refuses(a40, engine):
-    with Batcher(engine, policy=SlackFit(a40), max_queue=3) as batcher:
+    with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), max_queue=3) as batcher:
         first = held(engine, batcher)
         waiting = [batcher.submit(x, FOREVER) for x in range(3)]
         with pytest.raises(QueueFull, match="3 requests wait"):
@@ -240,7 +240,7 @@ def test_a_full_queue_refuses(a40, engine):
 
 def test_cancelled_requests_do_not_run(a40, engine):
     async def main():
-        async with Batcher(engine, policy=SlackFit(a40)) as batcher:
+        async with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
             engine.gate.clear()
             first = asyncio.ensure_future(batcher.infer(0, FOREVER))
             assert await asyncio.to_thread(engine.entered.acquire, timeout=20)
@@ -266,7 +266,7 @@ def test_cancelled_requests_do_not_run(a40, engine):
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing_gives_every_request_an_outcome(a40, engine, drain, wait_for):
     before = set(threading.enumerate())
-    batcher = Batcher(engine, policy=SlackFit(a40))
+    batcher = Batcher(engine, policy=SlackFit(a40, slo_ms=36.0))
     first = held(engine, batcher)
     waiting = [batcher.submit(x, FOREVER) for x in range(40)]
     closer = threading.Thread(target=batcher.close, kwargs={"drain": drain})
@@ -293,16 +293,16 @@ def test_closing_gives_every_request_an_outcome(a40, engine, drain, wait_for):
 
 def test_foreign_tables_are_refused(a40, engine):
     with pytest.raises(ProfileMismatch, match="profile this engine"):
-        Batcher(engine, policy=SlackFit(a40.select([1, 0, 2, 3, 4, 5])))
+        Batcher(engine, policy=SlackFit(a40.select([1, 0, 2, 3, 4, 5]), slo_ms=36.0))
     with pytest.raises(ProfileMismatch, match="has 6"):
-        Batcher(engine, policy=SlackFit(a40.select([0, 1])))
+        Batcher(engine, policy=SlackFit(a40.select([0, 1]), slo_ms=36.0))
     with pytest.raises(ProfileMismatch, match="made for other"):
-        Batcher(engine, policy=SlackFit(a40.select([0, 1])), table=a40)
+        Batcher(engine, policy=SlackFit(a40.select([0, 1]), slo_ms=36.0), table=a40)
     with pytest.raises(PolicyError, match="give a policy"):
         Batcher(engine)
     for changes in ({"workers": 0}, {"max_queue": 0}, {"hopeless": "pray"}):
         with pytest.raises(PolicyError):
-            Batcher(engine, policy=SlackFit(a40), **changes)
+            Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), **changes)
 
 
 def test_a_table_alone_is_enough(a40, engine):
@@ -317,7 +317,7 @@ def test_the_policy_hears_how_long_batches_took(a40, engine):
         def observe(self, subnet, batch_size, expected_ms, measured_ms):
             self.heard = (*self.heard, (subnet, batch_size, expected_ms, measured_ms))
 
-    policy = Listening(a40)
+    policy = Listening(a40, slo_ms=36.0)
     with Batcher(engine, policy=policy) as batcher:
         subnet = batcher.submit(3, FOREVER).result(20).subnet
     assert policy.heard[0][:3] == (subnet, 1, a40.latency_ms[subnet, 0])

@@ -55,7 +55,7 @@ def test_the_optimum_is_that_of_exhaustive_search(a40, gaps, slo, workers):
 def test_nothing_beats_the_optimum_and_it_keeps_below_the_fluid_bound(a40, gaps, slo, workers):
     arrivals = np.cumsum(gaps)
     optimum = exact_optimum(arrivals, a40, slo, workers)
-    bound = fluid_bound(arrivals, a40, workers, slo)
+    bound = fluid_bound(arrivals, a40, slo, workers)
     assert optimum / len(arrivals) <= bound + 1e-6
     for name in ("hullfit", "slackfit", "maxbatch"):
         for rule in ("serve", "drop"):
@@ -71,7 +71,9 @@ def test_hullfit_is_near_the_optimum_of_small_instances(a40):
         for workers, count, span in ((1, 10, 10), (1, 12, 30), (2, 12, 20)):
             for _ in range(4):
                 arrivals = np.sort(rng.uniform(0, span, count))
-                result = simulate(arrivals, a40, make_policy("hullfit", a40, slo), slo, workers)
+                result = simulate(
+                    arrivals, a40, make_policy("hullfit", a40, slo), slo, workers, expired="serve"
+                )
                 gaps.append(1 - result.accuracy_sum / exact_optimum(arrivals, a40, slo, workers))
     assert np.mean(gaps) <= 0.03
     assert min(gaps) >= -1e-9
@@ -80,30 +82,32 @@ def test_hullfit_is_near_the_optimum_of_small_instances(a40):
 def test_the_fluid_bound_of_a_steady_load_is_the_hull_there(a40):
     tau0 = 6.26507 / 16
     spaced = np.arange(0, 20_000, tau0 / 8)
-    assert fluid_bound(spaced, a40) == pytest.approx(73.822, abs=0.05)
+    assert fluid_bound(spaced, a40, slo_ms=36.0, workers=8) == pytest.approx(73.822, abs=0.05)
     overload = np.arange(0, 20_000, tau0 / 16)
-    assert fluid_bound(overload, a40) == pytest.approx(73.822 / 2, rel=0.01)
-    assert fluid_bound(np.arange(0, 2000, 10.0), a40) == pytest.approx(80.158)
+    assert fluid_bound(overload, a40, slo_ms=36.0, workers=8) == pytest.approx(73.822 / 2, rel=0.01)
+    assert fluid_bound(np.arange(0, 2000, 10.0), a40, slo_ms=36.0, workers=8) == pytest.approx(80.158)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_policy_exceeds_the_fluid_bounds(a40, seed):
     for trace in (bursty(3000, 9800, 8, 4, seed), poisson(21_000, 2, seed)):
-        bound = fluid_bound(trace, a40)
-        assert bound <= fluid_bound(trace, a40, step_ms=7.0) + 1e-9
-        assert bound <= binned_fluid_bound(trace, a40) + 1e-9
+        bound = fluid_bound(trace, a40, slo_ms=36.0, workers=8)
+        assert bound <= fluid_bound(trace, a40, step_ms=7.0, slo_ms=36.0, workers=8) + 1e-9
+        assert bound <= binned_fluid_bound(trace, a40, slo_ms=36.0, workers=8) + 1e-9
         for name in ("hullfit", "slackfit:4", "maxbatch", "fixed:0"):
             for rule in ("serve", "drop"):
-                result = simulate(trace, a40, make_policy(name, a40), hopeless=rule)
+                result = simulate(
+                    trace, a40, make_policy(name, a40, 36.0), expired=rule, slo_ms=36.0, workers=8
+                )
                 assert result.effective_accuracy <= bound + 1e-9
 
 
 def test_bad_input_is_refused(a40):
     with pytest.raises(TraceError, match="12 at most"):
-        exact_optimum(np.arange(13.0), a40)
+        exact_optimum(np.arange(13.0), a40, slo_ms=36.0)
     with pytest.raises(TraceError, match="step_ms"):
-        fluid_bound([0.0], a40, step_ms=0.0)
+        fluid_bound([0.0], a40, step_ms=0.0, slo_ms=36.0, workers=8)
     with pytest.raises(PolicyError, match="workers"):
-        fluid_bound([0.0], a40, workers=0)
+        fluid_bound([0.0], a40, workers=0, slo_ms=36.0)
     with pytest.raises(TraceError, match="empty"):
-        fluid_bound([], a40)
+        fluid_bound([], a40, slo_ms=36.0, workers=8)

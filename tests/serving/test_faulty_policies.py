@@ -44,7 +44,7 @@ class Answers:
 @pytest.mark.parametrize("wrong", [(0.0, 1.0), 0, ("a", 1), (0, 1, 2), (9, 1), (0, 99)])
 def test_a_wrong_answer_fails_its_requests_only(wrong: Any) -> None:
     with pytest.raises(PolicyError, match="Answers answered"):
-        simulate([0.0], TABLE, Answers(wrong), slo_ms=36.0, workers=1)
+        simulate([0.0], TABLE, Answers(wrong), slo_ms=36.0, workers=1, expired="serve")
     with Batcher(Echo(), policy=Answers(wrong)) as batcher:
         with pytest.raises(BatchFailed, match="Answers answered"):
             batcher.submit("x", deadline_ms=5000).result(timeout=10)
@@ -95,7 +95,7 @@ def test_what_is_no_policy_is_refused(policy: Any) -> None:
     with pytest.raises(PolicyError, match="policy: "):
         Batcher(Echo(), policy=policy)
     with pytest.raises(PolicyError, match="policy: "):
-        simulate([0.0], TABLE, policy)
+        simulate([0.0], TABLE, policy, slo_ms=36.0, workers=8, expired="serve")
 
 
 def test_a_closed_batcher_cannot_be_entered_again() -> None:

@@ -36,7 +36,7 @@ def tables_without_memory(draw):
 
 @settings(max_examples=25, deadline=None)
 @given(tables_without_memory(), st.floats(0.2, 3.0), st.sampled_from(["serve", "drop"]), st.booleans())
-def test_no_policy_chooses_a_cell_without_memory(table, load, hopeless, floors):
+def test_no_policy_chooses_a_cell_without_memory(table, load, rule, floors):
     arrivals = poisson(1000 * load, 0.2, seed=1)
     runs = [not math.isnan(row[0]) for row in table.latency_ms]
     reached = [percent for percent, can in zip(table.accuracy, runs, strict=True) if can]
@@ -51,7 +51,7 @@ def test_no_policy_chooses_a_cell_without_memory(table, load, hopeless, floors):
             make_policy(name, table, 36.0),
             slo_ms=36.0,
             workers=2,
-            hopeless=hopeless,
+            expired=rule,
             min_accuracy=demanded,
             decisions=True,
         )
@@ -64,9 +64,17 @@ def test_subnets_that_cannot_run_at_all_are_refused_by_name(a40):
     cells[5] = math.nan
     table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
     with pytest.raises(PolicyError, match="runs at no batch size"):
-        make_policy("fixed:5", table)
+        make_policy("fixed:5", table, 36.0)
     with pytest.raises(PolicyError, match="no subnet that can run reaches"):
-        simulate(np.zeros(2), table, make_policy("hullfit", table), min_accuracy=[a40.accuracy[5]] * 2)
+        simulate(
+            np.zeros(2),
+            table,
+            make_policy("hullfit", table, 36.0),
+            min_accuracy=[a40.accuracy[5]] * 2,
+            slo_ms=36.0,
+            workers=8,
+            expired="serve",
+        )
 
 
 def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40):
@@ -74,9 +82,9 @@ def test_a_hole_between_measured_sizes_is_padded_to_the_next(a40):
     cells[:, 1] = math.nan  # batch size 2 of a merged table, say
     table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
     arrivals = poisson(300, 0.5, seed=0)
-    for name, hopeless in product(policy_names(table), ("serve", "drop")):
+    for name, rule in product(policy_names(table), ("serve", "drop")):
         result = simulate(
-            arrivals, table, make_policy(name, table, 36.0), slo_ms=36.0, workers=2, hopeless=hopeless
+            arrivals, table, make_policy(name, table, 36.0), slo_ms=36.0, workers=2, expired=rule
         )
         assert result.attainment > 0.5, name
     assert np.isnan(table.latency_ms).sum() == len(table.subnets)
@@ -95,19 +103,19 @@ def test_a_policy_that_asks_for_the_impossible_is_told_so(a40):
             return 5, 8
 
     with pytest.raises(PolicyError, match="cannot run there"):
-        simulate(np.zeros(8), table, Stubborn(), slo_ms=36.0, workers=1)
+        simulate(np.zeros(8), table, Stubborn(), slo_ms=36.0, workers=1, expired="serve")
 
 
 def test_the_batcher_pads_to_a_size_that_was_measured():
     table = LatencyTable.from_arrays(["a"], [70.0], [1, 2, 4], [[1.0, math.nan, 2.0]])
-    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0)
+    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0, expired="serve")
     assert [dispatcher.padded(0, k) for k in (1, 2, 3, 4)] == [1, 4, 4, 4]
     assert [dispatcher.expected_ms(0, k) for k in (1, 2)] == [1.0, 2.0]
 
 
 def test_what_floors_cost_is_kept_once_for_each_accuracy():
     table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
-    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0)
+    dispatcher = Dispatcher(Fixed(table, 0), [0.0], 36.0, expired="serve")
     floors = [60.0 + i / 1000 for i in range(20_000)]
     tracemalloc.start()
     try:

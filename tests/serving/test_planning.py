@@ -12,10 +12,25 @@ from subnetact.serving.simulation.traces import bursty, poisson
 
 def test_the_plan_is_the_least_that_meets_the_target(a40):
     trace = bursty(1500, 4900, 4, 4, seed=3)
-    found = plan(trace, a40, 36.0, 0.999, candidates={"hullfit": HullFit})
+    found = plan(trace, a40, 36.0, 0.999, candidates={"hullfit": lambda t: HullFit(t, 36.0)}, expired="serve")
     slower = a40.scaled(1.1)
-    assert simulate(trace, slower, HullFit(slower), workers=found.workers).attainment >= 0.999
-    assert simulate(trace, slower, HullFit(slower), workers=found.workers - 1).attainment < 0.999
+    assert (
+        simulate(
+            trace, slower, HullFit(slower, slo_ms=36.0), workers=found.workers, slo_ms=36.0, expired="serve"
+        ).attainment
+        >= 0.999
+    )
+    assert (
+        simulate(
+            trace,
+            slower,
+            HullFit(slower, slo_ms=36.0),
+            workers=found.workers - 1,
+            slo_ms=36.0,
+            expired="serve",
+        ).attainment
+        < 0.999
+    )
     assert found.tried["hullfit", found.workers] == found.result.attainment
 
 
@@ -29,10 +44,17 @@ def test_the_plan_prefers_fewer_workers_then_accuracy(a40):
             "small": lambda t: Fixed(t, 0),
             "better": lambda t: Fixed(t, 1),
         },
+        slo_ms=36.0,
+        expired="serve",
     )
     assert (found.policy, found.workers) == ("better", 1)
     accurate = plan(
-        trace, a40, min_mean_accuracy=79.0, candidates={"s": lambda t: Fixed(t, 0), "hull": HullFit}
+        trace,
+        a40,
+        min_mean_accuracy=79.0,
+        candidates={"s": lambda t: Fixed(t, 0), "hull": lambda t: HullFit(t, 36.0)},
+        slo_ms=36.0,
+        expired="serve",
     )
     assert accurate.policy == "hull"
     assert accurate.result.mean_accuracy >= 79.0
@@ -40,11 +62,18 @@ def test_the_plan_prefers_fewer_workers_then_accuracy(a40):
 
 def test_an_unreachable_target_is_an_error(a40):
     with pytest.raises(PolicyError, match="not reached with 2 workers"):
-        plan(poisson(20_000, 1, seed=0), a40, most_workers=2, candidates={"hull": HullFit})
+        plan(
+            poisson(20_000, 1, seed=0),
+            a40,
+            most_workers=2,
+            candidates={"hull": lambda t: HullFit(t, 36.0)},
+            slo_ms=36.0,
+            expired="serve",
+        )
     with pytest.raises(PolicyError, match="attainment"):
-        plan([0.0], a40, attainment=1.5)
+        plan([0.0], a40, attainment=1.5, slo_ms=36.0, expired="serve")
     with pytest.raises(TraceError):
-        plan([], a40)
+        plan([], a40, slo_ms=36.0, expired="serve")
 
 
 def test_the_envelope_counts_the_fullest_window():
@@ -54,7 +83,7 @@ def test_the_envelope_counts_the_fullest_window():
 
 def test_the_tuner_adds_at_once_and_removes_after_its_patience(a40):
     base = poisson(2000, 10, seed=0)
-    tuner = Tuner(base, 2, a40, longest_ms=10_000.0)
+    tuner = Tuner(base, 2, a40, longest_ms=10_000.0, slo_ms=36.0)
     now, history = 0.0, []
     rng = np.random.default_rng(1)
     for second in range(60):
@@ -76,9 +105,11 @@ def test_the_tuner_adds_at_once_and_removes_after_its_patience(a40):
 def test_tuned_workers_save_an_unplanned_surge(a40):
     surge = np.concatenate([poisson(2000, 4, seed=1), 4000 + poisson(9000, 4, seed=2)])
     planned = poisson(2000, 10, seed=3)
-    events = Tuner(planned, 1, a40, most_workers=12).schedule(surge)
-    tuned = simulate(surge, a40, HullFit(a40), workers=12, events=events)
-    fixed = simulate(surge, a40, HullFit(a40), workers=1)
+    events = Tuner(planned, 1, a40, most_workers=12, slo_ms=36.0).schedule(surge)
+    tuned = simulate(
+        surge, a40, HullFit(a40, slo_ms=36.0), workers=12, events=events, slo_ms=36.0, expired="serve"
+    )
+    fixed = simulate(surge, a40, HullFit(a40, slo_ms=36.0), workers=1, slo_ms=36.0, expired="serve")
     assert tuned.attainment > 0.95
     assert fixed.attainment < 0.5
 

@@ -30,7 +30,7 @@ from subnetact.serving.simulation.simulator import CoRunner, simulate
 from subnetact.serving.simulation.traces import bursty, poisson
 
 
-def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, workers=8, shed=None):
+def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, workers=8, expire=None):
     """What a policy answers to a queue of equal deadlines."""
     queue = EDFQueue()
     for i in range(queued):
@@ -38,7 +38,7 @@ def asked(policy, slack_ms, queued=1, floor=0.0, arrivals=(), now_ms=1000.0, wor
     meter = ArrivalMeter()
     if len(arrivals):
         meter.extend(list(arrivals))
-    context = Context(queue, meter, [now_ms] * workers, 36.0, shed)
+    context = Context(queue, meter, [now_ms] * workers, 36.0, expire)
     context.now_ms, context.queued, context.slack_ms, context.floor = now_ms, queued, slack_ms, floor
     return policy.decide(context)
 
@@ -118,13 +118,15 @@ def test_slackfit_is_its_definition(table, slo, buckets, slack, queued):
 
 
 def test_slackfit_keeps_its_margin(a40):
-    tight = SlackFit(a40, margin_ms=2.0, margin=0.1)
+    tight = SlackFit(a40, margin_ms=2.0, margin=0.1, slo_ms=36.0)
     for slack in np.arange(0.0, 40.0, 0.37):
-        assert asked(tight, slack, 16) == asked(SlackFit(a40), (slack - 2.0) / 1.1, 16)
+        assert asked(tight, slack, 16) == asked(SlackFit(a40, slo_ms=36.0), (slack - 2.0) / 1.1, 16)
 
 
 def test_slackfit_serves_a_light_load_with_accurate_subnets(a40):
-    result = simulate(poisson(1500, 10, seed=0), a40, SlackFit(a40, slo_ms=8.0), slo_ms=8.0)
+    result = simulate(
+        poisson(1500, 10, seed=0), a40, SlackFit(a40, slo_ms=8.0), slo_ms=8.0, workers=8, expired="serve"
+    )
     assert result.mean_accuracy > 79.5
 
 
@@ -200,26 +202,29 @@ def test_fronts_hold_exactly_what_is_not_dominated(table):
 
 
 def test_hullfit_spends_idle_time_on_accuracy_and_busy_time_on_speed(a40):
-    idle = asked(HullFit(a40), 36.0, 1)
+    idle = asked(HullFit(a40, slo_ms=36.0), 36.0, 1)
     assert idle == (5, 1)
     now = 1000.0
     flood = np.arange(0.0, now, 1000.0 / 19000)
-    subnet, size = asked(HullFit(a40), 20.0, 400, arrivals=flood, now_ms=now)
+    subnet, size = asked(HullFit(a40, slo_ms=36.0), 20.0, 400, arrivals=flood, now_ms=now)
     assert (subnet, size) == (0, 16)
 
 
-def test_hullfit_sheds_only_where_it_may(a40):
-    shed = []
-    asked(HullFit(a40), 4.0, 100, shed=shed.append)
-    assert shed == [84]
-    shed.clear()
-    asked(HullFit(a40), 7.0, 100, shed=shed.append)
-    assert shed == []
+def test_hullfit_lets_requests_expire_only_if_it_must(a40):
+    expired = []
+    asked(HullFit(a40, slo_ms=36.0), 4.0, 100, expire=expired.append)
+    assert expired == [84]
+    expired.clear()
+    asked(HullFit(a40, slo_ms=36.0), 7.0, 100, expire=expired.append)
+    assert expired == []
 
 
 def test_hullfit_misses_nothing_where_slackfit_does(a40):
     trace = bursty(3000, 11100, 8, 6, seed=3)
-    best, other = (simulate(trace, a40, policy) for policy in (HullFit(a40), SlackFit(a40)))
+    best, other = (
+        simulate(trace, a40, policy, slo_ms=36.0, workers=8, expired="serve")
+        for policy in (HullFit(a40, slo_ms=36.0), SlackFit(a40, slo_ms=36.0))
+    )
     assert best.missed == 0
     assert other.missed > 0
     assert best.effective_accuracy > other.effective_accuracy
@@ -229,15 +234,30 @@ def test_hullfit_serves_a_mix_of_floors(a40):
     trace = poisson(11000, 4, seed=1)
     draw = np.random.default_rng(0).random(len(trace))
     floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
-    best = simulate(trace, a40, HullFit(a40), min_accuracy=floors)
+    best = simulate(
+        trace, a40, HullFit(a40, slo_ms=36.0), min_accuracy=floors, slo_ms=36.0, workers=8, expired="serve"
+    )
     assert best.attainment > 0.99
-    assert simulate(trace, a40, SlackFit(a40), min_accuracy=floors).attainment < 0.9
+    assert (
+        simulate(
+            trace,
+            a40,
+            SlackFit(a40, slo_ms=36.0),
+            min_accuracy=floors,
+            slo_ms=36.0,
+            workers=8,
+            expired="serve",
+        ).attainment
+        < 0.9
+    )
 
 
 def test_model_switching_follows_the_rate(a40):
     slow, fast = poisson(1000, 4, seed=0), 4000 + poisson(11000, 4, seed=1)
-    policy = ModelSwitching(a40)
-    decisions = simulate(np.concatenate([slow, fast]), a40, policy, decisions=True).decisions
+    policy = ModelSwitching(a40, slo_ms=36.0)
+    decisions = simulate(
+        np.concatenate([slow, fast]), a40, policy, decisions=True, slo_ms=36.0, workers=8, expired="serve"
+    ).decisions
     early = {d.subnet for d in decisions if 1000 < d.t_ms < 4000}
     late = {d.subnet for d in decisions if d.t_ms > 6000}
     assert max(a40.accuracy[s] for s in late) < min(a40.accuracy[s] for s in early)
@@ -247,12 +267,19 @@ def test_model_switching_follows_the_rate(a40):
 
 def test_coarse_pays_for_switching(a40):
     trace = np.concatenate([poisson(1000, 3, seed=0), 3000 + poisson(11000, 3, seed=1)])
-    assert simulate(trace, a40, Coarse(a40)).attainment < simulate(trace, a40, ModelSwitching(a40)).attainment
+    assert (
+        simulate(trace, a40, Coarse(a40, slo_ms=36.0), slo_ms=36.0, workers=8, expired="serve").attainment
+        < simulate(
+            trace, a40, ModelSwitching(a40, slo_ms=36.0), slo_ms=36.0, workers=8, expired="serve"
+        ).attainment
+    )
 
 
 def test_configurations_limit_the_replicas(a40):
-    policy = ModelSwitching(a40, replicas=[8, 8, 8, 8, 1, 1])
-    decisions = simulate(poisson(2000, 4, seed=0), a40, policy, decisions=True).decisions
+    policy = ModelSwitching(a40, replicas=[8, 8, 8, 8, 1, 1], slo_ms=36.0)
+    decisions = simulate(
+        poisson(2000, 4, seed=0), a40, policy, decisions=True, slo_ms=36.0, workers=8, expired="serve"
+    ).decisions
     assert {d.subnet for d in decisions if d.t_ms > 1500} == {3}
 
 
@@ -269,11 +296,14 @@ def test_veltair_estimates_co_runners(a40):
     trace = bursty(1500, 3000, 2, 8, seed=0)
     runners = [CoRunner(2000.0, 6000.0, 2.0)]
     aware, blind = (
-        simulate(trace, table, policy, co_runners=runners)
-        for policy in (Veltair(table, lambda t: SlackFit(t, buckets=4)), SlackFit(table, buckets=4))
+        simulate(trace, table, policy, co_runners=runners, slo_ms=36.0, workers=8, expired="serve")
+        for policy in (
+            Veltair(table, lambda t: SlackFit(t, buckets=4, slo_ms=36.0)),
+            SlackFit(table, buckets=4, slo_ms=36.0),
+        )
     )
     assert aware.attainment > blind.attainment
-    policy = Veltair(table)
+    policy = Veltair(table, lambda level: SlackFit(level, slo_ms=36.0))
     for _ in range(40):
         policy.observe(0, 8, base[0, 3], 1.75 * base[0, 3])
     assert policy.estimated_co_runners == pytest.approx(1.5, abs=0.01)
@@ -293,18 +323,21 @@ def test_a_user_policy_takes_ten_lines(a40):
 
     policy = MostAccurateThatFits(a40)
     assert isinstance(policy, Policy)
-    assert simulate(poisson(1000, 1, seed=0), a40, policy).attainment > 0.9
+    assert (
+        simulate(poisson(1000, 1, seed=0), a40, policy, slo_ms=36.0, workers=8, expired="serve").attainment
+        > 0.9
+    )
 
 
 def test_the_registry_makes_every_policy(a40):
     for name in policy_names(a40):
-        assert isinstance(make_policy(name, a40), Policy)
-    assert make_policy("slackfit:4", a40).buckets == 4
-    assert make_policy("fixed:3", a40).subnet == 3
+        assert isinstance(make_policy(name, a40, 36.0), Policy)
+    assert make_policy("slackfit:4", a40, 36.0).buckets == 4
+    assert make_policy("fixed:3", a40, 36.0).subnet == 3
     with pytest.raises(PolicyError, match="choose from"):
-        make_policy("nonsense", a40)
+        make_policy("nonsense", a40, 36.0)
     with pytest.raises(PolicyError, match="whole number"):
-        make_policy("slackfit:four", a40)
+        make_policy("slackfit:four", a40, 36.0)
 
 
 @pytest.mark.parametrize(
@@ -312,20 +345,20 @@ def test_the_registry_makes_every_policy(a40):
     [
         lambda t: SlackFit(t, slo_ms=3.0),
         lambda t: SlackFit(t, slo_ms=math.nan),
-        lambda t: SlackFit(t, buckets=0),
-        lambda t: SlackFit(t, buckets=2.5),
-        lambda t: SlackFit(t, margin_ms=-1.0),
+        lambda t: SlackFit(t, buckets=0, slo_ms=36.0),
+        lambda t: SlackFit(t, buckets=2.5, slo_ms=36.0),
+        lambda t: SlackFit(t, margin_ms=-1.0, slo_ms=36.0),
         lambda t: HullFit(t, slo_ms=1.0),
-        lambda t: HullFit(t, margin=math.inf),
-        lambda t: HullFit(t, tuning=Tuning(shrink_ms=0.0)),
+        lambda t: HullFit(t, margin=math.inf, slo_ms=36.0),
+        lambda t: HullFit(t, tuning=Tuning(shrink_ms=0.0), slo_ms=36.0),
         lambda t: Fixed(t, 6),
         lambda t: Fixed(t, "no such subnet"),
-        lambda t: ModelSwitching(t, window_ms=0.0),
-        lambda t: ModelSwitching(t, replicas=[1]),
-        lambda t: Coarse(t, delay_ms=-1.0),
+        lambda t: ModelSwitching(t, window_ms=0.0, slo_ms=36.0),
+        lambda t: ModelSwitching(t, replicas=[1], slo_ms=36.0),
+        lambda t: Coarse(t, delay_ms=-1.0, slo_ms=36.0),
         lambda t: Flex(t, factor=1.0),
         lambda t: Flex(t, subnet=17),
-        lambda t: Veltair(t),
+        lambda t: Veltair(t, lambda level: SlackFit(level, slo_ms=36.0)),
     ],
 )
 def test_bad_settings_are_refused(a40, make):
@@ -335,6 +368,6 @@ def test_bad_settings_are_refused(a40, make):
 
 def test_unknown_accuracy_is_refused(a40):
     unknown = a40.with_accuracy([math.nan, *a40.accuracy[1:]])
-    for make in (SlackFit, HullFit, MaxBatch, MaxAcc, CheapestFeasible, ModelSwitching):
+    for name in ("slackfit", "hullfit", "maxbatch", "maxacc", "cheapest", "modelswitching"):
         with pytest.raises(TableError, match="not known"):
-            make(unknown)
+            make_policy(name, unknown, 36.0)

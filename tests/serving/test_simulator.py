@@ -49,7 +49,7 @@ def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times,
     result = simulate(
         times,
         a40,
-        make_policy(name, a40),
+        make_policy(name, a40, 36.0),
         slo,
         workers,
         rule,
@@ -85,7 +85,9 @@ def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times,
 @settings(max_examples=60, deadline=None)
 @given(times=arrivals(), workers=st.integers(1, 3), size=st.integers(0, 5))
 def test_work_is_conserved_and_leaves_in_order_of_deadline(a40, times, workers, size):
-    result = simulate(times, a40, Fixed(a40, size), 36.0, workers, decisions=True, requests=True)
+    result = simulate(
+        times, a40, Fixed(a40, size), 36.0, workers, decisions=True, requests=True, expired="serve"
+    )
     starts = result.log.start_ms
     assert np.all(np.diff(starts) >= 0)
     moments = {*times, *(d.finish_ms for d in result.decisions)}
@@ -100,7 +102,18 @@ def test_work_is_conserved_and_leaves_in_order_of_deadline(a40, times, workers, 
 def test_runs_repeat_from_their_seed(a40, name):
     trace = bursty(1000, 4000, 4, 2, seed=1)
     runs = [
-        simulate(trace, a40, make_policy(name, a40), noise=0.05, overhead_ms=0.2, seed=seed, decisions=True)
+        simulate(
+            trace,
+            a40,
+            make_policy(name, a40, 36.0),
+            noise=0.05,
+            overhead_ms=0.2,
+            seed=seed,
+            decisions=True,
+            slo_ms=36.0,
+            workers=8,
+            expired="serve",
+        )
         for seed in (3, 3, 4)
     ]
     assert runs[0].decisions == runs[1].decisions
@@ -110,8 +123,11 @@ def test_runs_repeat_from_their_seed(a40, name):
 
 def test_a_policy_object_starts_afresh_in_every_simulation(a40):
     trace = bursty(1000, 4000, 4, 2, seed=1)
-    for policy in (HullFit(a40), ModelSwitching(a40)):
-        first, second = (simulate(trace, a40, policy, decisions=True) for _ in range(2))
+    for policy in (HullFit(a40, slo_ms=36.0), ModelSwitching(a40, slo_ms=36.0)):
+        first, second = (
+            simulate(trace, a40, policy, decisions=True, slo_ms=36.0, workers=8, expired="serve")
+            for _ in range(2)
+        )
         assert first.decisions == second.decisions
 
 
@@ -119,34 +135,38 @@ def test_an_idle_server_waits_as_md1_queueing_theory_says():
     service_ms, load = 1.0, 0.7
     table = one_subnet([service_ms])
     trace = poisson(1000 * load / service_ms, 900, seed=2)
-    log = simulate(trace, table, Fixed(table, 0), slo_ms=1e6, workers=1, requests=True).log
+    log = simulate(trace, table, Fixed(table, 0), slo_ms=1e6, workers=1, requests=True, expired="serve").log
     waited = np.mean(log.start_ms - trace)
     assert waited == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.01)
 
 
 def test_arrivals_at_the_same_time_are_queued_before_the_decision():
     table = one_subnet([5.0, 6.0], (1, 4))
-    result = simulate([0.0, 0.0, 0.0, 6.0], table, Fixed(table, 0), workers=1, decisions=True)
+    result = simulate(
+        [0.0, 0.0, 0.0, 6.0], table, Fixed(table, 0), workers=1, decisions=True, slo_ms=36.0, expired="serve"
+    )
     assert [(d.t_ms, d.k, d.finish_ms) for d in result.decisions] == [(0.0, 3, 6.0), (6.0, 1, 11.0)]
 
 
 def test_the_lowest_numbered_idle_worker_goes_first():
     table = one_subnet([5.0])
-    result = simulate([0.0, 0.0, 0.0, 5.0], table, Fixed(table, 0), workers=3, decisions=True)
+    result = simulate(
+        [0.0, 0.0, 0.0, 5.0], table, Fixed(table, 0), workers=3, decisions=True, slo_ms=36.0, expired="serve"
+    )
     assert [d.worker for d in result.decisions] == [0, 1, 2, 0]
 
 
 def test_finishing_at_the_deadline_meets_it():
     table = one_subnet([5.0])
-    assert simulate([0.0], table, Fixed(table, 0), slo_ms=5.0, workers=1).met == 1
-    assert simulate([0.0, 0.0], table, Fixed(table, 0), slo_ms=9.999, workers=1).met == 1
+    assert simulate([0.0], table, Fixed(table, 0), slo_ms=5.0, workers=1, expired="serve").met == 1
+    assert simulate([0.0, 0.0], table, Fixed(table, 0), slo_ms=9.999, workers=1, expired="serve").met == 1
 
 
-def test_hopeless_rules_differ_as_described():
+def test_rules_for_expired_requests_differ_as_described():
     table = one_subnet([5.0])
     trace = [0.0, 0.0, 0.0, 7.0]
     outcome = {
-        rule: simulate(trace, table, Fixed(table, 0), slo_ms=9.0, workers=1, hopeless=rule, requests=True)
+        rule: simulate(trace, table, Fixed(table, 0), slo_ms=9.0, workers=1, expired=rule, requests=True)
         for rule in RULES
     }
     assert (outcome["serve"].met, outcome["serve"].late, outcome["serve"].dropped) == (1, 3, 0)
@@ -158,24 +178,38 @@ def test_hopeless_rules_differ_as_described():
 def test_a_dead_worker_gives_its_batch_back(a40):
     table = one_subnet([10.0])
     events = [WorkerEvent(4.0, 0, False), WorkerEvent(50.0, 0, True)]
-    result = simulate([0.0], table, Fixed(table, 0), 100.0, 1, events=events, requests=True)
+    result = simulate([0.0], table, Fixed(table, 0), 100.0, 1, events=events, requests=True, expired="serve")
     assert (result.met, result.preempted) == (1, 1)
     assert result.log.start_ms[0] == 50.0
-    never = simulate([0.0, 60.0], table, Fixed(table, 0), 100.0, 1, events=events[:1])
+    never = simulate([0.0, 60.0], table, Fixed(table, 0), 100.0, 1, events=events[:1], expired="serve")
     assert (never.met, never.unserved) == (0, 2)
     fewer = simulate(
         bursty(1500, 3000, 2, 3, 1),
         a40,
-        HullFit(a40),
+        HullFit(a40, slo_ms=36.0),
         events=[WorkerEvent(1000.0, w, False) for w in range(6)],
+        slo_ms=36.0,
+        workers=8,
+        expired="serve",
     )
     assert fewer.met + fewer.late == fewer.requests
 
 
 def test_noise_and_overhead_are_real_but_hidden(a40):
     trace = poisson(500, 4, seed=0)
-    plain = simulate(trace, a40, Fixed(a40, 2), decisions=True)
-    hidden = simulate(trace, a40, Fixed(a40, 2), noise=0.05, overhead_ms=0.3, decisions=True, seed=1)
+    plain = simulate(trace, a40, Fixed(a40, 2), decisions=True, slo_ms=36.0, workers=8, expired="serve")
+    hidden = simulate(
+        trace,
+        a40,
+        Fixed(a40, 2),
+        noise=0.05,
+        overhead_ms=0.3,
+        decisions=True,
+        seed=1,
+        slo_ms=36.0,
+        workers=8,
+        expired="serve",
+    )
     for result, extra, spread in ((plain, 0.0, 0.0), (hidden, 0.3, 0.05)):
         ratio = [
             (d.finish_ms - d.t_ms - extra) / a40.latency_ms[d.subnet, a40.pad_index[d.k]]
@@ -197,7 +231,14 @@ def test_switching_a_worker_costs_its_delay(a40):
             return self.turn % 2, 1
 
     result = simulate(
-        [0.0, 100.0, 200.0], a40, Alternate(), slo_ms=400.0, workers=1, switch_ms=30.0, decisions=True
+        [0.0, 100.0, 200.0],
+        a40,
+        Alternate(),
+        slo_ms=400.0,
+        workers=1,
+        switch_ms=30.0,
+        decisions=True,
+        expired="serve",
     )
     took = [d.finish_ms - d.t_ms for d in result.decisions]
     assert took == pytest.approx([a40.latency_ms[1, 0], a40.latency_ms[0, 0] + 30, a40.latency_ms[1, 0] + 30])
@@ -215,6 +256,8 @@ def test_co_runners_slow_what_runs_beside_them():
         workers=1,
         co_runners=[CoRunner(90.0, 150.0, 1.0)],
         decisions=True,
+        slo_ms=36.0,
+        expired="serve",
     )
     assert [d.finish_ms - d.t_ms for d in result.decisions] == pytest.approx([5.0, 9.0, 5.0])
 
@@ -223,7 +266,13 @@ def test_flex_preempts_for_a_batch_worth_more():
     table = one_subnet([10.0, 10.0], (1, 8))
     trace = [0.0, 2.0, 2.0, 2.0, 2.0]
     lost = simulate(
-        trace, table, Flex(table, 0), slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0], workers=1, requests=True
+        trace,
+        table,
+        Flex(table, 0),
+        slo_ms=[30.0, 11.0, 11.0, 11.0, 11.0],
+        workers=1,
+        requests=True,
+        expired="serve",
     )
     assert lost.preempted == 1
     assert lost.log.start_ms.tolist() == [12.0, 2.0, 2.0, 2.0, 2.0]
@@ -237,15 +286,18 @@ def test_flex_preempts_for_a_batch_worth_more():
         requests=True,
         resume=True,
         blocks=10,
+        expired="serve",
     )
     assert kept.log.finish_ms.tolist() == [20.0, 12.0, 12.0, 12.0, 12.0]
-    patient = simulate(trace, table, Flex(table, 0), slo_ms=30.0, workers=1)
+    patient = simulate(trace, table, Flex(table, 0), slo_ms=30.0, workers=1, expired="serve")
     assert patient.preempted == 0
 
 
 def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
-    policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1])
-    result = simulate(poisson(100, 2, seed=0), a40, policy, workers=4, decisions=True)
+    policy = ModelSwitching(a40, replicas=[1, 1, 1, 1, 1, 1], slo_ms=36.0)
+    result = simulate(
+        poisson(100, 2, seed=0), a40, policy, workers=4, decisions=True, slo_ms=36.0, expired="serve"
+    )
     assert {d.worker for d in result.decisions} == {0}
 
     class Never:
@@ -255,7 +307,7 @@ def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
             return None
 
     with pytest.raises(PolicyError, match="waiting"):
-        simulate([0.0], a40, Never())
+        simulate([0.0], a40, Never(), slo_ms=36.0, workers=8, expired="serve")
 
 
 @pytest.mark.parametrize(
@@ -271,7 +323,7 @@ def test_a_policy_may_leave_workers_idle_but_not_for_ever(a40):
 )
 def test_bad_arrivals_are_refused(a40, times, message):
     with pytest.raises(TraceError, match=message):
-        simulate(times, a40, SlackFit(a40))
+        simulate(times, a40, SlackFit(a40, slo_ms=36.0), slo_ms=36.0, workers=8, expired="serve")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +335,7 @@ def test_bad_arrivals_are_refused(a40, times, message):
         ({"min_accuracy": 99.0}, TraceError, "above the best"),
         ({"min_accuracy": -1.0}, TraceError, "min_accuracy"),
         ({"workers": 0}, PolicyError, "workers"),
+        ({"expired": "shrug"}, PolicyError, "serve, drop, defer"),
         ({"hopeless": "shrug"}, PolicyError, "serve, drop, defer"),
         ({"noise": -0.1}, PolicyError, "noise"),
         ({"overhead_ms": math.nan}, PolicyError, "overhead_ms"),
@@ -292,14 +345,30 @@ def test_bad_arrivals_are_refused(a40, times, message):
     ],
 )
 def test_bad_settings_are_refused_before_the_start(a40, changes, error, message):
-    arguments = {"arrivals_ms": [0.0], "table": a40, "policy": SlackFit(a40)} | changes
+    arguments = {
+        "arrivals_ms": [0.0],
+        "table": a40,
+        "policy": SlackFit(a40, slo_ms=36.0),
+        "slo_ms": 36.0,
+        "workers": 8,
+    } | changes
     with pytest.raises(error, match=message):
         simulate(**arguments)
 
 
+def test_the_former_name_of_the_rule_for_expired_requests_is_accepted(a40):
+    for rule, dropped in (("drop", 1), ("serve", 0)):
+        times, policy = [0.0] * 21, Fixed(a40, 5)
+        result = simulate(times, a40, policy, 12.0, hopeless=rule)
+        assert result.summary() == simulate(times, a40, policy, 12.0, expired=rule).summary()
+        assert result.dropped == dropped
+
+
 def test_a_policy_for_another_table_is_refused(a40):
     with pytest.raises(ProfileMismatch):
-        simulate([0.0], a40, SlackFit(a40.select([0, 1])))
+        simulate(
+            [0.0], a40, SlackFit(a40.select([0, 1]), slo_ms=36.0), slo_ms=36.0, workers=8, expired="serve"
+        )
 
 
 @pytest.mark.parametrize("answer", [(9, 1), (-1, 1), (0, 0), (0, 64)])
@@ -311,7 +380,7 @@ def test_impossible_answers_are_named(a40, answer):
             return answer
 
     with pytest.raises(PolicyError, match="Wrong answered"):
-        simulate([0.0], a40, Wrong())
+        simulate([0.0], a40, Wrong(), slo_ms=36.0, workers=8, expired="serve")
 
 
 def test_cells_that_cannot_run_are_never_chosen():
@@ -320,6 +389,14 @@ def test_cells_that_cannot_run_are_never_chosen():
     )
     trace = bursty(300, 900, 4, 3, seed=0)
     for name in [*NAMES, "fixed:1", "flex:1"]:
-        result = simulate(trace, table, make_policy(name, table), workers=2, hopeless="drop", decisions=True)
+        result = simulate(
+            trace,
+            table,
+            make_policy(name, table, 36.0),
+            workers=2,
+            expired="drop",
+            decisions=True,
+            slo_ms=36.0,
+        )
         assert all(not math.isnan(d.finish_ms) for d in result.decisions)
         assert result.met + result.late + result.dropped == len(trace)

@@ -149,7 +149,7 @@ def test_while_a_worker_is_lost_the_policy_sees_fewer(wait_for: Any) -> None:
             return self
 
     back = threading.Event()
-    with Batcher(Engine(), policy=Counting(TABLE), workers=3, watchdog_ms=FOREVER) as batcher:
+    with Batcher(Engine(), policy=Counting(TABLE, 36.0), workers=3, watchdog_ms=FOREVER) as batcher:
         stuck = batcher.submit(lambda: back.wait(20), FOREVER)
         wait_for(lambda: batcher.submit(1, FOREVER).result(20).met and seen[-1] == 2)
         back.set()
@@ -416,32 +416,32 @@ def queue_of(*entries: tuple[float, int]) -> EDFQueue[int]:
     return queue
 
 
-def given_up(queue: EDFQueue[int], free: list[float]) -> list[int]:
+def expired(queue: EDFQueue[int], free: list[float]) -> list[int]:
     return unaffordable(queue, 0.0, free, 2.0, 4, 1.0, lambda priority: priority)
 
 
 def test_while_all_deadlines_can_be_met_priority_does_nothing() -> None:
-    assert given_up(queue_of(*[(2.0, 0)] * 4, *[(4.0, 5)] * 4), [0.0]) == []
-    assert given_up(queue_of(*[(2.0, 0)] * 4, *[(2.0, 5)] * 4), [0.0, 0.0]) == []
+    assert expired(queue_of(*[(2.0, 0)] * 4, *[(4.0, 5)] * 4), [0.0]) == []
+    assert expired(queue_of(*[(2.0, 0)] * 4, *[(2.0, 5)] * 4), [0.0, 0.0]) == []
 
 
-def test_in_overload_the_least_important_are_given_up() -> None:
+def test_in_overload_the_least_important_expire() -> None:
     entries = [(2.0, 0)] * 3 + [(2.0, 1)] + [(2.5, 1)] * 2
-    assert given_up(queue_of(*entries), [0.0]) == [0, 1]
-    assert given_up(queue_of(*entries), [0.0, float("inf")]) == [0, 1]
-    assert given_up(queue_of(*[(2.5, 1)] * 4, *[(2.5, 0)] * 2), [0.0]) == [4, 5]
+    assert expired(queue_of(*entries), [0.0]) == [0, 1]
+    assert expired(queue_of(*entries), [0.0, float("inf")]) == [0, 1]
+    assert expired(queue_of(*[(2.5, 1)] * 4, *[(2.5, 0)] * 2), [0.0]) == [4, 5]
 
 
-def test_among_equals_nobody_is_given_up() -> None:
-    assert given_up(queue_of(*[(2.5, 3)] * 9), [0.0]) == []
-    assert given_up(queue_of(*[(2.5, 3)] * 9), [float("inf")]) == []
+def test_among_equals_nobody_expires() -> None:
+    assert expired(queue_of(*[(2.5, 3)] * 9), [0.0]) == []
+    assert expired(queue_of(*[(2.5, 3)] * 9), [float("inf")]) == []
 
 
-@pytest.mark.parametrize("hopeless", ["drop", "defer", "serve"])
-def test_priority_decides_who_misses(hopeless: str) -> None:
+@pytest.mark.parametrize("rule", ["drop", "defer", "serve"])
+def test_priority_decides_who_misses(rule: str) -> None:
     dropped: list[str] = []
     dispatcher: Dispatcher[str] = Dispatcher(
-        Fixed(TABLE, 0), [0.0], 36.0, hopeless, dropped.extend, priority=lambda item: int(item[0])
+        Fixed(TABLE, 0), [0.0], 36.0, rule, dropped.extend, priority=lambda item: int(item[0])
     )
     for i in range(4):
         dispatcher.queue.push(2.0 + i / 100, f"0 {i}")
@@ -450,6 +450,6 @@ def test_priority_decides_who_misses(hopeless: str) -> None:
     batch = dispatcher.next_batch(0.0, 0)
     assert batch is not None
     served = {item[0] for item in batch.items}
-    assert served == ({"0"} if hopeless == "serve" else {"1"})
-    assert len(dropped) == (4 if hopeless == "drop" else 0)
-    assert len(dispatcher.late) == (4 if hopeless == "defer" else 0)
+    assert served == ({"0"} if rule == "serve" else {"1"})
+    assert len(dropped) == (4 if rule == "drop" else 0)
+    assert len(dispatcher.deferred) == (4 if rule == "defer" else 0)

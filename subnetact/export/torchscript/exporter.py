@@ -82,7 +82,7 @@ def to_torchscript(
         path: the file to write, `model.pt` for example.
         subnets: what to register, in the order of their numbers; None = an engine's own.
         table: latencies of these subnets; None = the engine's only one, if it has one.
-        policy: decides in `choose`; None = `SlackFit(table)`.
+        policy: decides in `choose`. If None, `SlackFit(table, slo_ms=36.0)`.
         inputs: names of the network's arguments that callers give, in the order of `forward`; None = those
             of the example, or those without a default.
         example: one batch of every input, by name or in their order. The file is compared with the supernet
@@ -163,7 +163,7 @@ def _policy(
             (table,) = source.tables.values()
         if table is None:
             return None
-        policy = SlackFit(served_table(table, keys))
+        policy = SlackFit(served_table(table, keys), slo_ms=36.0)
     if type(policy) is not SlackFit:
         raise ExportError(
             f"policy: `choose` decides as SlackFit does, got {type(policy).__name__}; give "

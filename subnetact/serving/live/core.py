@@ -97,7 +97,7 @@ class Core:
             deadline = now + deadline_ms
             request = Request(x, now, deadline, floor, priority, future, loop)
             if (len(self.waiting) if self._defers else len(self._queue)) >= self._max_queue:
-                if not self._dispatcher.late:
+                if not self._dispatcher.deferred:
                     self.ledger.full(request)
                     raise queue_full(self._max_queue)
                 self._evict(now)
@@ -227,8 +227,8 @@ class Core:
                     self.roster.free_at_ms[job.worker] = math.inf
             revived = [] if self._finished() else self.roster.due(now)
             self._seen.revived += len(revived)
-            if self._dispatcher.hopeless == "drop":
-                self._dispatcher.clear_hopeless(now)
+            if self._dispatcher.expired == "drop":
+                self._dispatcher.remove_expired(now)
                 self._answer_given_up(now, outcomes)
             if not self.roster.up():
                 self._nobody_serves(now, outcomes)
@@ -399,7 +399,7 @@ class Core:
 
     def _evict(self, now: float) -> None:
         """Give up the oldest deferred request to make room; the supervisor delivers, for clients do not."""
-        _, [oldest] = self._dispatcher.late.take(1)
+        _, [oldest] = self._dispatcher.deferred.take(1)
         first = not self._evicted
         self._evicted.append(self._drop(oldest, now))
         if first:

@@ -45,20 +45,20 @@ class PendingRequests:
         """Remove a request from wherever it waits, if it does."""
         dispatcher = self._dispatcher
         if not dispatcher.queue.remove(request.deadline_ms, request):
-            dispatcher.late.remove(request.deadline_ms, request)
+            dispatcher.deferred.remove(request.deadline_ms, request)
         if self._suspects:
             self._suspects = [entry for entry in self._suspects if entry[0] is not request]
 
     def requests(self) -> list[Request]:
         """All that wait."""
-        queue, late = self._dispatcher.queue, self._dispatcher.late
-        entries = queue.entries(len(queue)) + late.entries(len(late))
+        queue, deferred = self._dispatcher.queue, self._dispatcher.deferred
+        entries = queue.entries(len(queue)) + deferred.entries(len(deferred))
         return [request for _, request in entries] + [request for request, _, _ in self._suspects]
 
     def take_all(self) -> list[Request]:
         """Remove and return all that wait."""
         requests, dispatcher = self.requests(), self._dispatcher
         dispatcher.queue.take(len(dispatcher.queue))
-        dispatcher.late.take(len(dispatcher.late))
+        dispatcher.deferred.take(len(dispatcher.deferred))
         self._suspects.clear()
         return requests

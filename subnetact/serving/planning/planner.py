@@ -11,7 +11,7 @@ import numpy.typing as npt
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import HullFit, SlackFit
-from subnetact.serving.scheduling.checks import check_count, check_slo
+from subnetact.serving.scheduling.checks import check_count, check_slo, expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.scenario import checked_arrivals
@@ -52,15 +52,16 @@ def standard_candidates(slo_ms: float) -> dict[str, Make]:
 def plan(
     trace: npt.ArrayLike,
     table: LatencyTable,
-    slo_ms: float = 36.0,
+    slo_ms: float,
     attainment: float = 0.999,
     *,
     derate: float = 1.1,
     candidates: dict[str, Make] | None = None,
     min_mean_accuracy: float = 0.0,
     most_workers: int = 256,
-    hopeless: str = "serve",
+    expired: str = "drop",
     seed: int = 0,
+    hopeless: str | None = None,
 ) -> Plan:
     """The fewest workers, and the policy settings, that meet the target on a slower machine than profiled.
 
@@ -76,8 +77,9 @@ def plan(
         candidates: name -> makes a policy; None = `standard_candidates`.
         min_mean_accuracy: further target, percent over met requests.
         most_workers: give up beyond.
-        hopeless: the queue's rule.
+        expired: the rule for expired requests; see `simulate`.
         seed: of the simulation.
+        hopeless: the former name of `expired`.
 
     Raises:
         PolicyError: a setting out of range, or no candidate meets the target with `most_workers`.
@@ -87,6 +89,7 @@ def plan(
     if not 0.0 < attainment <= 1.0:
         raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
     check_count(most_workers, "most_workers")
+    rule = expired_rule(expired, hopeless)
     slower = table.scaled(derate)
     check_slo(slo_ms, slower)
     makes = candidates or standard_candidates(slo_ms)
@@ -101,7 +104,7 @@ def plan(
         ) -> bool:
             if workers not in results:
                 result = simulate(
-                    arrivals, slower, make(slower), slo_ms, workers=workers, hopeless=hopeless, seed=seed
+                    arrivals, slower, make(slower), slo_ms, workers=workers, expired=rule, seed=seed
                 )
                 results[workers] = result
                 tried[name, workers] = result.attainment

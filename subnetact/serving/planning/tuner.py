@@ -56,7 +56,7 @@ class Tuner:
         planned: npt.ArrayLike,
         workers: int,
         table: LatencyTable,
-        slo_ms: float = 36.0,
+        slo_ms: float,
         patience_ms: float = 15_000.0,
         longest_ms: float = 60_000.0,
         most_workers: int = 256,

@@ -73,8 +73,8 @@ class FloorPlanner:
         for _, _, _, k, option in sorted(candidates, reverse=True):
             if self._drains(context.now_ms, waiting, others, k, option):
                 return option.subnet, option.batch_size
-        if context.may_shed:
-            context.shed(self._in_the_way(context, self._market(self._level(context.floor))))
+        if context.may_expire:
+            context.expire(self._in_the_way(context, self._market(self._level(context.floor))))
             waiting = waiting[len(waiting) - context.queued :]
         return self._rescue(context.now_ms, waiting)
 

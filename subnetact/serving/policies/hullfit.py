@@ -50,7 +50,7 @@ class HullFit:
     def __init__(
         self,
         table: LatencyTable,
-        slo_ms: float = 36.0,
+        slo_ms: float,
         margin: float = 0.1,
         margin_ms: float = 0.5,
         drain_margin_ms: float = 2.0,
@@ -95,8 +95,8 @@ class HullFit:
         option = self._best_offer(context, others, price, value, spare)
         if option is not None:
             return option.subnet, option.batch_size
-        if context.may_shed:
-            context.shed(self._in_the_way(context, now + market.full_ms))
+        if context.may_expire:
+            context.expire(self._in_the_way(context, now + market.full_ms))
         return market.rescue(context.slack_ms)
 
     def _best_offer(

@@ -42,7 +42,7 @@ class ModelSwitching:
     def __init__(
         self,
         table: LatencyTable,
-        slo_ms: float = 36.0,
+        slo_ms: float,
         window_ms: float = 1000.0,
         period_ms: float = 1000.0,
         replicas: Sequence[int] | None = None,
@@ -119,7 +119,7 @@ class Coarse(ModelSwitching):
     def __init__(
         self,
         table: LatencyTable,
-        slo_ms: float = 36.0,
+        slo_ms: float,
         delay_ms: float = 100.0,
         window_ms: float = 1000.0,
         period_ms: float = 1000.0,

@@ -34,7 +34,7 @@ POLICIES: dict[str, Make] = {
 }
 
 
-def make_policy(name: str, table: LatencyTable, slo_ms: float = 36.0) -> Policy:
+def make_policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
     """A policy from its name, such as "hullfit", "slackfit:4" (K), "fixed:2" (subnet) or "coarse:100" (ms).
 
     Raises:

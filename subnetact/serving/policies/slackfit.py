@@ -41,7 +41,7 @@ class SlackFit:
     def __init__(
         self,
         table: LatencyTable,
-        slo_ms: float = 36.0,
+        slo_ms: float,
         buckets: int = 8,
         margin_ms: float = 0.0,
         margin: float = 0.0,

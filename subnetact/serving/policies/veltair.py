@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.serving.scheduling.checks import check_margin
 from subnetact.serving.scheduling.context import Context, Policy
 
@@ -24,8 +23,7 @@ class Veltair:
 
     Args:
         table: a profile with a co-runner dimension.
-        make: makes the policy for one number of co-runners from the table at that number. If None, SlackFit
-            with its defaults.
+        make: makes the policy for one number of co-runners from the table at that number.
         decay: weight of the past when a new estimate arrives, in [0, 1).
 
     Attributes:
@@ -38,7 +36,7 @@ class Veltair:
     def __init__(
         self,
         table: LatencyTable,
-        make: Callable[[LatencyTable], Policy] | None = None,
+        make: Callable[[LatencyTable], Policy],
         decay: float = 0.7,
     ) -> None:
         if not table.co_runners:
@@ -47,12 +45,13 @@ class Veltair:
             raise PolicyError(f"decay: {decay} must be in [0, 1)")
         self.table = table
         self.decay = decay
-        make = make or SlackFit
         self._levels = table.co_runners
         self._tables = [table.at_co_runners(level).latency_ms.tolist() for level in self._levels]
         self._policies = [make(table.at_co_runners(level)) for level in self._levels]
         self._columns = {size: column for column, size in enumerate(table.batch_sizes)}
-        self.slo_ms = float(getattr(self._policies[0], "slo_ms", 36.0))
+        slo_ms = getattr(self._policies[0], "slo_ms", None)
+        if slo_ms is not None:
+            self.slo_ms = float(slo_ms)
         self.reset()
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the settings of policies, simulations and batchers."""
+"""Validation of the settings of policies, simulations and batchers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,37 @@ from typing import Any
 from subnetact.errors import PolicyError, TableError
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["check_accuracy", "check_count", "check_margin", "check_policy", "check_slo"]
+__all__ = [
+    "EXPIRED_RULES",
+    "check_accuracy",
+    "check_count",
+    "check_margin",
+    "check_policy",
+    "check_slo",
+    "expired_rule",
+]
+
+EXPIRED_RULES = ("serve", "drop", "defer")
+
+
+def expired_rule(expired: str, hopeless: str | None = None) -> str:
+    """Return the rule for expired requests.
+
+    Args:
+        expired: `serve`, `drop` or `defer`.
+        hopeless: the former name of that argument; if given, it takes precedence.
+
+    Raises:
+        PolicyError: there is no such rule.
+    """
+    rule = expired if hopeless is None else hopeless
+    if rule not in EXPIRED_RULES:
+        raise PolicyError(f"expired: {rule!r} is not a rule; choose from {', '.join(EXPIRED_RULES)}")
+    return rule
 
 
 def check_count(value: object, name: str) -> int:
-    """`value` as a positive integer.
+    """Return `value` as a positive integer.
 
     Raises:
         PolicyError: it is not one.
@@ -23,10 +49,10 @@ def check_count(value: object, name: str) -> int:
 
 
 def check_accuracy(table: LatencyTable) -> LatencyTable:
-    """The table, if the accuracy of every subnet is known.
+    """Return the table, if the accuracy of every subnet is known.
 
     Raises:
-        TableError: naming a subnet whose accuracy is NaN; or it is no table.
+        TableError: the accuracy of a subnet is NaN, or `table` is not a LatencyTable.
     """
     if not isinstance(table, LatencyTable):
         raise TableError(
@@ -37,12 +63,14 @@ def check_accuracy(table: LatencyTable) -> LatencyTable:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse what is no policy.
+    """Refuse an object that is not a policy.
 
     Raises:
-        PolicyError: it is a name or a class, or lacks `table` or `decide`.
+        PolicyError: it is a name or a class, or it lacks `table` or `decide`.
     """
-    hint = 'make one from a table, as SlackFit(table) or make_policy("slackfit", table) do'
+    hint = (
+        'make one from a table, for example SlackFit(table, slo_ms) or make_policy("slackfit", table, slo_ms)'
+    )
     if isinstance(policy, str | type):
         raise PolicyError(f"policy: {policy!r} is no policy object; {hint}")
     if not callable(getattr(policy, "decide", None)):
@@ -55,10 +83,11 @@ def check_policy(policy: object) -> None:
 
 
 def check_slo(slo_ms: float, table: LatencyTable) -> float:
-    """`slo_ms` as a float.
+    """Return `slo_ms` as a float.
 
     Raises:
-        PolicyError: not finite, or below the fastest option of the table.
+        PolicyError: it is not finite, or below the fastest option of the table.
+        TableError: the accuracy of a subnet is not known.
     """
     check_accuracy(table)
     slo_ms = _number(slo_ms, "slo_ms")
@@ -72,10 +101,10 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
 
 
 def check_margin(margin: float, name: str) -> float:
-    """`margin` as a float.
+    """Return `margin` as a float.
 
     Raises:
-        PolicyError: negative or not finite.
+        PolicyError: it is negative or not finite.
     """
     margin = _number(margin, name)
     if not (math.isfinite(margin) and margin >= 0):

@@ -1,4 +1,4 @@
-"""What a policy sees when a worker is idle, and the one method it has to answer with."""
+"""What a policy sees when a worker is idle (`Context`), and what it must implement (`Policy`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ Choice = tuple[int, int]
 
 
 class ArrivalMeter:
-    """Counts arrivals within recent windows.
+    """Counts the arrivals within recent windows of time.
 
-    Keeps the last `horizon_ms` of arrival times, and at most about twice that.
+    Args:
+        horizon_ms: the longest window that can be asked for. Older arrival times are discarded from time to
+            time, so that memory stays bounded.
+
+    Attributes:
+        start_ms: time of the first arrival; None before it.
+        total: number of all arrivals so far.
     """
 
     __slots__ = ("_horizon_ms", "_limit", "_times", "start_ms", "total")
@@ -30,7 +36,11 @@ class ArrivalMeter:
         self.total = 0
 
     def extend(self, times_ms: Sequence[float]) -> None:
-        """Record arrivals, in time order."""
+        """Record several arrivals.
+
+        Args:
+            times_ms: their times, ascending, none before the last one recorded.
+        """
         if self.start_ms is None:
             self.start_ms = times_ms[0]
         self._times.extend(times_ms)
@@ -39,7 +49,11 @@ class ArrivalMeter:
             self._trim()
 
     def append(self, time_ms: float) -> None:
-        """Record one arrival."""
+        """Record one arrival.
+
+        Args:
+            time_ms: its time, not before the last one recorded.
+        """
         if self.start_ms is None:
             self.start_ms = time_ms
         self._times.append(time_ms)
@@ -48,14 +62,23 @@ class ArrivalMeter:
             self._trim()
 
     def count(self, since_ms: float, until_ms: float) -> int:
-        """Arrivals in (since_ms, until_ms]."""
+        """Return the number of arrivals after `since_ms`, up to and including `until_ms`."""
         times = self._times
         if times and times[-1] <= until_ms:
             return len(times) - bisect_right(times, since_ms)
         return bisect_right(times, until_ms) - bisect_right(times, since_ms)
 
     def rate_per_ms(self, now_ms: float, window_ms: float) -> float:
-        """Arrivals a millisecond over the window that ends now, or over all time so far if shorter."""
+        """Return the arrival rate of a window that ends now.
+
+        Args:
+            now_ms: the time.
+            window_ms: length of the window. If the first arrival is less than that ago, the window starts
+                there.
+
+        Returns:
+            Arrivals per millisecond.
+        """
         if self.start_ms is None:
             return 0.0
         seen_ms = now_ms - self.start_ms
@@ -67,27 +90,37 @@ class ArrivalMeter:
 
 
 class Context:
-    """The state of the server at one decision. One object is reused for all decisions: keep no reference.
+    """The state of the server at one decision.
+
+    One object is reused for all decisions, so a policy must not keep a reference to it.
+
+    Args:
+        queue: the queue.
+        arrivals: the meter of arrivals.
+        free_at_ms: when each worker is expected to be free.
+        slo_ms: the usual time from arrival to deadline, ms.
+        expire: removes that many of the most urgent requests from the queue by the rule for expired
+            requests. If None, the rule keeps them in the queue and `expire` has no effect.
 
     Attributes:
         now_ms: the time.
         worker: index of the idle worker that asks.
-        queued: requests waiting, >= 1.
-        slack_ms: deadline of the most urgent request minus now; negative when it is late.
-        slo_ms: the usual time a request is given.
-        floor: accuracy, percent, that the most urgent request demands; 0 when it takes any.
+        queued: number of requests in the queue, at least 1.
+        slack_ms: the deadline of the most urgent request minus now; negative if that deadline has passed.
+        slo_ms: the usual time from arrival to deadline, ms.
+        floor: minimum accuracy, percent, that the most urgent request demands; 0 if it accepts any subnet.
         queue: the queue itself, for `deadline(i)` and `floor(i)`.
         arrivals: recent arrivals, for `rate_per_ms`.
         free_at_ms: when each worker is expected to be free; inf for one that is down.
-        may_shed: whether `shed(count)` is allowed.
+        may_expire: whether the policy may treat requests as expired with `expire(count)`.
     """
 
     __slots__ = (
-        "_shed",
+        "_expire",
         "arrivals",
         "floor",
         "free_at_ms",
-        "may_shed",
+        "may_expire",
         "now_ms",
         "queue",
         "queued",
@@ -102,24 +135,31 @@ class Context:
         arrivals: ArrivalMeter,
         free_at_ms: list[float],
         slo_ms: float,
-        shed: Callable[[int], None] | None = None,
+        expire: Callable[[int], None] | None = None,
     ) -> None:
         self.queue = queue
         self.arrivals = arrivals
         self.free_at_ms = free_at_ms
         self.slo_ms = slo_ms
-        self.may_shed = shed is not None
-        self._shed = shed
+        self.may_expire = expire is not None
+        self._expire = expire
         self.now_ms = 0.0
         self.worker = 0
         self.queued = 0
         self.slack_ms = 0.0
         self.floor = 0.0
 
-    def shed(self, count: int) -> None:
-        """Give up on the `count` most urgent requests (fewer than `queued`), by the queue's hopeless rule."""
-        if self._shed is not None and 0 < count < self.queued:
-            self._shed(count)
+    def expire(self, count: int) -> None:
+        """Treat the most urgent requests as expired, although a subnet could still meet their deadlines.
+
+        A policy does so if serving them would make later requests miss their deadlines. The rule for expired
+        requests drops or defers them. Nothing happens if `may_expire` is False.
+
+        Args:
+            count: how many, fewer than `queued`.
+        """
+        if self._expire is not None and 0 < count < self.queued:
+            self._expire(count)
             self.queued -= count
             self.slack_ms = self.queue.deadline() - self.now_ms
             self.floor = self.queue.floor()
@@ -127,20 +167,34 @@ class Context:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A scheduling policy: `table`, and one method.
+    """A scheduling policy: an attribute `table` and a method `decide`.
 
-    A policy may keep state between decisions; one policy object serves one simulation or batcher.
-    Optional further members, honoured where present: `switch_ms` (a worker that changes its subnet loses
-    that much), `retabled(table)` (the same policy, with what it remembers, for other latencies: the live
-    batcher learns them), `observe(subnet, batch_size, profiled_ms, measured_ms)` (after every batch),
-    `reset()` (before a simulation), `preempt(context, running)` (see `subnetact.serving.policies.flex`).
+    A policy may keep state between decisions; one policy object serves one simulation or one batcher. These
+    members are optional and are used if a policy has them:
+
+    * `slo_ms`: the usual time from arrival to deadline, ms, that the policy was made for.
+    * `switch_ms`: how long a worker is busy, ms, when it changes to another subnet.
+    * `retabled(table)`: returns the same policy, with its state, for other latencies of the same subnets and
+      batch sizes. The live batcher calls it when it has learned latencies.
+    * `observe(subnet, batch_size, profiled_ms, measured_ms)`: called after every batch.
+    * `reset()`: forgets all state; called before a simulation.
+    * `preempt(context, running)`: may interrupt a running batch; see `Flex.preempt`. Only the simulator
+      calls it.
     """
 
     @property
     def table(self) -> LatencyTable:
-        """The profile whose subnets and batch sizes the policy answers with."""
+        """The latency table whose subnets and batch sizes the policy answers with."""
         ...
 
     def decide(self, context: Context) -> tuple[int, int] | None:
-        """Answer (subnet index, batch size), or None to leave the worker idle until something changes."""
+        """Return the subnet and the batch size that the idle worker runs next.
+
+        Args:
+            context: the state of the server.
+
+        Returns:
+            (index of the subnet in the table, largest number of requests in the batch), or None to leave the
+            worker idle until a request arrives or a worker becomes free.
+        """
         ...

@@ -1,4 +1,11 @@
-"""From a queue and a policy to the next batch: the step the simulator and the live batcher share."""
+"""Forms the next batch from the queue and a policy; the simulator and the live batcher share this step.
+
+Rules for expired requests, that is, requests whose deadline no subnet can meet any more:
+
+* `drop`: they leave the queue at once and are handed to `on_drop`.
+* `defer`: they move to a second queue, which is served only while nothing else waits.
+* `serve`: they stay at the head of the queue (as in SuperServe, NSDI'25).
+"""
 
 from __future__ import annotations
 
@@ -10,20 +17,29 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_accuracy
+from subnetact.serving.scheduling.checks import check_accuracy, expired_rule
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.frontier import cheapest, largest_batch
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
-__all__ = ["HOPELESS_RULES", "Batch", "Dispatcher"]
+__all__ = ["Batch", "Dispatcher"]
 
 Item = TypeVar("Item")
-HOPELESS_RULES = ("serve", "drop", "defer")
 
 
 class Batch(NamedTuple):
-    """What one worker shall run next."""
+    """The batch that one worker runs next.
+
+    Attributes:
+        subnet: index of the subnet in the table.
+        batch_size: the profiled batch size that the requests are padded to.
+        items: the requests, most urgent first.
+        deadlines_ms: their deadlines, ascending.
+        expected_ms: the latency that the table gives.
+        queued: number of requests in the queue before the batch was formed.
+        slack_ms: slack of the most urgent request of the queue when the batch was formed.
+    """
 
     subnet: int
     batch_size: int
@@ -35,15 +51,33 @@ class Batch(NamedTuple):
 
 
 class Dispatcher(Generic[Item]):
-    """Applies the hopeless rule, asks the policy, and forms the batch.
+    """Applies the rule for expired requests, asks the policy, and forms the batch.
 
-    A request is hopeless when its deadline is before now plus the fastest option that meets its floor:
-    `serve` leaves it at the head (SuperServe, NSDI'25), `drop` hands it to `on_drop`, `defer` serves it
-    only while nothing live waits. A batch on subnet s holds the first requests, in order of deadline,
-    whose accuracy floor s meets; when s meets none, the fastest subnet that meets the head's floor runs.
+    A request has expired if its deadline is before now plus the least latency of the subnets that meet its
+    floor. A batch on a subnet holds the most urgent requests whose floors that subnet meets. If it meets
+    none of them, the fastest subnet that meets the floor of the most urgent request runs instead.
 
-    With `priority`, and unless the rule is `serve`, requests that make those of higher priority miss are
-    given up likewise. `limits` holds the largest batch a subnet may get, where there is a limit.
+    Args:
+        policy: decides which subnet runs and how large the batch is.
+        free_at_ms: when each worker is expected to be free; inf for one that is down. The caller updates it.
+        slo_ms: the usual time from arrival to deadline, ms; the context passes it to the policy.
+        expired: the rule for expired requests: `drop`, `defer` or `serve`.
+        on_drop: called with the requests that were dropped.
+        table: the latencies to plan with. If None, the policy's table.
+        priority: returns the priority of a request; higher is more important. If given, and unless the rule
+            is `serve`, requests that would make more important ones miss are treated as expired.
+
+    Attributes:
+        queue: the requests that have not expired.
+        deferred: the requests that expired under the rule `defer`.
+        arrivals: the meter of arrivals.
+        context: what the policy sees.
+        limits: the largest batch that a subnet may get, for subnets that have such a limit.
+        taken: the requests that had left the queue when `next_batch` raised PolicyError.
+
+    Raises:
+        PolicyError: `expired` is not a rule.
+        TableError: the accuracy of a subnet is not known.
     """
 
     def __init__(
@@ -51,21 +85,17 @@ class Dispatcher(Generic[Item]):
         policy: Policy,
         free_at_ms: list[float],
         slo_ms: float,
-        hopeless: str = "serve",
+        expired: str,
         on_drop: Callable[[list[Item]], None] | None = None,
         table: LatencyTable | None = None,
         priority: Callable[[Item], int] | None = None,
     ) -> None:
-        if hopeless not in HOPELESS_RULES:
-            raise PolicyError(
-                f"hopeless: {hopeless!r} is not a rule; choose from {', '.join(HOPELESS_RULES)}"
-            )
         table = check_accuracy(table or policy.table)
-        self.hopeless = hopeless
+        self.expired = expired_rule(expired)
         self.priority = priority
         self.limits: dict[int, int] = {}
         self.queue: EDFQueue[Item] = EDFQueue()
-        self.late: EDFQueue[Item] = EDFQueue()
+        self.deferred: EDFQueue[Item] = EDFQueue()
         self.arrivals = ArrivalMeter()
         self._on_drop = on_drop or _forget
         self.taken: list[Item] = []
@@ -75,11 +105,16 @@ class Dispatcher(Generic[Item]):
         self._pad = table.pad_index
         self.adopt(policy, table)
         self.context = Context(
-            self.queue, self.arrivals, free_at_ms, slo_ms, None if hopeless == "serve" else self._give_up
+            self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
         )
 
     def adopt(self, policy: Policy, table: LatencyTable) -> None:
-        """Go on with this policy and these latencies, of the same subnets and batch sizes."""
+        """Continue with another policy and other latencies.
+
+        Args:
+            policy: the policy to ask from now on.
+            table: the latencies to plan with, of the same subnets and batch sizes as before.
+        """
         self.policy = policy
         self._latency: list[list[float]] = table.latency_ms.tolist()
         self._fastest = table.fastest_ms
@@ -92,15 +127,15 @@ class Dispatcher(Generic[Item]):
         self._floor_cost: dict[int, tuple[float, int]] = {}
 
     def expected_ms(self, subnet: int, k: int) -> float:
-        """Latency of k requests on a subnet; NaN where they cannot run."""
+        """Return the latency, ms, of k requests on a subnet; NaN if they cannot run there."""
         return self._latency[subnet][self._column(subnet, k)]
 
     def padded(self, subnet: int, k: int) -> int:
-        """The batch size that k requests are padded to."""
+        """Return the batch size that k requests on a subnet are padded to."""
         return self._sizes[self._column(subnet, k)]
 
     def _column(self, subnet: int, k: int) -> int:
-        """The first size from k on that was measured, or (none was) from k on."""
+        """Return the column of the smallest measured batch size >= k; of the smallest >= k if none is."""
         row, first = self._latency[subnet], self._pad[k]
         column, last = first, len(row) - 1
         while row[column] != row[column]:
@@ -110,26 +145,33 @@ class Dispatcher(Generic[Item]):
         return column
 
     def least_ms(self, floor: float) -> float:
-        """The least latency of any option that meets `floor`."""
+        """Return the least latency, ms, of the subnets whose accuracy is at least `floor` percent."""
         return self._fastest if floor <= NO_FLOOR else self._cost_of(floor)[0]
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self.late)
+        return len(self.queue) + len(self.deferred)
 
     def next_batch(self, now_ms: float, worker: int) -> Batch | None:
-        """The batch for an idle worker; None when the policy waits or nothing is left to serve.
+        """Form the batch for an idle worker.
+
+        Args:
+            now_ms: the time.
+            worker: index of the worker.
+
+        Returns:
+            The batch, whose requests have left the queue, or None if the policy waits or nothing is left.
 
         Raises:
-            PolicyError: the policy answered with a subnet or batch size that cannot run.
+            PolicyError: the policy answered with something else than a subnet and a batch size that can run.
         """
         queue = self.queue
-        if self.hopeless != "serve":
-            self.clear_hopeless(now_ms)
+        if self.expired != "serve":
+            self.remove_expired(now_ms)
             if self.priority is not None and len(queue) > 1:
-                self._clear_unaffordable(now_ms, self.priority)
+                self._remove_unaffordable(now_ms, self.priority)
         queued = len(queue)
         if not queued:
-            return self._late_batch(now_ms)
+            return self._deferred_batch(now_ms)
         context = self.look(now_ms, worker)
         choice = self.policy.decide(context)
         if choice is None:
@@ -149,7 +191,7 @@ class Dispatcher(Generic[Item]):
         return self._form(queue, subnet, size, queued, context.slack_ms)
 
     def look(self, now_ms: float, worker: int) -> Context:
-        """The context as the policy finds it; the queue holds at least one request."""
+        """Return the context for a policy; the queue must hold at least one request."""
         context, queue = self.context, self.queue
         context.now_ms = now_ms
         context.worker = worker
@@ -158,13 +200,11 @@ class Dispatcher(Generic[Item]):
         context.floor = queue.floor()
         return context
 
-    def _late_batch(self, now_ms: float) -> Batch | None:
-        queued = len(self.late)
-        if not queued:
+    def _deferred_batch(self, now_ms: float) -> Batch | None:
+        queue, subnet = self.deferred, self._cheapest
+        if not len(queue):
             return None
-        return self._form(
-            self.late, self._cheapest, self._largest[self._cheapest], queued, self.late.deadline() - now_ms
-        )
+        return self._form(queue, subnet, self._largest[subnet], len(queue), queue.deadline() - now_ms)
 
     def _form(self, queue: EDFQueue[Item], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
         if self.limits:
@@ -187,8 +227,8 @@ class Dispatcher(Generic[Item]):
             )
         return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
 
-    def clear_hopeless(self, now_ms: float) -> None:
-        """Give up, by the rule, the requests no option can finish in time."""
+    def remove_expired(self, now_ms: float) -> None:
+        """Drop or defer the expired requests at the head of the queue; the rule must not be `serve`."""
         queue = self.queue
         count, waiting = 0, len(queue)
         while count < waiting:
@@ -196,30 +236,30 @@ class Dispatcher(Generic[Item]):
                 break
             count += 1
         if count:
-            self._give_up(count)
+            self._expire(count)
 
-    def _clear_unaffordable(self, now_ms: float, priority: Callable[[Item], int]) -> None:
+    def _remove_unaffordable(self, now_ms: float, priority: Callable[[Item], int]) -> None:
         queue, (full_ms, full_size) = self.queue, self._full
-        given_up = unaffordable(
+        positions = unaffordable(
             queue, now_ms, self.context.free_at_ms, full_ms, full_size, self._fastest, priority
         )
-        if given_up:
-            floors = [queue.floor(at) for at in given_up]
-            self._dispose(*queue.take_at(given_up), floors)
+        if positions:
+            floors = [queue.floor(at) for at in positions]
+            self._drop_or_defer(*queue.take_at(positions), floors)
 
-    def _give_up(self, count: int) -> None:
-        floors = [self.queue.floor(i) for i in range(count)] if self.hopeless == "defer" else []
-        self._dispose(*self.queue.take(count), floors)
+    def _expire(self, count: int) -> None:
+        floors = [self.queue.floor(i) for i in range(count)] if self.expired == "defer" else []
+        self._drop_or_defer(*self.queue.take(count), floors)
 
-    def _dispose(self, deadlines: list[float], items: list[Item], floors: list[float]) -> None:
-        if self.hopeless == "drop":
+    def _drop_or_defer(self, deadlines: list[float], items: list[Item], floors: list[float]) -> None:
+        if self.expired == "drop":
             self._on_drop(items)
         else:
-            self.late.extend(deadlines, items, floors)
+            self.deferred.extend(deadlines, items, floors)
 
     def _cost_of(self, floor: float) -> tuple[float, int]:
-        """(least latency, subnet) among the subnets that meet `floor`."""
-        level = bisect_left(self._levels, floor)  # floors are any number; what they demand are few
+        """Return (least latency in ms, subnet) among the subnets that meet `floor`."""
+        level = bisect_left(self._levels, floor)  # floors between two accuracies demand the same subnets
         found = self._floor_cost.get(level)
         if found is None:
             options = [
@@ -236,4 +276,4 @@ class Dispatcher(Generic[Item]):
 
 
 def _forget(items: list[Any]) -> None:
-    """Nobody wants to know what was dropped."""
+    """Ignore the dropped requests; used if no `on_drop` was given."""

@@ -1,4 +1,4 @@
-"""Shapes of the accuracy-latency trade-off that policies and bounds share."""
+"""Pareto-optimal subnets and concave hulls of a latency table; policies and bounds share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ __all__ = ["Option", "cheapest", "largest_batch", "pareto_of_batch", "time_per_r
 
 
 class Option(NamedTuple):
-    """One subnet at one batch size."""
+    """One subnet at one batch size.
+
+    Attributes:
+        latency_ms: latency of a batch of that size.
+        accuracy: accuracy of the subnet, percent.
+        subnet: index of the subnet in the table.
+        batch_size: the batch size.
+    """
 
     latency_ms: float
     accuracy: float
@@ -21,11 +28,18 @@ class Option(NamedTuple):
 
 
 def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> list[Option]:
-    """The subnets worth running at one batch size: latency and accuracy both strictly ascending.
+    """Return the Pareto-optimal subnets at one batch size.
 
     Args:
+        table: the latency table.
         column: index into `table.batch_sizes`.
-        floor: least accuracy, percent, of a subnet that counts.
+        floor: minimum accuracy, percent.
+
+    Returns:
+        The subnets that no other one dominates; latency and accuracy both ascend strictly.
+
+    Raises:
+        TableError: the accuracy of a subnet is not known.
     """
     table.known_accuracy()
     size = table.batch_sizes[column]
@@ -41,7 +55,12 @@ def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> lis
 
 
 def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
-    """For every subnet: (least latency / batch size in ms, the batch size that reaches it)."""
+    """Return the least time per request of every subnet.
+
+    Returns:
+        For every subnet (latency / batch size in ms, minimised over batch sizes; the batch size that reaches
+        the minimum). The time is inf for a subnet that can run at no batch size.
+    """
     best = []
     for row in table.latency_ms.tolist():
         cells = [
@@ -55,7 +74,7 @@ def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
 
 
 def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
-    """The subnet with the least time per request among those of at least `floor` percent."""
+    """Return the subnet with the least time per request among those of at least `floor` percent."""
     return min(
         (tau, -table.accuracy[i], i)
         for i, (tau, _) in enumerate(time_per_request(table))
@@ -64,15 +83,19 @@ def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
 
 
 def largest_batch(table: LatencyTable, subnet: int) -> int:
-    """The largest batch size that a subnet can run; the largest of all where it can run none."""
+    """Return the largest batch size that a subnet can run; the table's largest if it can run none."""
     cells = zip(table.latency_ms[subnet].tolist(), table.batch_sizes, strict=True)
     return max((size for ms, size in cells if not math.isnan(ms)), default=table.batch_sizes[-1])
 
 
 def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    """Upper concave hull of (x, y, label), from the least x to the greatest y; slopes fall strictly.
+    """Return the upper concave hull of points, from the least x to the greatest y.
 
-    Points that another one dominates (no more x, no less y) are left out first.
+    Args:
+        points: (x, y, label) of each point; x is a cost and y a gain.
+
+    Returns:
+        The vertices in order of x. The slopes between neighbours are positive and fall strictly.
     """
     hull: list[tuple[float, float, int]] = []
     for x, y, label in sorted(points, key=lambda point: (point[0], -point[1], point[2])):

@@ -1,4 +1,4 @@
-"""Whom to give up when not every deadline can be met: the requests of lowest priority."""
+"""Chooses which requests expire when not every deadline can be met: those of the lowest priority."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ def unaffordable(
     fastest_ms: float,
     priority: Callable[[Any], int],
 ) -> list[int]:
-    """Positions in the queue, ascending, to give up so that those of higher priority can still be met.
+    """Choose the requests that must expire so that requests of higher priority can meet their deadlines.
 
-    The queue leaves in full batches of the cheapest subnet, in order of deadline. Where a request would be
-    hopeless by the time its batch starts, the one of lowest priority up to there is given up
-    (Moore-Hodgson). Among equals nobody is: that is the policy's business. Looks at the 1024 most urgent.
+    The function assumes that the queue leaves in full batches of the cheapest subnet, in order of deadline.
+    Whenever a request would have expired by the time its batch starts, the request of the lowest priority
+    among those up to it is chosen (the algorithm of Moore and Hodgson for the fewest late jobs). If all of
+    them have the same priority, none is chosen, because the policy decides between equals. Only the 1024
+    most urgent requests are examined.
 
     Args:
-        queue: what waits.
+        queue: the waiting requests.
         now_ms: the time.
         free_at_ms: when each worker is free; inf for one that is down.
-        full_ms: latency of a full batch of the cheapest subnet.
-        full_size: its size.
-        fastest_ms: the least latency of any option.
-        priority: of an item; higher is more important.
+        full_ms: latency of a full batch of the cheapest subnet, ms.
+        full_size: number of requests in that batch.
+        fastest_ms: the least latency of any subnet at any batch size, ms.
+        priority: returns the priority of an item of the queue; higher is more important.
+
+    Returns:
+        Positions in the queue, ascending; 0 is the most urgent request.
     """
     seats = [max(free, now_ms) for free in free_at_ms if free < math.inf]
     if not seats:
@@ -54,16 +59,16 @@ def unaffordable(
     if all(deadline >= start_of(i) + fastest_ms for i, deadline in enumerate(heads)):
         return []
     kept: list[tuple[int, float, int]] = []
-    given_up: list[int] = []
+    chosen: list[int] = []
     for at, (deadline, item) in enumerate(queue.entries(_LOOK)):
         mine = (priority(item), -deadline, at)
         if deadline >= start_of(len(kept) // full_size) + fastest_ms:
             heappush(kept, mine)
             continue
         if kept and kept[0][0] < mine[0]:
-            given_up.append(heappushpop(kept, mine)[2])
+            chosen.append(heappushpop(kept, mine)[2])
         elif any(entry[0] > mine[0] for entry in kept):
-            given_up.append(at)
+            chosen.append(at)
         else:
             heappush(kept, mine)
-    return sorted(given_up)
+    return sorted(chosen)

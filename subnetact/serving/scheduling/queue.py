@@ -1,4 +1,8 @@
-"""The earliest-deadline-first queue of the simulator and of the live batcher."""
+"""The earliest-deadline-first queue of the simulator and of the live batcher.
+
+Ties: requests with equal deadlines leave in order of arrival. `EDFQueue.push` implements this with
+`bisect_right`, which inserts a request behind those with the same deadline.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,15 @@ _COMPACT_FROM = 1024
 
 
 class EDFQueue(Generic[Item]):
-    """Requests in order of deadline; equal deadlines leave in order of arrival.
+    """Requests in order of deadline; requests with equal deadlines are in order of arrival.
 
-    Three parallel sorted lists with a moving head, so that the k most urgent leave in O(k), the i-th
-    deadline is read in O(1), and a push whose deadline is the latest so far (the usual one) is O(1).
-    A floor is the least accuracy, percent, that a request accepts; `NO_FLOOR` accepts any.
-    Not thread-safe: its owner locks.
+    The queue consists of three parallel sorted lists with a moving head. Taking the k most urgent requests
+    costs O(k), reading the i-th deadline O(1), and pushing a request with the latest deadline so far (the
+    usual case) O(1). A floor is the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts
+    any. The queue is not thread-safe; its owner locks.
+
+    Attributes:
+        demanding: how many queued requests have a floor.
     """
 
     __slots__ = ("_deadlines", "_floors", "_head", "_items", "demanding")
@@ -30,14 +37,19 @@ class EDFQueue(Generic[Item]):
         self._items: list[Item | None] = []
         self._floors: list[float] = []
         self._head = 0
-        #: how many queued requests have a floor
         self.demanding = 0
 
     def __len__(self) -> int:
         return len(self._deadlines) - self._head
 
     def push(self, deadline_ms: float, item: Item, floor: float = NO_FLOOR) -> None:
-        """Queue one request."""
+        """Add one request, behind those with the same deadline.
+
+        Args:
+            deadline_ms: its deadline.
+            item: the request.
+            floor: its minimum accuracy, percent.
+        """
         deadlines = self._deadlines
         if floor > NO_FLOOR:
             self.demanding += 1
@@ -54,7 +66,13 @@ class EDFQueue(Generic[Item]):
     def extend(
         self, deadlines_ms: Sequence[float], items: Sequence[Item], floors: Sequence[float] | None = None
     ) -> None:
-        """Queue many requests, in order of arrival."""
+        """Add several requests in order of arrival.
+
+        Args:
+            deadlines_ms: their deadlines, at least one, in any order.
+            items: the requests.
+            floors: their minimum accuracies, percent. If None, they accept any subnet.
+        """
         mine = self._deadlines
         last = mine[-1] if len(self) else deadlines_ms[0]
         ascending = deadlines_ms[0] >= last and (
@@ -75,28 +93,28 @@ class EDFQueue(Generic[Item]):
             self.demanding += sum(map(NO_FLOOR.__lt__, floors))
 
     def deadline(self, i: int = 0) -> float:
-        """Deadline, ms, of the i-th most urgent request (0-based)."""
+        """Return the deadline, ms, of the i-th most urgent request (0-based)."""
         return self._deadlines[self._head + i]
 
     def floor(self, i: int = 0) -> float:
-        """Accuracy floor, percent, of the i-th most urgent request."""
+        """Return the minimum accuracy, percent, of the i-th most urgent request (0-based)."""
         return self._floors[self._head + i]
 
     def deadlines(self, start: int, step: int) -> list[float]:
-        """Deadlines, ms, of requests start, start + step, start + 2 step ... of the queue."""
+        """Return the deadlines, ms, at positions start, start + step, start + 2 step and so on."""
         return self._deadlines[self._head + start :: step]
 
     def entries(self, most: int) -> list[tuple[float, Item]]:
-        """(deadline, item) of the `most` most urgent requests."""
+        """Return (deadline, item) of the `most` most urgent requests."""
         cut = slice(self._head, self._head + most)
         return list(zip(self._deadlines[cut], self._items[cut], strict=True))  # type: ignore[arg-type]
 
     def classes(self) -> list[tuple[float, float]]:
-        """(deadline, floor) of every request, most urgent first."""
+        """Return (deadline, floor) of every request, most urgent first."""
         return list(zip(self._deadlines[self._head :], self._floors[self._head :], strict=True))
 
     def take(self, k: int) -> tuple[list[float], list[Item]]:
-        """Remove the k most urgent requests; returns (deadlines, items), most urgent first."""
+        """Remove the k most urgent requests and return (deadlines, items), most urgent first."""
         head, end = self._head, self._head + k
         deadlines, items = self._deadlines[head:end], self._items[head:end]
         if self.demanding:
@@ -105,16 +123,24 @@ class EDFQueue(Generic[Item]):
         return deadlines, items  # type: ignore[return-value]
 
     def take_satisfied(self, k: int, accuracy: float) -> tuple[list[float], list[Item]]:
-        """Remove the first k requests whose floor is at most `accuracy`, most urgent first."""
+        """Remove the k most urgent requests whose floor is at most `accuracy`; return (deadlines, items)."""
         return self._take_where(k, lambda at: self._floors[at] <= accuracy)
 
     def take_at(self, positions: Sequence[int]) -> tuple[list[float], list[Item]]:
-        """Remove the i-th most urgent requests, for every i of `positions` (ascending)."""
+        """Remove the requests at the given positions (ascending) and return (deadlines, items)."""
         wanted = {self._head + i for i in positions}
         return self._take_where(len(wanted), wanted.__contains__)
 
     def remove(self, deadline_ms: float, item: Item) -> bool:
-        """Remove one request, found by identity; False when it is not queued (any more)."""
+        """Remove one request, which is found by identity.
+
+        Args:
+            deadline_ms: its deadline.
+            item: the request.
+
+        Returns:
+            Whether the request was in the queue.
+        """
         at = bisect_left(self._deadlines, deadline_ms, self._head)
         while at < len(self._deadlines) and self._deadlines[at] == deadline_ms:
             if self._items[at] is item:

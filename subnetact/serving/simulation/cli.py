@@ -12,7 +12,7 @@ import numpy as np
 from subnetact.errors import SubnetActError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import make_policy, policy_names
-from subnetact.serving.scheduling.dispatch import HOPELESS_RULES
+from subnetact.serving.scheduling.checks import EXPIRED_RULES
 from subnetact.serving.simulation.datasets import TRACES, load_trace, superserve_a40
 from subnetact.serving.simulation.fluid import fluid_bound
 from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
@@ -45,12 +45,12 @@ def _replay(options: argparse.Namespace) -> None:
     table = LatencyTable.load(options.table) if options.table else live.measured
     slo_ms = options.slo_ms if options.slo_ms is not None else float(np.median(live.slo_ms))
     workers = options.workers if options.workers is not None else live.workers
-    hopeless = options.hopeless or live.hopeless
+    expired = options.expired or live.expired
     names = policy_names(table) if "all" in options.policy else options.policy
     possible = live.slo_ms >= table.fastest_ms  # the others are lost under any policy
     print(
         f"{options.replay}: {len(live.arrivals_ms)} requests, {workers} workers, median SLO {slo_ms:g} ms, "
-        f"hopeless requests: {hopeless}"
+        f"expired requests: {expired}"
     )
     print(_HEADER)
     shown = f"live {live.policy}"
@@ -63,7 +63,7 @@ def _replay(options: argparse.Namespace) -> None:
             make_policy(name, table, slo_ms),
             slo_ms=live.slo_ms[possible],
             workers=workers,
-            hopeless=hopeless,
+            expired=expired,
             noise=options.noise,
             overhead_ms=options.overhead_ms,
             min_accuracy=live.floors[possible],
@@ -92,15 +92,15 @@ def _row(name: str, result: SimulationResult) -> str:
 def _compare(options: argparse.Namespace) -> None:
     options.slo_ms = 36.0 if options.slo_ms is None else options.slo_ms
     options.workers = 8 if options.workers is None else options.workers
-    options.hopeless = options.hopeless or "serve"
+    options.expired = options.expired or "serve"
     table = LatencyTable.load(options.table) if options.table else superserve_a40()
     arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
     names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    bound = fluid_bound(arrivals, table, options.workers, options.slo_ms)
+    bound = fluid_bound(arrivals, table, options.slo_ms, options.workers)
     print(
         f"{options.trace} x{options.scale:g}: {len(arrivals)} requests, {options.workers} workers, "
-        f"SLO {options.slo_ms:g} ms, hopeless requests: {options.hopeless}"
+        f"SLO {options.slo_ms:g} ms, expired requests: {options.expired}"
     )
     print(f"{_HEADER}{'to bound':>10}")
     results: dict[str, SimulationResult] = {}
@@ -111,7 +111,7 @@ def _compare(options: argparse.Namespace) -> None:
             policy,
             slo_ms=options.slo_ms,
             workers=options.workers,
-            hopeless=options.hopeless,
+            expired=options.expired,
             noise=options.noise,
             overhead_ms=options.overhead_ms,
             seed=options.seed,
@@ -150,14 +150,18 @@ def _parser() -> argparse.ArgumentParser:
         "--replay",
         type=Path,
         metavar="LOG",
-        help="a batcher's decision log: its arrivals, deadlines and floors instead of a trace; table, SLO, "
-        "workers and hopeless rule are the live run's unless given, latencies the measured ones",
+        help="a batcher's decision log, which replaces the trace: its arrivals, deadlines and minimum "
+        "accuracies. The SLO, the workers and the rule for expired requests are those of the live run unless "
+        "given; the latencies are the measured ones unless --table is given",
     )
     parser.add_argument("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
     parser.add_argument("--workers", type=int, help="devices (default: 8)")
     parser.add_argument(
-        "--hopeless", choices=HOPELESS_RULES, help="what becomes of what is too late (default: serve)"
+        "--expired",
+        choices=EXPIRED_RULES,
+        help="what happens to requests that no subnet can answer in time any more (default: serve)",
     )
+    parser.add_argument("--hopeless", dest="expired", choices=EXPIRED_RULES, help=argparse.SUPPRESS)
     parser.add_argument(
         "--noise", type=float, default=0.0, help="relative standard deviation of real latencies"
     )

@@ -43,7 +43,7 @@ class EventLoop:
         self,
         scenario: Scenario,
         *,
-        hopeless: str,
+        expired: str,
         rng: np.random.Generator,
         decisions: bool = False,
         requests: bool = False,
@@ -54,7 +54,7 @@ class EventLoop:
         self.free_at = [0.0] * workers
         usual_slo = float(np.median(scenario.slo_ms))
         self.dispatcher: Dispatcher[int] = Dispatcher(
-            scenario.policy, self.free_at, usual_slo, hopeless, self._count_dropped, scenario.table
+            scenario.policy, self.free_at, usual_slo, expired, self._count_dropped, scenario.table
         )
         self.result = SimulationResult(requests=count, served_by=[0] * len(scenario.table.subnets))
         if decisions:

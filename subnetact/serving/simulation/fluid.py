@@ -19,8 +19,8 @@ Floats = npt.NDArray[np.float64]
 def fluid_bound(
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
-    workers: int = 8,
-    slo_ms: float | npt.ArrayLike = 36.0,
+    slo_ms: float | npt.ArrayLike,
+    workers: int = 1,
     step_ms: float = 1.0,
 ) -> float:
     """Effective accuracy, percent, of a server that may split work into infinitely small parts.
@@ -34,8 +34,8 @@ def fluid_bound(
     Args:
         arrivals_ms: shape (n,), ascending.
         table: the profile.
-        workers: how many.
-        slo_ms: time each request is given, a number or shape (n,).
+        slo_ms: time from arrival to deadline, ms, one number or shape (n,).
+        workers: number of workers.
         step_ms: grid of the two curves; a coarser grid only loosens the bound.
 
     Raises:
@@ -59,9 +59,9 @@ def fluid_bound(
 def binned_fluid_bound(
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
-    workers: int = 8,
+    slo_ms: float,
+    workers: int = 1,
     bin_ms: float = 1000.0,
-    slo_ms: float = 36.0,
 ) -> float:
     """A looser bound: every time bin on its own, given its own worker time and `slo_ms` more."""
     arrivals = checked_arrivals(arrivals_ms)

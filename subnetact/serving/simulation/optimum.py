@@ -22,7 +22,7 @@ MOST_REQUESTS = 12
 def exact_optimum(
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
-    slo_ms: float | npt.ArrayLike = 36.0,
+    slo_ms: float | npt.ArrayLike,
     workers: int = 1,
 ) -> float:
     """Greatest sum of accuracy over met requests that any schedule reaches, knowing all arrivals.

@@ -36,7 +36,7 @@ class LiveRun:
             `unserved`.
         policy: name of the policy's class.
         workers: how many.
-        hopeless: the rule.
+        expired: the rule for expired requests.
     """
 
     arrivals_ms: Floats
@@ -47,7 +47,7 @@ class LiveRun:
     result: SimulationResult
     policy: str
     workers: int
-    hopeless: str
+    expired: str
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LiveRun:
@@ -124,7 +124,7 @@ def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | o
         result,
         str(header["policy"]),
         int(header["workers"]),
-        str(header["hopeless"]),
+        str(header["expired"] if "expired" in header else header["hopeless"]),  # the former name
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.preemptive_loop import PreemptiveLoop
@@ -22,9 +23,9 @@ def simulate(
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
     policy: Policy,
-    slo_ms: float | npt.ArrayLike = 36.0,
-    workers: int = 8,
-    hopeless: str = "serve",
+    slo_ms: float | npt.ArrayLike,
+    workers: int = 1,
+    expired: str = "drop",
     noise: float = 0.0,
     overhead_ms: float = 0.0,
     min_accuracy: float | npt.ArrayLike | None = None,
@@ -38,6 +39,7 @@ def simulate(
     decisions: bool = False,
     requests: bool = False,
     progress: bool = True,
+    hopeless: str | None = None,
 ) -> SimulationResult:
     """Run a policy over a trace of arrivals; exactly reproducible from its arguments.
 
@@ -52,7 +54,8 @@ def simulate(
         policy: decides; see `subnetact.serving.context.Policy`.
         slo_ms: time each request is given, a number or shape (n,).
         workers: how many; worker ids are 0 to workers - 1.
-        hopeless: `serve`, `drop` or `defer`; what happens to requests that no option can finish in time.
+        expired: what happens to expired requests, which no subnet can answer in time any more: `drop` removes
+            them, `defer` serves them when nothing else waits, `serve` keeps them at the head of the queue.
         noise: standard deviation of a factor (mean 1, at least 0.1) on every real latency.
         overhead_ms: added to every real latency.
         min_accuracy: floor in percent, a number or shape (n,); None or 0 accepts any subnet.
@@ -90,7 +93,7 @@ def simulate(
         reset()
     rng = np.random.default_rng(seed)
     options: dict[str, Any] = {
-        "hopeless": hopeless,
+        "expired": expired_rule(expired, hopeless),
         "rng": rng,
         "decisions": decisions,
         "requests": requests,
