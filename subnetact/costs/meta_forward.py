@@ -1,27 +1,40 @@
-"""What the forward pass of a subnet computes, from a pass over tensors that hold no data."""
+"""Counts operations with a forward pass over meta tensors, and remembers the pass through every module.
+
+A module of a subnet is determined by the sizes that its operators and those of its submodules follow,
+its *own sizes*. Two subnets whose block 7 has the same own sizes share one view of block 7. A call of
+a view is determined by the shapes of its inputs, so its outputs and its counts are remembered under
+those shapes. A new subnet therefore runs only the outermost modules, which find every block that was
+seen before, and passes over the blocks that are new. No module is known to depend on anything else.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_of
 from subnetact.errors import SpecError
-from subnetact.operators import LayerSelect, ModuleSwitch
+from subnetact.operators import LayerSelect
+from subnetact.operators.base import Operator
+from subnetact.operators.view_module import shell
 from subnetact.space import Row
-from subnetact.supernet.bind import bind
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Pass", "ShapeTracer"]
+__all__ = ["Counts", "MetaForward"]
+
+MOST_VIEWS = 4096
+"""Views of one module that are kept; then they are all forgotten and made again on demand."""
 
 _MOVES_DATA = (
     "arange",
@@ -37,94 +50,239 @@ _MOVES_DATA = (
     "view",
     "zeros",
 )
-"""Parts of the names of operators that compute nothing, beside those that return views."""
+"""Parts of the names of operators that compute nothing; operators that return views do not either."""
 
-_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
+_NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass of one input, by the modules' names in the supernet's network.
+@dataclass
+class Counts:
+    """What a module and its submodules compute for one input.
 
     Attributes:
-        elements: how many numbers a module's outputs hold, over all its calls.
-        macs: multiply-accumulates of a module's own forward, without its submodules'.
-        not_counted: the other operators that computed something.
+        vector: counts in the order of `FEATURES`.
+        not_counted: ATen names of the operators whose arithmetic is in no count.
+        own_macs: multiply-accumulates of operators that are not yet counted for a module.
     """
 
-    elements: dict[str, int]
-    macs: dict[str, int]
-    not_counted: frozenset[str]
+    vector: Vector = field(default_factory=lambda: np.zeros(len(FEATURES), np.int64))
+    not_counted: set[str] = field(default_factory=set)
+    own_macs: int = 0
 
 
-class ShapeTracer:
-    """Runs subnets of a supernet on torch's meta device, with its own copy of the modules.
+Calls: TypeAlias = dict[Hashable, tuple[Any, Counts]]
+"""For the types and shapes of the inputs of a call, its outputs and counts."""
+
+
+@dataclass
+class _View:
+    """One module of a subnet, and the calls of it so far.
+
+    Attributes:
+        module: the plain module on the meta device.
+        held: counts of what the module and its submodules hold: modules, parameters, weight bytes.
+        calls: what the module did so far.
+    """
+
+    module: nn.Module
+    held: Vector
+    calls: Calls = field(default_factory=dict)
+
+
+@dataclass
+class _Site:
+    """One module of the supernet's network.
+
+    Attributes:
+        own_sizes: picks the sizes that this module and its submodules follow out of a size row.
+        children: the submodules, by name.
+        counted: names of the submodules that are counted here; a module that occurs in several places
+            is counted in the first one.
+        kind: which of `KINDS` the module is.
+        views: the views made so far, by their own sizes.
+    """
+
+    module: nn.Module
+    own_sizes: Callable[[Row], Any]
+    children: dict[str, _Site | None]
+    counted: frozenset[str]
+    kind: str
+    multiplies: bool
+    views: dict[Any, _View] = field(default_factory=dict)
+
+
+class MetaForward:
+    """Counts what subnets compute, with its own copy of the supernet on torch's meta device.
 
     Args:
-        supernet: the supernet; it is not changed, and later changes to it are not seen.
-        input_shape: of one input, without the batch.
-        dtype: of the input; default: whole numbers where the network begins with an embedding, else the
-            type of its weights.
+        supernet: the supernet. It is not changed, and later changes to it are not seen.
+        input_shape: shape of one input, without the batch dimension.
+        dtype: type of the input. By default it is whole numbers if the network begins with an
+            embedding, else the type of the weights.
     """
 
     def __init__(
         self, supernet: Supernet, input_shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
-        self.network: nn.Module = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
-        self.space = supernet.space
+        network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
         if dtype is None:
-            leaves = (m for m in self.network.modules() if list(m.parameters(recurse=False)))
+            leaves = (m for m in network.modules() if list(m.parameters(recurse=False)))
             first = next(leaves, None)
             floats = (t.dtype for t in tensors if t.is_floating_point())
             dtype = torch.long if isinstance(first, nn.Embedding) else next(floats, torch.float32)
+        self.space = supernet.space
         self.input = torch.empty((1, *input_shape), dtype=dtype, device="meta")
+        self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
+        self._network = _site(network, {}, set())
+        self._mode = _CountingMode()
 
-    def run(self, row: Row) -> Pass:
-        """Return what the forward pass of a subnet computes, by its sizes.
+    def run(self, row: Row) -> Counts:
+        """Return the counts of one subnet for one input.
+
+        Args:
+            row: the subnet's size row (`SubnetSpace.resolve`).
 
         Raises:
             SpecError: the network cannot run on an input of this shape, or not without data.
         """
-        view = bind(self.network, row, lambda norm: norm.bind(row))
-        counting = _Counting()
-        elements: defaultdict[str, int] = defaultdict(int)
-        for module, path in _named(self.network, view, row, "", {}).items():
-            module.register_forward_pre_hook(partial(_enter, counting, path))
-            module.register_forward_hook(partial(_leave, counting, path, elements))
+        network = self._view(self._network, row)
+        self._mode.under_way = [Counts(network.held.copy())]
         try:
-            with torch.no_grad(), counting:
-                view(self.input)
+            with torch.no_grad(), self._mode:
+                network.module(self.input)
         except Exception as error:
             raise SpecError(
                 f"{self.space.name}: the network does not run without data on an input of shape "
                 f"{tuple(self.input.shape)} and type {self.input.dtype}: {error}"
             ) from error
-        return Pass(dict(elements), dict(counting.macs), frozenset(counting.others))
+        return self._mode.under_way[0]
+
+    def _view(self, site: _Site, row: Row) -> _View:
+        sizes = site.own_sizes(row)
+        found = site.views.get(sizes)
+        if found is None:
+            if len(site.views) >= MOST_VIEWS:
+                site.views.clear()
+            found = site.views[sizes] = self._bind(site, row)
+        return found
+
+    def _bind(self, site: _Site, row: Row) -> _View:
+        """Make the view of one module out of the views of its submodules, as `bind` does."""
+        module = site.module
+        kept = module.kept(row) if isinstance(module, LayerSelect) else list(site.children)
+        views = {}
+        for name in kept:
+            child = site.children[name]
+            views[name] = None if child is None else self._view(child, row)
+        modules = {name: None if view is None else view.module for name, view in views.items()}
+        if isinstance(module, LayerSelect):
+            bound = module.select(modules)
+        elif isinstance(module, Operator):
+            bound = module.bind(row)
+            if modules:
+                object.__setattr__(bound, "_modules", modules)
+        else:
+            bound = shell(module, parameters=module._parameters, modules=modules)
+        held = np.zeros(len(FEATURES), np.int64)
+        for name, view in views.items():
+            if view is not None and name in site.counted:
+                held += view.held
+        if any(view is not None and view.module is bound for view in views.values()):
+            return _View(bound, held)  # a switch is replaced by the module that it chooses
+        tensors = [t for t in bound._parameters.values() if t is not None]
+        if tensors:
+            held[0] += sum(t.numel() for t in tensors)
+            held[feature(site.kind, "modules")] += 1
+            held[feature(site.kind, "weight_bytes")] += sum(t.numel() * t.element_size() for t in tensors)
+        made = _View(bound, held)
+        forward = bound.forward
+        object.__setattr__(bound, "forward", partial(self._call, made, site, bool(tensors), forward))
+        return made
+
+    def _call(
+        self,
+        view: _View,
+        site: _Site,
+        has_tensors: bool,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a module of a view, or repeat what it did for inputs of these shapes."""
+
+        def run(counts: Counts) -> Any:
+            outputs = forward(*args, **kwargs)
+            if counts.own_macs:
+                kind = site.kind if site.multiplies else "product"
+                counts.vector[feature(kind, "macs")] += counts.own_macs
+                counts.vector[feature("product", "modules")] += not site.multiplies
+                counts.own_macs = 0
+            if has_tensors:
+                elements = sum(leaf.numel() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+                counts.vector[feature(site.kind, "activation_bytes")] += elements * self._item_bytes
+            return outputs
+
+        return self._mode.remembered(view.calls, (args, kwargs), run)
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the multiply-accumulates of matrix products and convolutions, for the module under way."""
+class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the multiply-accumulates of matrix products and convolutions.
+
+    Attributes:
+        under_way: the counts of the modules and operators that are running, the innermost one last.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.under_way = [""]
-        self.macs: Counter[str] = Counter()
-        self.others: set[str] = set()
+        self.under_way = [Counts()]
+        self._operators: Calls = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # skipping would import torch's compiler, which takes seconds
 
+    def remembered(self, calls: Calls, inputs: Hashable, run: Callable[[Counts], Any]) -> Any:
+        """Return the outputs for the inputs, and add the counts to those of the caller.
+
+        Args:
+            calls: outputs and counts of calls so far.
+            inputs: the inputs, of which types, shapes and plain values matter.
+            run: computes the outputs, and adds to the counts that it gets.
+        """
+        try:
+            key = _signature(inputs)
+            found = calls.get(key)
+        except TypeError:  # an input that is neither a tensor nor hashable
+            key, found = None, None
+        if found is None:
+            counts = Counts()
+            self.under_way.append(counts)
+            outputs = run(counts)
+            self.under_way.pop()
+            found = outputs, counts
+            if key is not None:
+                calls[key] = found
+        outputs, counts = found
+        caller = self.under_way[-1]
+        caller.vector += counts.vector
+        caller.own_macs += counts.own_macs
+        caller.not_counted |= counts.not_counted
+        # An alias, because the caller may change the shape of its tensor in place.
+        return _alias(outputs) if isinstance(outputs, Tensor) else tree_map(_alias, outputs)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable:  # its output is one of its inputs
+            return self._run(func, args, kwargs, self.under_way[-1])
+        return self.remembered(
+            self._operators, (func, args, kwargs), lambda counts: self._run(func, args, kwargs, counts)
+        )
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts) -> Any:
         formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
-        if func is _BATCH_NORM:  # torch takes a millisecond to find out that the shape stays
-            out = torch.empty_like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
-            self.others.add("batch_norm")
-            return out
         if formula is None:
             with self:
                 parts = func.decompose(*args, **kwargs)
@@ -133,43 +291,47 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         name = func._overloadpacket.__name__
         if formula is not None:
-            self.macs[self.under_way[-1]] += formula(*args, **kwargs, out_val=out) // 2
+            counts.own_macs += formula(*args, **kwargs, out_val=out) // 2
         elif not func.is_view and func.namespace == "aten" and not any(part in name for part in _MOVES_DATA):
-            self.others.add(name.strip("_"))
+            counts.not_counted.add(_NAMES.get(name, name.strip("_")))
         return out
 
 
-def _enter(counting: _Counting, path: str, *_: Any) -> None:
-    counting.under_way.append(path)
+def _site(module: nn.Module, done: dict[nn.Module, _Site], counted: set[nn.Module]) -> _Site:
+    if module in done:
+        return done[module]
+    children: dict[str, _Site | None] = {}
+    first: set[str] = set()
+    counted.add(module)
+    for name, child in module._modules.items():
+        if child is not None and child not in counted:
+            first.add(name)
+        children[name] = None if child is None else _site(child, done, counted)
+    follows = {dim for m in module.modules() if isinstance(m, Operator) for dim in m.dims.values()}
+    own_sizes: Callable[[Row], Any] = itemgetter(*sorted(follows)) if follows else lambda _: ()
+    plain = module.template if isinstance(module, Operator) else module
+    done[module] = _Site(
+        module, own_sizes, children, frozenset(first), kind_of(plain), isinstance(plain, MULTIPLYING)
+    )
+    return done[module]
 
 
-def _leave(counting: _Counting, path: str, elements: dict[str, int], *call: Any) -> None:
-    counting.under_way.pop()
-    elements[path] += sum(leaf.numel() for leaf in tree_leaves(call[-1]) if isinstance(leaf, Tensor))
+def _signature(value: Any) -> Hashable:
+    """Return what a module can know of an input: types, shapes and values that are no tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_signature, value))
+    if isinstance(value, dict):
+        return (type(value), *((name, _signature(item)) for name, item in value.items()))
+    hash(value)
+    return type(value), value
+
+
+def _alias(value: Any) -> Any:
+    return torch.Tensor._make_subclass(torch.Tensor, value) if isinstance(value, Tensor) else value
 
 
 def _empty(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _named(
-    module: nn.Module, view: nn.Module, row: Row, path: str, names: dict[nn.Module, str]
-) -> dict[nn.Module, str]:
-    """Return every module of a view with the name that what it is a view of has in the network."""
-    if isinstance(module, ModuleSwitch):
-        (name,) = module.kept(row)
-        return _named(module.get_submodule(name), view, row, f"{path}.{name}", names)
-    if view not in names:
-        names[view] = path
-        for name, child, part in _children(module, view, row):
-            _named(child, part, row, f"{path}.{name}" if path else name, names)
-    return names
-
-
-def _children(module: nn.Module, view: nn.Module, row: Row) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    kept = module.kept(row) if isinstance(module, LayerSelect) else list(module._modules)
-    for name, part in zip(kept, view._modules.values(), strict=True):
-        child = module._modules[name]
-        if child is not None and part is not None:
-            yield name, child, part

@@ -1,16 +1,17 @@
-"""Costs from sizes alone, against what hooks count and what upstream counts."""
+"""The costs of subnets, against what hooks, torch's own counter and upstream count."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import subnetact
 from ofa_adapters import families, load
@@ -42,10 +43,8 @@ def hooked(network: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("family", families())
-def test_costs_are_what_hooks_count(
-    family: str, small: Callable[[str], Supernet], inputs_of: Callable[..., tuple[Tensor, ...]]
-) -> None:
-    supernet, (x,) = small(family), inputs_of(family, 1)
+def test_costs_are_what_hooks_count(family: str) -> None:
+    supernet, x = small_supernet(family), next(iter(small_inputs(family, 1).values()))
     model = subnetact.CostModel(supernet, x.shape[1:])
     space, rng = supernet.space, random.Random(7)
     for spec in [space.smallest(), space.largest(), *(space.sample(rng) for _ in range(10))]:
@@ -84,10 +83,8 @@ def test_parameters_are_autoformers_own_count_and_products_follow_from_the_heads
         assert model(spec).product_macs == sum(4 * 197 * 197 * 64 * h for h in heads)
 
 
-def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be(
-    small: Callable[[str], Supernet],
-) -> None:
-    supernet = small("dynabert")
+def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be() -> None:
+    supernet = small_supernet("dynabert")
     tokens = 11
     model = subnetact.CostModel(supernet, (tokens,))
     spec = supernet.space.parse({"width_mult": 0.5, "depth_mult": 0.5})
@@ -98,13 +95,11 @@ def test_products_of_attention_are_counted_and_softmax_is_said_not_to_be(
     assert "gelu" in model(spec).not_counted
 
 
-def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(
-    digits: Supernet, small: Callable[[str], Supernet]
-) -> None:
+def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(digits: Supernet) -> None:
     spec = digits.space.sample(3)
     one, four = (subnetact.cost(digits, spec, (1, 16, 16), batch_size=n) for n in (1, 4))
     assert (four.macs, four.activation_bytes) == (4 * one.macs, 4 * one.activation_bytes)
-    bert = small("dynabert")
+    bert = small_supernet("dynabert")
     one_text, four_texts = (subnetact.cost(bert, bert.space.largest(), (11,), batch_size=n) for n in (1, 4))
     assert four_texts.product_macs == 4 * one_text.product_macs > 0
     assert (four.parameters, four.weight_bytes) == (one.parameters, one.weight_bytes)
@@ -112,7 +107,7 @@ def test_cost_scales_with_the_batch_and_refuses_what_it_cannot_count(
     with pytest.raises(SpecError, match="batch_size"):
         model(spec, 0)
     with pytest.raises(ForeignSpec):
-        model(small("ofa_mbv3").space.smallest())
+        model(small_supernet("ofa_mbv3").space.smallest())
     with pytest.raises(SpecError, match="does not run without data"):
         subnetact.CostModel(digits, (3, 16, 16))
 
@@ -127,6 +122,63 @@ def test_counting_leaves_the_supernet_as_it_was(digits: Supernet) -> None:
     assert digits.fingerprint() == before
     assert torch.equal(digits(x, subnet=spec), y)
     assert all(not m._forward_hooks for m in digits.network.modules())
+
+
+def test_products_of_attention_are_what_torch_counts_in_any_order_of_subnets() -> None:
+    supernet, (x,) = small_supernet("autoformer"), small_inputs("autoformer", 1).values()
+    rng = random.Random(3)
+    model = subnetact.CostModel(supernet, x.shape[1:])
+    first = {}
+    for spec in (supernet.space.sample(rng) for _ in range(30)):
+        first[spec] = model(spec), model.vector(spec).tolist()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            supernet.extract(spec)(x)
+        assert model(spec).macs == counter.get_total_flops() // 2
+    again = subnetact.CostModel(supernet, x.shape[1:])
+    assert {spec: (again(spec), again.vector(spec).tolist()) for spec in reversed(first)} == first
+
+
+class Repeated(nn.Module):
+    """Calls one convolution twice, changes the shape of its output in place, and gets a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 4, 3, padding=1)
+        self.crop = Crop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (1, 4, 8, 8) to (4, 4, 4)."""
+        y = self.convolution(x)
+        z = self.convolution(x)
+        y.squeeze_(0)
+        return self.crop(y, side=4) + self.crop(z, side=4).squeeze(0)  # type: ignore[no-any-return]
+
+
+class Crop(nn.Module):
+    """Crops to a side that is an argument."""
+
+    def forward(self, x: Tensor, side: int) -> Tensor:
+        """Map (..., H, W) to (..., side, side)."""
+        return x[..., :side, :side]
+
+
+def test_a_module_that_is_called_twice_is_counted_twice_and_held_once() -> None:
+    from subnetact.operators import WeightSlice
+
+    space = subnetact.SubnetSpace(
+        "twice",
+        [subnetact.Axis.uniform("width", ["all"], (2, 4))],
+        lambda v: {"width": int(v["width"][0])},
+    )
+    supernet = subnetact.insert_(Repeated().eval(), space, {"convolution": WeightSlice.on(out="width")})
+    model = subnetact.CostModel(supernet, (4, 8, 8))
+    for spec in (space.largest(), space.smallest()):
+        (width,) = spec["width"]
+        assert isinstance(width, int)
+        cost = model(spec)
+        assert cost.macs == 2 * 8 * 8 * 9 * 4 * width
+        assert cost.parameters == 9 * 4 * width + width
+        assert cost.activation_bytes == 4 * 2 * 8 * 8 * width
 
 
 class Resized(nn.Module):
