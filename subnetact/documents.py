@@ -1,4 +1,10 @@
-"""Files and folders that readers see whole or not at all, and checksums that tell whether they changed."""
+"""Versioned documents: how every file of this library is written, read and checked.
+
+A document says of which kind and schema it is. A `DocumentFormat` writes the documents of one kind and
+refuses files that are missing, damaged, of another kind or of a newer schema, each with an error that names
+the file and the next step. A `FolderFormat` does the same for a folder of files with an index. All writing is
+atomic: readers see the old file or the new one, never a part.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +12,340 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp, mkstemp
 from typing import Any
 
-from subnetact.errors import FileFormatError
+from subnetact.errors import FileFormatError, MissingFile, SubnetActError
 
-__all__ = ["checksum", "described", "replacing", "replacing_folder"]
+__all__ = [
+    "DocumentFormat",
+    "FolderFormat",
+    "checksum",
+    "described",
+    "parse_json",
+    "replacing",
+    "replacing_folder",
+]
+
+LONGEST_SCHEMA = 9
+"""No schema number in text form has more digits."""
+_DAMAGED = (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON text from a file that may be damaged or hostile.
+
+    Args:
+        text: JSON; bytes are decoded as UTF-8.
+
+    Returns:
+        Dictionaries, lists, strings, numbers, booleans and None.
+
+    Raises:
+        ValueError: the text is not UTF-8, is not JSON, is nested too deeply, or holds an integer with more
+            digits than Python converts. `json.loads` raises RecursionError for deep nesting.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@dataclass(frozen=True)
+class DocumentFormat:
+    """One kind of document: its name, its newest schema, and how files of this kind are read and written.
+
+    Attributes:
+        noun: the kind in words and with an article, for messages; "a latency table" for example.
+        kind: the identifier in the files, "subnetact.latency_table" for example.
+        schema: the newest schema that this version reads, and the only one that it writes.
+        next_step: what the user can do about a file that cannot be read, for messages.
+    """
+
+    noun: str
+    kind: str
+    schema: int
+    next_step: str
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The fields that every document of this kind begins with."""
+        return {"kind": self.kind, "schema": self.schema}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The same as `header`, in the form that the metadata of a safetensors file takes."""
+        return {"format": self.kind, "schema": str(self.schema)}
+
+    def write(
+        self, path: str | os.PathLike[str], facts: Mapping[str, Any], indent: int | None = None
+    ) -> None:
+        """Write a document as JSON, atomically.
+
+        Args:
+            path: the file; an earlier one is replaced.
+            facts: the fields after the header, of values that JSON can hold.
+            indent: spaces per level of nesting; if None, the document is one line.
+
+        Raises:
+            MissingFile: the folder of the file does not exist.
+            ValueError: a number is not finite.
+        """
+        text = json.dumps({**self.header, **facts}, indent=indent, allow_nan=False)
+        with replacing(path) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+
+    def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read a document that `write` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            All fields, including those of the header.
+
+        Raises:
+            MissingFile: there is no such file.
+            FileFormatError: the file cannot be read, is not JSON, is of another kind, or has a newer schema.
+        """
+        document = self.read_json(path)
+        self.check(document, path)
+        return dict(document)
+
+    def read_json(self, path: str | os.PathLike[str]) -> Any:
+        """Read a file of JSON without a look at its kind and schema.
+
+        Args:
+            path: the file.
+
+        Returns:
+            What `parse_json` returns.
+
+        Raises:
+            MissingFile: there is no such file.
+            FileFormatError: the file cannot be read, or is not JSON.
+        """
+        with self.readable(path, unreadable=(ValueError,)):
+            return parse_json(Path(path).read_bytes())
+
+    def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
+        """Read a file with one JSON document per line, of which the first is the header.
+
+        A last line without a line break was cut short while it was written; it is left out.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The header, the documents of the further lines, and the length of all complete lines in bytes.
+
+        Raises:
+            MissingFile: there is no such file.
+            FileFormatError: the file cannot be read, a line is not JSON, or the header is of another kind or
+                of a newer schema.
+        """
+        with self.readable(path):
+            raw = Path(path).read_bytes()
+        complete = raw[: raw.rfind(b"\n") + 1]
+        lines = complete.split(b"\n")[:-1] or [b""]
+        header = self._parsed_line(path, 1, lines[0])
+        self.check(header, path)
+        documents = [self._parsed_line(path, i, line) for i, line in enumerate(lines[1:], start=2)]
+        return header, documents, len(complete)
+
+    def _parsed_line(self, path: str | os.PathLike[str], number: int, line: bytes) -> Any:
+        with self.readable(f"{path}, line {number}", unreadable=(ValueError,)):
+            return parse_json(line)
+
+    def check(self, document: Any, path: str | os.PathLike[str]) -> None:
+        """Check that a document is of this kind, and of a schema that this version reads.
+
+        Args:
+            document: what a file holds; anything.
+            path: the file, for messages.
+
+        Raises:
+            FileFormatError: the document is of another kind, or of a newer schema.
+        """
+        if not isinstance(document, Mapping) or document.get("kind") != self.kind:
+            raise FileFormatError(
+                f"{path}: not {self.noun}; expected a JSON object of kind {self.kind!r}; {self.next_step}"
+            )
+        schema = document.get("schema")
+        if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= self.schema:
+            raise FileFormatError(
+                f"{path}: {self.noun} of schema {schema!r}, this version reads 1 to {self.schema}; "
+                "update subnetact"
+            )
+
+    def check_metadata(self, metadata: Mapping[str, str] | None, path: str | os.PathLike[str]) -> int:
+        """Check the metadata of a safetensors file as `check` checks a document.
+
+        Args:
+            metadata: what the file holds; None if it has no metadata.
+            path: the file, for messages.
+
+        Returns:
+            The schema of the file.
+
+        Raises:
+            FileFormatError: the file is of another kind, or of a newer schema.
+        """
+        found = metadata or {}
+        schema: int | str | None = found.get("schema")
+        if isinstance(schema, str) and schema.isdecimal() and len(schema) <= LONGEST_SCHEMA:
+            schema = int(schema)
+        self.check({"kind": found.get("format"), "schema": schema}, path)
+        return int(schema or 0)
+
+    @contextmanager
+    def readable(
+        self, path: str | os.PathLike[str], unreadable: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Translate the errors of reading a file.
+
+        Args:
+            path: the file, for messages.
+            unreadable: errors that say, beside OSError, that a file is damaged.
+
+        Raises:
+            MissingFile: there is no such file.
+            FileFormatError: the block raised OSError or one of `unreadable`.
+        """
+        try:
+            yield
+        except SubnetActError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingFile(f"{path}: no file is there; {self.next_step}") from error
+        except Exception as error:
+            if not isinstance(error, (OSError, *unreadable)):
+                raise
+            raise FileFormatError(
+                f"{path}: not readable as {self.noun} ({error}); {self.next_step}"
+            ) from error
+
+    @contextmanager
+    def fields(
+        self,
+        path: str | os.PathLike[str],
+        passing: tuple[type[Exception], ...] = (SubnetActError,),
+        damaged: tuple[type[Exception], ...] = (),
+    ) -> Iterator[None]:
+        """Translate the errors of taking the fields out of a document.
+
+        Args:
+            path: the file, for messages.
+            passing: errors that are raised unchanged.
+            damaged: errors that say, beside KeyError, TypeError and the like, that the document is damaged.
+
+        Raises:
+            FileFormatError: the block raised KeyError, TypeError, AttributeError, IndexError, ValueError,
+                OverflowError, RecursionError, or one of `damaged`.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (FileFormatError, *passing)) or not isinstance(error, (*_DAMAGED, *damaged)):
+                raise
+            raise FileFormatError(
+                f"{path}: damaged: a field is missing or of the wrong kind: {error!r}; {self.next_step}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class FolderFormat(DocumentFormat):
+    """One kind of folder, whose index has the size and the SHA-256 of every other file.
+
+    The index carries a checksum of itself. Checksums find accidents and edits; they are no signature.
+
+    Attributes:
+        index: the name of the index.
+    """
+
+    index: str
+
+    @contextmanager
+    def writing(self, directory: str | os.PathLike[str], facts: Mapping[str, Any]) -> Iterator[Path]:
+        """Yield an empty folder to write into; after the block, add the index and move the folder into place.
+
+        Args:
+            directory: new, empty, or an earlier folder of this kind, which is replaced.
+            facts: the fields of the index; the mapping may be filled until the block ends.
+
+        Raises:
+            FileFormatError: the directory holds something else.
+        """
+        with replacing_folder(directory, self.index, self.noun) as folder:
+            yield folder
+            names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+            document = {
+                **self.header,
+                **facts,
+                "files": {name: described(folder / name) for name in names},
+            }
+            document["checksum"] = checksum(document)
+            (folder / self.index).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def read_folder(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read the index of a folder and compare every file with it.
+
+        Args:
+            directory: the folder.
+
+        Returns:
+            The fields of the index.
+
+        Raises:
+            MissingFile: the folder has no index.
+            FileFormatError: a file is missing, truncated or changed, or the index is of another kind or of a
+                newer schema; the message names the file.
+        """
+        folder = Path(directory)
+        path = folder / self.index
+        try:
+            document = self.read(path)
+        except MissingFile as error:
+            raise MissingFile(
+                f"{folder}: no {self.noun.split(' ', 1)[1]} is there ({self.index} is missing); "
+                f"{self.next_step}"
+            ) from error
+        if document.pop("checksum", None) != checksum(document):
+            raise FileFormatError(f"{path}: changed since it was written; restore it, or write it again")
+        listed = document.get("files")
+        if not isinstance(listed, dict):
+            raise FileFormatError(f"{path}: `files` lists no files; write the folder again")
+        _check_files(folder, path, listed.items())
+        return document
+
+
+def _check_files(folder: Path, index: Path, listed: Iterable[tuple[str, Any]]) -> None:
+    for name, known in listed:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise FileFormatError(f"{index}: {name!r} is not a file of this folder")
+        if described(folder / name) != known:
+            raise FileFormatError(
+                f"{folder / name}: truncated or changed since it was written; restore it, or write it again"
+            )
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it replaces `path`, on error it is removed."""
+    """Yield a temporary path in the same folder; on success it replaces `path`, on error it is removed.
+
+    Args:
+        path: the file; an earlier one is replaced.
+
+    Raises:
+        MissingFile: the folder of the file does not exist.
+    """
     target = Path(path)
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: its folder {target.parent} does not exist; create it first")
+        raise MissingFile(f"{target}: its folder {target.parent} does not exist; create it first")
     handle, name = mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     temporary = Path(name)
@@ -35,13 +358,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(path: str | os.PathLike[str], marker: str, what: str) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; on success it takes its place, on error it is removed.
+def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
+    """Yield a temporary folder next to `path`; on success it replaces `path`, on error it is removed.
 
     Args:
         path: new, empty, or a folder that holds `marker`, which is then replaced as a whole.
         marker: the file that every folder of this kind holds.
-        what: the kind, for the message.
+        noun: the kind with an article, for messages.
 
     Raises:
         FileFormatError: the folder holds something else.
@@ -50,7 +373,7 @@ def replacing_folder(path: str | os.PathLike[str], marker: str, what: str) -> It
     if target.exists() and (
         not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file())
     ):
-        raise FileFormatError(f"{target}: holds something else than {what}; choose a new directory")
+        raise FileFormatError(f"{target}: holds something else than {noun}; choose a new directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     new, old = temporary / "new", temporary / "old"
@@ -70,10 +393,16 @@ def replacing_folder(path: str | os.PathLike[str], marker: str, what: str) -> It
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Return a file's size in bytes and its SHA-256.
+    """Return the size of a file in bytes, and its SHA-256.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The fields "bytes" and "sha256".
 
     Raises:
-        FileFormatError: it cannot be read.
+        FileFormatError: the file cannot be read.
     """
     digest = hashlib.sha256()
     try:
@@ -88,7 +417,14 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON document."""
+    """Return the SHA-256 of a JSON document, whatever the order of its fields.
+
+    Args:
+        document: values that JSON can hold.
+
+    Returns:
+        Hexadecimal digits.
+    """
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

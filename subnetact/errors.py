@@ -8,6 +8,7 @@ SubnetActError
 ├── ViewError (RuntimeError)          something a zero-copy view must not do
 ├── CheckpointError (ValueError)      weights that do not fit the family
 ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
+│   └── MissingFile (FileNotFoundError)  a file, or the folder that it belongs in, does not exist
 ├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
 ├── EngineError (ValueError)          an engine cannot be made with these arguments
 ├── MissingExtra (ImportError)        a package that this feature needs is not installed
@@ -45,6 +46,7 @@ __all__ = [
     "InsertError",
     "InvalidRequest",
     "MissingExtra",
+    "MissingFile",
     "NotCalibrated",
     "PolicyError",
     "ProfileMismatch",
@@ -93,6 +95,10 @@ class CheckpointError(SubnetActError, ValueError):
 
 class FileFormatError(SubnetActError, ValueError):
     """A file is truncated, tampered with, of another kind, or of a newer schema."""
+
+
+class MissingFile(FileFormatError, FileNotFoundError):
+    """A file, or the folder that it belongs in, does not exist."""
 
 
 class DeviceError(SubnetActError, RuntimeError):

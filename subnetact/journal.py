@@ -1,8 +1,8 @@
-"""A journal: what long work has found so far, so that it can be killed at any moment and go on later.
+"""A journal: the intermediate results of long work, so that the work can be killed and resumed at any time.
 
-One JSON object a line. The first line says in which environment the work is done; a record is one further
-line, written at once, so a record costs the same however many there are. A last line that was cut short is
-as if it had not been written.
+The file has one JSON object per line. The first line holds the environment in which the work is done. Every
+record is one further line that is appended at once, so the cost of a record does not grow with their number.
+A last line that was cut short counts as not written.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from subnetact.documents import replacing
-from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.documents import DocumentFormat
+from subnetact.errors import ResumeMismatch
 
 __all__ = ["Journal"]
 
-KIND, SCHEMA = "subnetact.journal", 1
+JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another file, or remove it")
 
 
 class Journal:
@@ -51,9 +51,7 @@ class Journal:
         self.environment = json.loads(json.dumps(dict(environment)))
         self._records = self._read(resume) if self.path.exists() else []
         if not self._records:
-            with replacing(self.path) as temporary:
-                header = {"kind": KIND, "schema": SCHEMA, "environment": self.environment}
-                temporary.write_text(json.dumps(header) + "\n", encoding="utf-8")
+            JOURNAL.write(self.path, {"environment": self.environment})
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(list(self._records))
@@ -73,21 +71,11 @@ class Journal:
         self._records.append(line)
 
     def _read(self, resume: bool) -> list[dict[str, Any]]:
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        try:
-            header, *records = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
-            if header["kind"] != KIND or not all(isinstance(found["record"], str) for found in records):
-                raise KeyError("kind")
-            schema, before = header["schema"], header["environment"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise FileFormatError(
-                f"{self.path}: not a journal of a sweep ({error!r}); choose another file, or remove it"
-            ) from error
-        if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
-            raise FileFormatError(
-                f"{self.path}: schema {schema!r}, this version reads 1 to {SCHEMA}; update subnetact"
-            )
+        header, records, length = JOURNAL.read_lines(self.path)
+        with JOURNAL.fields(self.path):
+            before = header["environment"]
+            if not all(isinstance(found["record"], str) for found in records):
+                raise TypeError("the name of a record is not a string")
         if not records:
             return []
         if not resume:
@@ -101,8 +89,7 @@ class Journal:
                 f"{self.path}: was begun in another environment; then and now: {'; '.join(differing)}. "
                 f"Restore it, or remove {self._removable} to begin afresh"
             )
-        if len(whole) < len(raw):
-            os.truncate(self.path, len(whole))
+        os.truncate(self.path, length)
         return records
 
 

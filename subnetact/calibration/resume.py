@@ -17,15 +17,20 @@ from torch import Tensor
 from subnetact import __version__
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.run import CalibrationRun
-from subnetact.documents import replacing
-from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.documents import DocumentFormat, parse_json, replacing
+from subnetact.errors import ResumeMismatch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_row import NormRow
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Progress", "identity"]
 
-FORMAT, SCHEMA = "subnetact.calibration", 1
+UNFINISHED = DocumentFormat(
+    "an unfinished calibration",
+    "subnetact.calibration",
+    1,
+    "remove it to calibrate anew, or give a path of its own",
+)
 
 
 def identity(
@@ -72,27 +77,20 @@ class Progress:
             self.seconds = float(self._stored["seconds"])
 
     def _read(self) -> None:
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                header = file.metadata() or {}
-                if header.get("format") != FORMAT:
-                    raise FileFormatError(f"{self._path}: no unfinished calibration; give a path of its own")
-                if not 1 <= int(header["schema"]) <= SCHEMA:
-                    raise FileFormatError(
-                        f"{self._path}: unfinished calibration of schema {header['schema']}, this version "
-                        f"reads 1 to {SCHEMA}; update subnetact"
-                    )
-                self._stored = json.loads(header["progress"])
-                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with (
+            UNFINISHED.readable(self._path, unreadable=(SafetensorError,)),
+            UNFINISHED.fields(self._path),
+            safe_open(self._path, framework="pt") as file,
+        ):
+            header = file.metadata()
+            UNFINISHED.check_metadata(header, self._path)
+            self._stored = parse_json(header["progress"])
+            self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             theirs = self._stored["identity"]
             needed = {"seconds", "given", "digest", "finished", "position"}
             needed |= {"norms", "dtypes", "alone", "stopped", "layers"}
             if not isinstance(theirs, dict) or not needed <= set(self._stored):
                 raise KeyError(f"it lacks {sorted(needed - set(self._stored))}")
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            if isinstance(error, FileFormatError):
-                raise
-            raise self._unreadable(error) from error
         different = [
             f"{name} ({theirs.get(name)} there, {own} here)"
             for name, own in self._identity.items()
@@ -100,9 +98,6 @@ class Progress:
         ]
         if different:
             raise self._mismatch(f"it has other {'; '.join(different)}")
-
-    def _unreadable(self, error: Exception) -> FileFormatError:
-        return FileFormatError(f"{self._path}: not readable ({error}); remove it to calibrate anew")
 
     def _mismatch(self, what: str) -> ResumeMismatch:
         return ResumeMismatch(
@@ -160,7 +155,7 @@ class Progress:
             "layers": [run.layers_computed, run.layers_alone],
             "seconds": self.seconds + seconds,
         }
-        header = {"format": FORMAT, "schema": str(SCHEMA), "progress": json.dumps(progress)}
+        header = {**UNFINISHED.metadata, "progress": json.dumps(progress)}
         with replacing(self._path) as temporary:
             save_file(tensors, temporary, header)
 
@@ -176,7 +171,7 @@ class Progress:
         norms = run.norms()
         if len(norms) != len(self._stored["norms"]):
             raise self._mismatch("it has other layers")
-        try:
+        with UNFINISHED.fields(self._path):
             ends = dict.fromkeys(self._tensors, 0)
             for norm, state, dtype in zip(norms, self._stored["norms"], self._stored["dtypes"], strict=True):
                 self._restore_norm(norm, [int(n) for n in state], f"averages.{dtype}", ends, run.device)
@@ -189,8 +184,6 @@ class Progress:
                 stopped[SubnetSpec.from_json(spec)] = row, int(batches)
             run.layers_computed, run.layers_alone = map(int, self._stored["layers"])
             run.restore(int(self._stored["finished"]), int(self._stored["position"]), stopped)
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._unreadable(error) from error
 
     def _restore_norm(
         self,

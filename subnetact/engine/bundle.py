@@ -19,12 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.documents import (
-    checksum,
-    described,
-    replacing,
-    replacing_folder,
-)
+from subnetact.documents import FolderFormat, replacing
 from subnetact.engine.origins import build
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable
@@ -34,8 +29,8 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Bundle", "load_bundle", "save_bundle"]
 
-KIND, SCHEMA = "subnetact.bundle", 1
 INDEX, WEIGHTS, NORMS = "bundle.json", "weights.safetensors", "norms.safetensors"
+BUNDLE = FolderFormat("a bundle", "subnetact.bundle", 1, "give the directory that Engine.save() wrote", INDEX)
 
 
 @dataclass(frozen=True)
@@ -71,11 +66,12 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
     Raises:
         FileFormatError: the directory holds something else than a bundle.
     """
-    with replacing_folder(directory, INDEX, "a bundle") as folder:
-        _write(bundle, folder)
+    facts: dict[str, Any] = {}
+    with BUNDLE.writing(directory, facts) as folder:
+        facts |= _write(bundle, folder)
 
 
-def _write(bundle: Bundle, folder: Path) -> None:
+def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     supernet = bundle.supernet
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
     with replacing(folder / WEIGHTS) as temporary:  # gives the file the usual permissions
@@ -84,9 +80,7 @@ def _write(bundle: Bundle, folder: Path) -> None:
     tables = {f"latency-{i}.json": name for i, name in enumerate(bundle.tables)}
     for file, name in tables.items():
         bundle.tables[name].save(folder / file)
-    document = {
-        "kind": KIND,
-        "schema": SCHEMA,
+    return {
         "subnetact": __version__,
         "space": supernet.space.id,
         "family": _portable(supernet.origin),
@@ -96,10 +90,7 @@ def _write(bundle: Bundle, folder: Path) -> None:
         "accuracy": list(bundle.accuracy),
         "removed": sorted(bundle.removed),
         "tables": tables,
-        "files": {name: described(folder / name) for name in (WEIGHTS, NORMS, *tables)},
     }
-    document["checksum"] = checksum(document)
-    (folder / INDEX).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bundle:
@@ -111,16 +102,10 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
     """
     folder = Path(directory)
     index = folder / INDEX
-    document = _read_index(index)
-    try:
-        for name, known in document["files"].items():
-            if Path(name).name != name:
-                raise FileFormatError(f"{index}: {name!r} is not a file of this directory")
-            if described(folder / name) != known:
-                raise FileFormatError(
-                    f"{folder / name}: truncated or changed since it was saved; restore it, or save again"
-                )
-        built = supernet is None
+    document = BUNDLE.read_folder(folder)
+    built = supernet is None
+    passing = () if built else (ForeignSpec,)
+    with BUNDLE.fields(index, passing=passing, damaged=(RuntimeError,)):
         if supernet is None:
             supernet = _rebuilt(document["family"], index)
         if supernet.space.id != document["space"]:
@@ -138,10 +123,6 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         return Bundle(
             supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
         )
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        if isinstance(error, FileFormatError) or (isinstance(error, ForeignSpec) and supernet is not None):
-            raise
-        raise FileFormatError(f"{index}: a field is missing or of the wrong kind: {error!r}") from error
 
 
 def _portable(origin: Any) -> Any:
@@ -149,28 +130,6 @@ def _portable(origin: Any) -> Any:
         return json.loads(json.dumps(origin))
     except (TypeError, ValueError):
         return None  # built with arguments that no file can hold: the caller has to give the supernet
-
-
-def _read_index(index: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(index.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileFormatError(
-            f"{index.parent}: no bundle is there ({index.name} is missing); give the directory that "
-            "Engine.save() wrote"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise FileFormatError(f"{index}: not a readable bundle ({error}); save it again") from error
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise FileFormatError(f"{index}: not a bundle; write one with Engine.save()")
-    schema = document.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
-        raise FileFormatError(
-            f"{index}: bundle of schema {schema!r}, this version reads 1 to {SCHEMA}; update subnetact"
-        )
-    if document.pop("checksum", None) != checksum(document):
-        raise FileFormatError(f"{index}: changed since it was saved; restore it, or save again")
-    return document
 
 
 def _rebuilt(origin: Any, index: Path) -> Supernet:

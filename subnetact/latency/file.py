@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from subnetact.documents import replacing
-from subnetact.errors import FileFormatError
+from subnetact.documents import DocumentFormat
 from subnetact.latency.validate import with_nans, with_nulls
 
 if TYPE_CHECKING:
     from subnetact.latency.table import LatencyTable
 
-SCHEMA = 1
-KIND = "subnetact.latency_table"
+LATENCY_TABLE = DocumentFormat(
+    "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
+)
 FORMER = {
     "interference": "co_runners",
     "contended_ms": "co_runner_ms",
@@ -31,8 +29,6 @@ FORMER = {
 def document(table: LatencyTable) -> dict[str, Any]:
     """The table as plain lists, strings and numbers."""
     written: dict[str, Any] = {
-        "kind": KIND,
-        "schema": SCHEMA,
         "subnets": list(table.subnets),
         "accuracy": [None if math.isnan(percent) else percent for percent in table.accuracy],
         "batch_sizes": list(table.batch_sizes),
@@ -66,18 +62,7 @@ def arguments(written: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(table: LatencyTable, path: str | os.PathLike[str]) -> None:
     """Write a table to a file, atomically."""
-    text = json.dumps(document(table), indent=1, allow_nan=False)
-    with replacing(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
-
-
-def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file that holds one JSON object."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FileFormatError(f"{path}: not readable as a latency table ({error}); save it again") from error
-    return found if isinstance(found, dict) else {}
+    LATENCY_TABLE.write(path, document(table), indent=1)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -86,16 +71,6 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileFormatError: truncated, foreign, or of a newer schema.
     """
-    written = read_object(path)
-    if written.get("kind") != KIND:
-        raise FileFormatError(f"{path}: not a latency table; expected a JSON object of kind {KIND!r}")
-    schema = written.get("schema")
-    if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= SCHEMA:
-        raise FileFormatError(
-            f"{path}: schema {schema!r} is not known here (this version reads 1 to {SCHEMA}); "
-            "update subnetact to read it"
-        )
-    try:
+    written = LATENCY_TABLE.read(path)
+    with LATENCY_TABLE.fields(path):
         return arguments(written)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from subnetact.documents import DocumentFormat
 from subnetact.errors import FileFormatError, TableError
-from subnetact.latency.file import read_object
 
 __all__ = ["read_superserve"]
 
 STAGES = ("forward", "deserialize", "h2d_copy", "postprocess", "d2h_copy", "total")
 STATISTICS = ("mean", "std", "p99")
+PROFILE = DocumentFormat(
+    "a SuperServe profile", "", 0, "give a file that the profiler of SuperServe's authors wrote"
+)
 
 
 def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dict[str, Any]:
@@ -33,17 +36,16 @@ def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dic
     """
     if stage not in STAGES:
         raise TableError(f"stage: {stage!r} is unknown; choose from {', '.join(STAGES)}")
-    models = read_object(path).get("models")
+    found = PROFILE.read_json(path)
+    models = found.get("models") if isinstance(found, dict) else None
     if not isinstance(models, list) or not models:
         raise FileFormatError(f"{path}: not a SuperServe profile; it has no list 'models'")
-    try:
+    with PROFILE.fields(path):
         measured = [_by_batch(model, stage) for model in models]
         sizes = sorted(set().union(*measured))
         dimensions = [model["subnet_dimension"] for model in models]
         keys = [_key(model["id"], dimension) for model, dimension in zip(models, dimensions, strict=True)]
         accuracy = [_known(model["accuracy"]) for model in models]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
     cells = {
         name: [[row.get(size, {}).get(name, math.nan) for size in sizes] for row in measured]
         for name in STATISTICS

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import FileFormatError, TableError
+from subnetact.errors import TableError
 from subnetact.latency.compare import Comparison, compare
 from subnetact.latency.file import (
+    LATENCY_TABLE,
     arguments,
     document,
     read,
@@ -354,10 +355,8 @@ class LatencyTable:
             TableError: a well-formed file whose numbers make no table.
         """
         given = read(path)
-        try:
+        with LATENCY_TABLE.fields(path):
             return cls.from_arrays(**given)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
 
     @classmethod
     def from_superserve(cls, path: str | os.PathLike[str], stage: str = "forward") -> LatencyTable:

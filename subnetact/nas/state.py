@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from subnetact.documents import replacing
-from subnetact.errors import FileFormatError, SearchError, SpecError
+from subnetact.documents import DocumentFormat
+from subnetact.errors import SearchError, SpecError
 from subnetact.pareto import Costs
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
 __all__ = ["SearchState"]
 
-KIND, SCHEMA = "subnetact.search", 1
+STATE = DocumentFormat(
+    "the state of a search", "subnetact.search", 1, "remove it to begin anew, or name another file"
+)
 
 Objectives: TypeAlias = tuple[float, ...]
 """What to have more of (accuracy, percent), then what to have less of (latencies, ms)."""
@@ -59,8 +59,6 @@ class SearchState:
         """Write the state as JSON; a reader sees the old file or the new one, never a part."""
         index = {spec: i for i, spec in enumerate(self.found)}
         data = {
-            "kind": KIND,
-            "schema": SCHEMA,
             "space": self.space.id,
             "settings": self.settings,
             "generation": self.generation,
@@ -73,8 +71,7 @@ class SearchState:
             "population": self.population,
             "remeasured": [[index[spec], list(ms)] for spec, ms in self.remeasured.items()],
         }
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(data) + "\n")
+        STATE.write(path, data)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take up what `save` wrote.
@@ -83,19 +80,13 @@ class SearchState:
             FileFormatError: the file is not such a state, is damaged, or of a newer schema.
             SearchError: it is of another space, or of a search with other settings.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-            kind, schema = data["kind"], data["schema"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise FileFormatError(f"{path}: not the state of a search ({error})") from error
-        if kind != KIND or schema != SCHEMA:
-            raise FileFormatError(f"{path}: a {kind} of schema {schema}; this version reads {KIND} {SCHEMA}")
+        data = STATE.read(path)
         if data.get("space") != self.space.id:
             raise SearchError(
                 f"{path}: a search in space {data.get('space')}, this one is in {self.space.id}; resume with "
                 "the same supernet, or name a new file"
             )
-        before = data.get("settings")
+        before: Any = data.get("settings") or {}
         if before != self.settings:
             differing = [
                 f"{name} was {before.get(name)!r}, is {self.settings.get(name)!r}"
@@ -106,10 +97,8 @@ class SearchState:
                 f"{path}: a search with other settings ({'; '.join(differing)}); use the same ones, or name "
                 "a new file"
             )
-        try:
+        with STATE.fields(path, passing=()):
             self._fill(data)
-        except (SpecError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise FileFormatError(f"{path}: the state is damaged ({error}); begin anew") from error
 
     def _fill(self, data: Mapping[str, Any]) -> None:
         found = {}

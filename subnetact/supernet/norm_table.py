@@ -12,14 +12,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from subnetact.documents import replacing
+from subnetact.documents import DocumentFormat, parse_json, replacing
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_row import Block, NormRow
 
 __all__ = ["NormRow", "NormTable"]
 
-SCHEMA = 2
+NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 2, "save it again with NormTable.save()")
 
 
 class NormTable:
@@ -104,7 +104,7 @@ class NormTable:
                     parts.setdefault(dtype, []).extend((mean.cpu(), var.cpu()))
             rows.append({"spec": spec.to_json(), "blocks": [numbers[digest] for digest in row.digests()]})
         index = {"names": list(names), "blocks": blocks, "rows": rows}
-        header = {"format": "subnetact.norms", "schema": str(SCHEMA), "space": self.space}
+        header = {**NORM_TABLE.metadata, "space": self.space}
         tensors = {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
         with replacing(path) as temporary:
             save_file(tensors, temporary, {**header, "index": json.dumps(index)})
@@ -118,30 +118,21 @@ class NormTable:
         Raises:
             FileFormatError: the file is truncated, of another kind, or of a newer schema.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                if header.get("format") != "subnetact.norms":
-                    raise FileFormatError(f"{path}: not a norm table; write one with NormTable.save()")
-                if not 1 <= int(header["schema"]) <= SCHEMA:
-                    raise FileFormatError(
-                        f"{path}: norm table of schema {header['schema']}, this version reads 1 to "
-                        f"{SCHEMA}; update subnetact"
-                    )
-                table = cls(header["space"])
-                if header["schema"] == "1":
-                    table.update(_rows_of_schema_1(file, json.loads(header["rows"])))
-                else:
-                    table._rows = _rows(file, json.loads(header["index"]))
-                for spec, row in table._rows.items():
-                    if not all(source.isfinite().all() for source in row.sources):
-                        raise FileFormatError(f"{path}: {spec} is not finite; calibrate and save again")
-        except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            if isinstance(error, FileFormatError):
-                raise
-            raise FileFormatError(
-                f"{path}: not a readable norm table ({error}); save it again with NormTable.save()"
-            ) from error
+        with (
+            NORM_TABLE.readable(path, unreadable=(SafetensorError,)),
+            NORM_TABLE.fields(path, passing=()),
+            safe_open(path, framework="pt") as file,
+        ):
+            header = file.metadata()
+            schema = NORM_TABLE.check_metadata(header, path)
+            table = cls(header["space"])
+            if schema == 1:
+                table.update(_rows_of_schema_1(file, parse_json(header["rows"])))
+            else:
+                table._rows = _rows(file, parse_json(header["index"]))
+            for spec, row in table._rows.items():
+                if not all(source.isfinite().all() for source in row.sources):
+                    raise FileFormatError(f"{path}: {spec} is not finite; calibrate and save again")
         return table
 
 

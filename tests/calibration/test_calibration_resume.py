@@ -212,7 +212,7 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
     save_file(tensors, path, {**metadata, "schema": "2"})
     refused("schema 2, this version reads 1 to 1")
     save_file(tensors, path, {**metadata, "format": "other"})
-    refused("no unfinished calibration")
+    refused("not an unfinished calibration")
     save_file({name: t[:-1] for name, t in tensors.items()}, path, metadata)
     refused("channels, not")
 

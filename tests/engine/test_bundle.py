@@ -112,7 +112,7 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"family": {"name": "nonsense", "constructor": {}}}, "cannot rebuild 'nonsense'"),
         ({"family": {"name": "os", "constructor": {}}}, "cannot rebuild 'os'"),
         ({"family": {"name": "ofa_resnet50", "constructor": {}}}, "is of space digits"),
-        ({"files": {"../weights.safetensors": {}}}, "not a file of this directory"),
+        ({"files": {"../weights.safetensors": {}}}, "not a file of this folder"),
         ({"example": ["load", [1]]}, "of the wrong kind"),
         ({"example": ["torch.float32", [-1]]}, "of the wrong kind"),
         ({"accuracy": [80.0]}, "do not belong together"),

@@ -337,7 +337,7 @@ def test_a_state_of_another_search_is_refused(made_up: tuple[Supernet, Any, Any]
     data["evaluated"][0][0][0][0] = 17
     wrong_schema = {**json.loads(before), "schema": 99}
     for text, words in (
-        ("{", "not the state"),
+        ("{", "not readable as the state of a search"),
         ("[]", "not the state"),
         (json.dumps(data), "damaged"),
         (json.dumps(wrong_schema), "schema 99"),

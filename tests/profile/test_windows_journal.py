@@ -105,12 +105,21 @@ def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]\n", '{"kind": "other"}\n', "\x00\n", '{"kind": 3}\n{"a": 1}\n']
+    ("text", "words"),
+    [
+        ("", "line 1: not readable as a journal"),
+        ("{}", "line 1: not readable as a journal"),
+        ("[]\n", "not a journal"),
+        ('{"kind": "other"}\n', "not a journal"),
+        ("\x00\n", "line 1: not readable as a journal"),
+        ('{"kind": 3}\n{"a": 1}\n', "not a journal"),
+        ('{"kind": "subnetact.journal", "schema": 1, "environment": {}}\n{"a": 1}\n', "a field is missing"),
+    ],
 )
-def test_other_files_are_not_taken_for_a_journal(tmp_path: Path, text: str) -> None:
+def test_other_files_are_not_taken_for_a_journal(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "j.jsonl"
     path.write_text(text)
-    with pytest.raises(FileFormatError, match="not a journal"):
+    with pytest.raises(FileFormatError, match=words):
         Journal(path, {})
     assert path.read_text() == text
 

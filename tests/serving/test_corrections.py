@@ -130,7 +130,7 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
         Corrections(TABLE.scaled(2.0)).load(path)
     document = json.loads(path.read_text())
     for change, match in (
-        ({"schema": 2}, "schema 2 is not known"),
+        ({"schema": 2}, "schema 2, this version reads 1 to 1; update subnetact"),
         ({"kind": "x"}, "not corrections"),
         ({"cells": [[9, 0, 1, 0.0, 0.0]]}, "index 9 of 2"),
         ({"cells": [[0, 0, 1, math.inf, 0.0]]}, "of mean inf"),

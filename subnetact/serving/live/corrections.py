@@ -8,21 +8,21 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.documents import replacing
-from subnetact.errors import FileFormatError, PolicyError, ProfileMismatch
+from subnetact.documents import DocumentFormat
+from subnetact.errors import PolicyError, ProfileMismatch
 from subnetact.latency.table import LatencyTable
 
 __all__ = ["Corrections", "CorrectionsSnapshot"]
 
-KIND = "subnetact.corrections"
-SCHEMA = 1
+CORRECTIONS = DocumentFormat(
+    "corrections", "subnetact.corrections", 1, "give a file that Corrections.save() wrote, or remove it"
+)
 _MEMORY = 64
 _PRIOR = 8.0
 _CLIP = 5.0
@@ -166,15 +166,12 @@ class Corrections:
         """Write as JSON; an interrupted write leaves any earlier file intact."""
         with self._lock:
             document = {
-                "kind": KIND,
-                "schema": SCHEMA,
                 "table": _fingerprint(self.table),
                 "all": _plain(self._all),
                 "subnets": [[i, *_plain(running)] for i, running in self._subnets.items()],
                 "cells": [[i, j, *_plain(running)] for (i, j), running in self._cells.items()],
             }
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+        CORRECTIONS.write(path, document)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` wrote; what was learned here before is replaced.
@@ -183,34 +180,20 @@ class Corrections:
             FileFormatError: truncated, foreign, or of a newer schema.
             ProfileMismatch: learned on another table.
         """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise FileFormatError(
-                f"{path}: not readable as corrections ({error}); save them again"
-            ) from error
-        if not isinstance(document, dict) or document.get("kind") != KIND:
-            raise FileFormatError(f"{path}: not corrections; expected a JSON object of kind {KIND!r}")
-        if document.get("schema") != SCHEMA:
-            raise FileFormatError(
-                f"{path}: schema {document.get('schema')!r} is not known here (this version reads {SCHEMA}); "
-                "update subnetact to read it"
-            )
+        document = CORRECTIONS.read(path)
         if document.get("table") != _fingerprint(self.table):
             raise ProfileMismatch(
                 f"{path}: learned on another latency table ({document.get('table')}, this batcher's is "
                 f"{_fingerprint(self.table)}); start without it, or serve with that table"
             )
         rows, columns = len(self.table.subnets), len(self.table.batch_sizes)
-        try:
+        with CORRECTIONS.fields(path):
             overall = _running(*document["all"])
             subnets = {_within(i, rows): _running(*values) for i, *values in document["subnets"]}
             cells = {
                 (_within(i, rows), _within(j, columns)): _running(*values)
                 for i, j, *values in document["cells"]
             }
-        except (KeyError, TypeError, ValueError) as error:
-            raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
         for i, _ in cells:
             subnets.setdefault(i, _Running())
         with self._lock:

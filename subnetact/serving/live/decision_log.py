@@ -10,13 +10,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
 
+from subnetact.documents import DocumentFormat
 from subnetact.serving.live.jobs import Job
 from subnetact.serving.live.requests import Request
 
-__all__ = ["KIND", "SCHEMA", "DecisionLog"]
+__all__ = ["DECISION_LOG", "DecisionLog"]
 
-KIND = "subnetact.decision_log"
-SCHEMA = 1
+DECISION_LOG = DocumentFormat(
+    "a decision log", "subnetact.decision_log", 1, "give a file that Batcher(decision_log=path) wrote"
+)
 
 
 class DecisionLog:
@@ -42,7 +44,7 @@ class DecisionLog:
         self._entries: deque[dict[str, Any]] = deque()
         self._writing = Lock()
         self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
-        self._file.write(json.dumps({"kind": KIND, "schema": SCHEMA, **header}, allow_nan=False) + "\n")
+        self._file.write(json.dumps({**DECISION_LOG.header, **header}, allow_nan=False) + "\n")
 
     def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
         """Record a part of a job that ran; `met` of its requests were in time."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import FileFormatError, SubnetActError
+from subnetact.errors import FileFormatError
 from subnetact.latency.file import arguments
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.decision_log import KIND, SCHEMA
+from subnetact.serving.live.decision_log import DECISION_LOG
 from subnetact.serving.simulation.result import Decision, SimulationResult
 
 __all__ = ["LiveRun"]
@@ -56,33 +54,9 @@ class LiveRun:
         Raises:
             FileFormatError: not a decision log, of a newer schema, damaged, or without arrivals.
         """
-        try:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise FileFormatError(f"{path}: not text ({error}); is it a decision log?") from error
-        header = _parsed(lines[0], path, 1)
-        if not isinstance(header, dict) or header.get("kind") != KIND:
-            raise FileFormatError(f"{path}: not a decision log; expected a first line of kind {KIND!r}")
-        if header.get("schema") != SCHEMA:
-            raise FileFormatError(
-                f"{path}: schema {header.get('schema')!r} is not known here (this version reads {SCHEMA}); "
-                "update subnetact to read it"
-            )
-        complete = lines[1:-1]  # what follows the last line break is empty, or was cut off
-        entries = [_parsed(line, path, i + 2) for i, line in enumerate(complete)]
-        try:
+        header, entries, _ = DECISION_LOG.read_lines(path)
+        with DECISION_LOG.fields(path):
             return _run_of(header, entries, path)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, SubnetActError):
-                raise
-            raise FileFormatError(f"{path}: a field is missing or of the wrong kind: {error!r}") from error
-
-
-def _parsed(line: str, path: str | os.PathLike[str], number: int) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise FileFormatError(f"{path}, line {number}: not JSON ({error}); is it a decision log?") from error
 
 
 def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | os.PathLike[str]) -> LiveRun:
