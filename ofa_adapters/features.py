@@ -61,7 +61,7 @@ def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | No
     Raises:
         IllegalChoice: the image size is not one of the encoding's sizes.
 
-    Source: mit-han-lab/once-for-all, ofa/tutorial/accuracy_predictor.py.
+    Source: mit-han-lab/once-for-all, ofa/tutorial.
     """
     size = _one_hot(TUTORIAL_SIZES, _known(image_size, TUTORIAL_SIZES))
     return _features(*_axis(space, spec, "kernel"), *_axis(space, spec, "expand"), size)

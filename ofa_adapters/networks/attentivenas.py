@@ -1,7 +1,8 @@
-"""AttentiveNAS (CVPR'21) and AlphaNet (ICML'21): MobileNetV3-like blocks with elastic everything.
+"""AttentiveNAS and AlphaNet: blocks of elastic width, depth, kernel and expansion, and elastic resolution.
 
-Upstream's code and checkpoints are licensed for
-non-commercial use (CC-BY-NC-4.0); none of either is in this package.
+Source: AttentiveNAS (Wang et al., CVPR 2021), AlphaNet (Wang et al., ICML 2021);
+facebookresearch/AttentiveNAS, models/attentive_nas_dynamic_model.py. Upstream's code and checkpoints are
+licensed for non-commercial use (CC-BY-NC-4.0). This package contains neither.
 """
 
 from __future__ import annotations
@@ -66,14 +67,26 @@ DEFAULT: Mapping[str, Any] = {
     "mb7": _stage([216, 224], [1, 2], [6], 1, True),
     "last_conv": {"c": [1792, 1984], "act_func": "swish"},
 }
-"""The published ranges. Which choices lie inside a range, and what a stage's range leaves open (its
-kernels, some depths and expansions), is this package's reading and not checked against upstream: give
-`supernet_cfg` with a checkpoint."""
+"""The default `supernet_cfg`, which covers the ranges in the papers.
+
+The papers leave open which choices lie inside a range, and some kernels, depths and expansions. This package
+fills these gaps without a check against upstream. Give the `supernet_cfg` that a checkpoint was trained with.
+"""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Choices of one stage, each sorted, and what is fixed in it."""
+    """One stage of the network: its elastic choices, ascending, and its fixed settings.
+
+    Attributes:
+        widths: numbers of output channels.
+        depths: numbers of blocks.
+        kernels: kernel sizes of the depthwise convolutions.
+        expands: ratios of middle to input channels in each block.
+        stride: stride of the first block.
+        activation: name of the activation, a key of `ACTIVATIONS`.
+        squeeze: whether the blocks have squeeze-excitation.
+    """
 
     widths: tuple[int, ...]
     depths: tuple[int, ...] = (1,)
@@ -85,10 +98,17 @@ class Stage:
 
     @classmethod
     def of(cls, name: str, given: Any) -> Stage:
-        """Read a stage of upstream's configuration.
+        """Read one stage of upstream's configuration.
+
+        Args:
+            name: name of the stage, such as `first_conv` or `mb1`.
+            given: its entry in `supernet_cfg`.
+
+        Returns:
+            The stage.
 
         Raises:
-            ValueError: it is no mapping with the stage's choices.
+            SpecError: the entry is not a mapping, or lacks a key that the stage needs.
         """
         needed = ("c", "d", "k", "t", "s") if name.startswith("mb") else ("c",)
         missing = [key for key in needed if not isinstance(given, Mapping) or key not in given]
@@ -107,9 +127,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class BlockSlot:
-    """A block slot at full size; `index` and `follows` are positions in the list of widths.
+    """One block slot at full size.
 
-    `mid` is None where the block has no expansion, `squeeze` where it has no squeeze-excitation.
+    Attributes:
+        stage: the stage of the block.
+        index: position of the stage in `AttentiveNASLayout.widths`.
+        follows: position in `AttentiveNASLayout.widths` of the stage that produces the block's input.
+        position: position of the block in its stage.
+        in_: input channels.
+        mid: channels of the depthwise convolution. If None, the block has no expansion.
+        out: output channels.
+        squeeze: channels of the squeeze-excitation. If None, the block has none.
     """
 
     stage: Stage
@@ -123,11 +151,20 @@ class BlockSlot:
 
     @property
     def stride(self) -> int:
-        """The stride of the block."""
+        """The stride of the block: that of the stage in its first block, else 1."""
         return self.stage.stride if self.position == 0 else 1
 
     def sizes(self, in_: int, ratio: float) -> tuple[int, int]:
-        """Return a subnet's middle and squeeze-excitation widths, never beyond the full ones."""
+        """Return a subnet's channels of the depthwise convolution and of the squeeze-excitation.
+
+        Args:
+            in_: the subnet's input channels.
+            ratio: the subnet's expansion ratio.
+
+        Returns:
+            The two numbers of channels, at most those of the full network; the second is 0 if the block has
+            no squeeze-excitation.
+        """
         mid = in_ if self.mid is None else min(self.mid, make_divisible(round(in_ * ratio), minimum=1))
         squeeze = min(self.squeeze, make_divisible(mid // 4, minimum=1)) if self.squeeze else 0
         return mid, squeeze
@@ -135,7 +172,13 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class AttentiveNASLayout:
-    """The stages by name, in order, with `first_conv` first and `last_conv` last."""
+    """What the choices of an AttentiveNAS supernet mean in sizes.
+
+    Attributes:
+        stages: the stages by name, in order, from `first_conv` to `last_conv`.
+        resolutions: input sizes in pixels, ascending.
+        v3_head: whether the head has two convolutions.
+    """
 
     stages: Mapping[str, Stage]
     resolutions: tuple[int, ...]
@@ -145,8 +188,14 @@ class AttentiveNASLayout:
     def of(cls, config: Mapping[str, Any]) -> AttentiveNASLayout:
         """Read upstream's `supernet_cfg`.
 
+        Args:
+            config: the configuration.
+
+        Returns:
+            The layout.
+
         Raises:
-            ValueError: a stage is missing or incomplete.
+            SpecError: a stage is missing or incomplete.
         """
         blocks = sorted((name for name in config if name.startswith("mb")), key=lambda name: int(name[2:]))
         missing = [name for name in ("first_conv", "last_conv") if name not in config]
@@ -161,16 +210,16 @@ class AttentiveNASLayout:
 
     @property
     def widths(self) -> list[tuple[int, ...]]:
-        """Width choices of the stem, of every stage and of the head."""
+        """The width choices of the stem, of every stage and of the head."""
         return [stage.widths for stage in self.stages.values()]
 
     @property
     def middle(self) -> list[tuple[str, Stage]]:
-        """The stages of blocks."""
+        """The stages that consist of blocks, by name."""
         return list(self.stages.items())[1:-1]
 
     def blocks(self) -> list[BlockSlot]:
-        """Return every block slot."""
+        """Return all block slots, in order."""
         found = []
         for index, (_, stage) in enumerate(self.middle, start=1):
             for position in range(stage.depths[-1]):
@@ -182,7 +231,7 @@ class AttentiveNASLayout:
         return found
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Resolve axis values to dimensions."""
+        """Return the size of every dimension for the values of the axes."""
         width: Any = values["width"]
         sizes: dict[str, Any] = {"resolution": values["resolution"][0]}
         sizes.update({f"width{i}": size for i, size in enumerate(width)})
@@ -199,7 +248,7 @@ class AttentiveNASLayout:
         return sizes
 
     def space(self) -> SubnetSpace:
-        """Return the search space, in upstream's notation."""
+        """Return the search space, which reads and writes upstream's configurations."""
         axes = [
             Axis("resolution", (Slot("input", self.resolutions),)),
             Axis("width", tuple(Slot(name, stage.widths) for name, stage in self.stages.items())),
@@ -224,7 +273,15 @@ def _format(values: AxisValues) -> dict[str, Any]:
 
 
 def resized(x: Tensor, resolution: int) -> Tensor:
-    """Scale square images (N, C, H, W) to a resolution. TorchScript compiles it as it is."""
+    """Scale square images to a resolution by bicubic interpolation; TorchScript compiles this function.
+
+    Args:
+        x: images of shape (N, C, H, W).
+        resolution: the new height and width in pixels.
+
+    Returns:
+        Images of shape (N, C, resolution, resolution); `x` itself if its width is the resolution.
+    """
     if has_torch_function_unary(x):
         return handle_torch_function(resized, (x,), x, resolution)
     if x.shape[-1] == resolution:
@@ -233,21 +290,21 @@ def resized(x: Tensor, resolution: int) -> Tensor:
 
 
 class Resize(nn.Module):
-    """Scales images to the subnet's resolution."""
+    """Scales images to the resolution of the subnet."""
 
     def __init__(self, resolution: int) -> None:
         super().__init__()
         self.resolution = resolution
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, 3, H, W) to (N, 3, resolution, resolution), bicubic, unless W is the resolution."""
+        """Map (N, 3, H, W) to (N, 3, resolution, resolution)."""
         return resized(x, self.resolution)
 
 
 class ShortcutBlock(MBConv):
-    """An MBConv with a shortcut: pooled where the block strides, projected where the width changes.
+    """An MBConv whose shortcut is pooled if the block has a stride, and projected if the width changes.
 
-    Whether the width changes depends on the subnet, so every block has a projection.
+    Whether the width changes depends on the subnet, so every block has a projection, which subnets skip.
     """
 
     def __init__(self, in_: int, mid: int | None, out: int, kernels: Any, stride: int, *rest: Any) -> None:
@@ -318,15 +375,23 @@ def build(
     n_classes: int = 1000,
     bn_param: tuple[float, float] = (0.0, 1e-5),
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are `AttentiveNasDynamicModel`'s own: `supernet_cfg` maps `first_conv`, `mb1` .. `mb7`
-    and `last_conv` to the choices `c`, `d`, `k`, `t` and the settings `s`, `act_func`, `se`, and has
-    `resolutions` and `use_v3_head`. The default covers the published ranges; give the one that a
-    checkpoint was trained with. `bn_param` is (momentum, eps).
+    The arguments are those of upstream's `AttentiveNasDynamicModel`.
+
+    Args:
+        supernet_cfg: maps the stages `first_conv`, `mb1` .. `mb7` and `last_conv` to their choices of width
+            `c`, depth `d`, kernel `k` and expansion `t` and their settings `s` (stride), `act_func` and `se`
+            (squeeze-excitation); it also has `resolutions` and `use_v3_head`. Give the one that a checkpoint
+            was trained with. If None, `DEFAULT`.
+        n_classes: number of classes.
+        bn_param: momentum and eps of every BatchNorm.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: the configuration lacks a stage or names an unknown activation.
+        SpecError: the configuration lacks a stage, or names an unknown activation.
     """
     layout = AttentiveNASLayout.of(DEFAULT if supernet_cfg is None else supernet_cfg)
     unknown = {stage.activation for stage in layout.stages.values()} - set(ACTIVATIONS)
@@ -376,13 +441,13 @@ def _elastic(layout: AttentiveNASLayout) -> dict[str, Elastic]:
 
 
 def rename(key: str) -> str:
-    """Map an upstream name to the plain network's."""
+    """Return the plain network's name for a name in upstream's state_dict."""
     key = mobile_rename(re.sub(r"^last_conv\.(final_expand_layer|feature_mix_layer)\.", r"\1.", key))
     return re.sub(r"^last_conv\.(conv|bn)\.", r"last_\1.", key)
 
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read from the tensors' names whether the head has two convolutions, where that is not given."""
+    """Complete a given `supernet_cfg` with `use_v3_head`, which the names of the tensors reveal."""
     config = given.get("supernet_cfg")
     if config is None or "use_v3_head" in config:
         return dict(given)
@@ -391,7 +456,7 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of an AttentiveNAS or AlphaNet supernet."""
+    """Return whether the names in a state_dict are those of an AttentiveNAS or AlphaNet supernet."""
     return keys.some(r"^last_conv\.") and keys.some(r"^blocks\.0\.mobile_inverted_conv\.")
 
 

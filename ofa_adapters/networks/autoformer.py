@@ -1,4 +1,7 @@
-"""AutoFormer (ICCV'21; microsoft/Cream, AutoFormer/model/supernet_transformer.py)."""
+"""AutoFormer: a vision transformer of elastic depth, embedding width, heads and feed-forward ratio.
+
+Source: AutoFormer (Chen et al., ICCV 2021); microsoft/Cream, AutoFormer/model/supernet_transformer.py.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,19 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
         "mlp_ratio": [3.5, 3.5, 4.0, 3.5, 4.0, 3.5, 3.5, 3.0, 4.0, 4.0, 3.0, 4.0, 3.0, 3.5],
     },
 }
-"""Configurations of the subnets released with the paper, which `parse` takes by name."""
+"""Configurations of the subnets that were released with the paper; `space.parse` takes their names."""
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices of a supernet, each from the smallest to the largest."""
+    """The choices of an AutoFormer supernet, each ascending.
+
+    Attributes:
+        embed_dim: widths of the embedding.
+        num_heads: numbers of attention heads per block.
+        mlp_ratio: ratios of the feed-forward width to the embedding width, per block.
+        depth: numbers of blocks.
+    """
 
     embed_dim: tuple[int, ...]
     num_heads: tuple[int, ...]
@@ -62,10 +72,22 @@ class SearchSpace:
     def of(
         cls, embed: int, heads: int, ratio: float, depth: int, given: Mapping[str, Sequence[Any]] | None
     ) -> SearchSpace:
-        """Return the given choices, the published ones of a published size, or a regular grid.
+        """Return the choices of a supernet: the given ones, else the published ones, else a regular grid.
+
+        Args:
+            embed: embedding width of the full network.
+            heads: heads of the full network.
+            ratio: feed-forward ratio of the full network.
+            depth: blocks of the full network.
+            given: choices for each of the four axes. If None, those of the published supernet of this size;
+                if no supernet of this size was published, all widths that are multiples of 8, all ratios that
+                are multiples of 0.5, and all numbers of heads and blocks.
+
+        Returns:
+            The choices.
 
         Raises:
-            ValueError: the given choices are not of the four axes.
+            SpecError: the given choices do not have exactly the four axes.
         """
         if given is not None:
             names = ("embed_dim", "num_heads", "mlp_ratio", "depth")
@@ -85,7 +107,7 @@ class SearchSpace:
 
 
 PUBLISHED: Mapping[tuple[int, int, float, int], SearchSpace] = {
-    # The released AutoFormer-T has ratios of 3, which its published search space leaves out.
+    # The released AutoFormer-T has blocks of ratio 3, which are missing in its published search space.
     (256, 4, 4.0, 14): SearchSpace((192, 216, 240), (3, 4), (3.0, 3.5, 4.0), (12, 13, 14)),
     (448, 7, 4.0, 14): SearchSpace((320, 384, 448), (5, 6, 7), (3.0, 3.5, 4.0), (12, 13, 14)),
     (640, 10, 4.0, 16): SearchSpace((528, 576, 624), (9, 10), (3.0, 3.5, 4.0), (14, 15, 16)),
@@ -94,13 +116,16 @@ PUBLISHED: Mapping[tuple[int, int, float, int], SearchSpace] = {
 
 @dataclass(frozen=True)
 class AutoFormerLayout:
-    """What sizes a choice means.
+    """What the choices of an AutoFormer supernet mean in sizes.
 
     Attributes:
-        choices: of every axis.
-        embed_dim, num_heads, depth: of the supernet.
-        change_qkv: whether a head always has 64 features; else all features are split into the heads.
-        relative_position: its tables fix the features of a head.
+        choices: the choices of every axis.
+        embed_dim: embedding width of the full network.
+        num_heads: heads of the full network.
+        depth: blocks of the full network.
+        change_qkv: whether a head always has 64 features. If false, the heads share all features.
+        relative_position: whether there are relative position embeddings, whose tables have a fixed number of
+            features per head.
     """
 
     choices: SearchSpace
@@ -111,7 +136,7 @@ class AutoFormerLayout:
     relative_position: bool
 
     def heads(self) -> tuple[int, ...]:
-        """Return the head counts the network can run."""
+        """Return the numbers of heads that the network can run, ascending."""
         if self.change_qkv:
             return self.choices.num_heads
         if self.relative_position:
@@ -119,7 +144,7 @@ class AutoFormerLayout:
         return tuple(h for h in self.choices.num_heads if self.embed_dim % h == 0)
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Resolve axis values to dimensions."""
+        """Return the size of every dimension for the values of the axes."""
         (depth,), (embed,) = values["depth"], values["embed"]
         sizes: dict[str, Any] = {"embed": embed}
         for i in range(self.depth):
@@ -135,7 +160,7 @@ class AutoFormerLayout:
         return sizes
 
     def space(self) -> SubnetSpace:
-        """Return the space, in upstream's notation or as the tuple of its evolution search."""
+        """Return the search space, which reads and writes upstream's configurations."""
         depths = self.choices.depth
         slots: dict[str, list[Slot]] = {"heads": [], "mlp": []}
         for i in range(self.depth):
@@ -151,7 +176,18 @@ class AutoFormerLayout:
         return SubnetSpace("autoformer", axes, self.sizes, self.parse, self.format)
 
     def parse(self, config: Any) -> dict[str, Any]:
-        """Read upstream's configuration, its evolution search's tuple, or a released subnet's name."""
+        """Return the values of the axes for a configuration.
+
+        Args:
+            config: upstream's dictionary, the tuple that upstream's evolution search writes, or the name of a
+                released subnet, a key of `RELEASED`.
+
+        Returns:
+            The values of every axis.
+
+        Raises:
+            SpecError: the configuration has none of these forms.
+        """
         if isinstance(config, str):
             if config not in RELEASED:
                 raise SpecError(
@@ -190,13 +226,15 @@ class AutoFormerLayout:
         if not is_list(values):
             return values
         if depth not in self.choices.depth:
-            return self.heads()[0] if key == "num_heads" else self.choices.mlp_ratio[0]  # depth is refused
+            return (
+                self.heads()[0] if key == "num_heads" else self.choices.mlp_ratio[0]
+            )  # the space refuses the depth
         if len(values) != depth:
             raise SpecError(f"autoformer: {key} has one value per block, {depth}, got {len(values)}")
         return [*values, *[None] * (self.depth - len(values))][: self.depth]
 
     def format(self, values: AxisValues) -> dict[str, Any]:
-        """Write upstream's configuration."""
+        """Return the values of the axes as an upstream configuration."""
         depth: Any = values["depth"][0]
         heads, ratios = (list(values[name][:depth]) for name in ("heads", "mlp"))
         embed = [values["embed"][0]] * depth
@@ -204,10 +242,10 @@ class AutoFormerLayout:
 
 
 class InterleavedLinear(nn.Linear):
-    """Query, key and value rows in turn (q0, k0, v0, q1 ...); the bias is not interleaved.
+    """A linear layer whose weight interleaves the queries, keys and values: q0, k0, v0, q1, k1, v1, ...
 
-    So the bias element of a key or value row depends on how many rows a subnet keeps, as upstream
-    trained it (AutoFormer/model/module/qkv_super.py).
+    The bias is not interleaved, so the bias element that a key or value gets depends on the number of outputs
+    that a subnet keeps. Upstream trained its supernets in this way (AutoFormer/model/module/qkv_super.py).
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -218,7 +256,7 @@ class InterleavedLinear(nn.Linear):
 
 
 class SplitHeads(nn.Module):
-    """Splits queries, keys and values into heads."""
+    """Splits queries, keys and values into attention heads."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -230,12 +268,12 @@ class SplitHeads(nn.Module):
 
 
 class RelativePosition(nn.Module):
-    """Embeddings of the vertical and horizontal distance of two patches, for keys and for values.
+    """Embeddings of the vertical and horizontal distance between two patches, for keys and for values.
 
     Args:
-        side: patches per side of the image.
-        reach: distances beyond it count as it.
-        features: of a head.
+        side: number of patches per side of the image.
+        reach: largest distance with an embedding of its own; longer distances share that embedding.
+        features: number of features of one head.
     """
 
     def __init__(self, side: int, reach: int, features: int) -> None:
@@ -245,11 +283,11 @@ class RelativePosition(nn.Module):
         patch = torch.arange(side * side)
         for name, place in (("vertical", patch // side), ("horizontal", patch % side)):
             distance = (place[None, :] - place[:, None]).clamp(-reach, reach) + reach + 1
-            index = F.pad(distance, (1, 0, 1, 0)).int()  # the class token's row and column: entry 0
+            index = F.pad(distance, (1, 0, 1, 0)).int()  # entry 0 is for the class token
             self.register_buffer(name, index, persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the embeddings for keys and for values, each (T, T, features)."""
+        """Return the embeddings for keys and for values, each (T, T, features); x is not used."""
         key = F.embedding(self.vertical, self.key_vertical)  # type: ignore[arg-type]
         value = F.embedding(self.vertical, self.value_vertical)  # type: ignore[arg-type]
         key = key + F.embedding(self.horizontal, self.key_horizontal)  # type: ignore[arg-type]
@@ -258,7 +296,7 @@ class RelativePosition(nn.Module):
 
 
 class AutoFormerBlock(nn.Module):
-    """Pre-norm attention and feed-forward network."""
+    """One pre-norm transformer block: attention and feed-forward network, each with a residual connection."""
 
     def __init__(self, arguments: Mapping[str, Any], drop_path: float) -> None:
         super().__init__()
@@ -281,9 +319,10 @@ class AutoFormerBlock(nn.Module):
         self.drop_path = drop_path
 
     def attend(self, x: Tensor) -> Tensor:
-        """Attention over x of shape (N, T, embed)."""
+        """Map (N, T, embed) to (N, T, embed) by attention, without the residual connection."""
         q, k, v = self.split(self.qkv(x)).unbind(0)
-        # Without change_qkv upstream scales by the sampled width over the heads, not by a head's width.
+        # Without change_qkv upstream divides by the square root of the subnet's embedding width per head,
+        # not of the number of features that a head really has.
         scale = (q.shape[-1] if self.head_scale else x.shape[-1] // q.shape[1]) ** -0.5
         scores = q @ k.transpose(-1, -2)
         if self.position is None:
@@ -297,7 +336,7 @@ class AutoFormerBlock(nn.Module):
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.drop, self.training)
 
     def feed(self, x: Tensor) -> Tensor:
-        """Feed-forward network over x of shape (N, T, embed)."""
+        """Map (N, T, embed) to (N, T, embed) by the feed-forward network, without the residual connection."""
         hidden = F.dropout(F.gelu(self.fc1(x)), self.drop, self.training)
         return F.dropout(self.fc2(hidden), self.drop, self.training)
 
@@ -314,7 +353,7 @@ class AutoFormerBlock(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """Puts the class token before the patches."""
+    """Adds the learned class token before the patches."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -326,7 +365,7 @@ class ClassToken(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned embedding to every position."""
+    """Adds a learned position embedding."""
 
     def __init__(self, positions: int, width: int) -> None:
         super().__init__()
@@ -338,7 +377,11 @@ class PositionEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """The full network; arguments are upstream's."""
+    """The full network: patch embedding, class token, transformer blocks, and a linear classifier.
+
+    Args:
+        arguments: upstream's constructor arguments by name, as `build` documents them.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
@@ -389,14 +432,39 @@ def build(
     max_relative_position: int = 14,
     search_space: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are `Vision_TransformerSuper`'s own; the defaults are AutoFormer-T's. `search_space`
-    lists the choices of embed_dim, num_heads, mlp_ratio and depth; default: the published ones for
-    the published sizes, else every multiple of 8 (embed_dim), of a half (mlp_ratio) and of one.
+    The arguments are those of upstream's `Vision_TransformerSuper`; the defaults are AutoFormer-T's.
+
+    Args:
+        img_size: height and width of the input in pixels.
+        patch_size: height and width of a patch in pixels.
+        in_chans: channels of the input.
+        num_classes: number of classes.
+        embed_dim: embedding width of the full network.
+        depth: number of blocks of the full network.
+        num_heads: number of heads per block of the full network.
+        mlp_ratio: ratio of the feed-forward width to the embedding width in the full network.
+        qkv_bias: whether queries, keys and values have a bias.
+        drop_rate: dropout rate.
+        attn_drop_rate: dropout rate of the attention weights.
+        drop_path_rate: stochastic depth rate of the last block.
+        pre_norm: whether norms come before attention and feed-forward network; must be true.
+        scale: whether upstream's scaling is on; must be false.
+        gp: whether the classifier reads the mean over the patches. If false, it reads the class token.
+        relative_position: whether there are relative position embeddings.
+        change_qkv: whether the number of query, key and value features follows the number of heads.
+        abs_pos: whether there are absolute position embeddings.
+        max_relative_position: largest distance with a relative position embedding of its own, in patches.
+        search_space: lists of choices for `embed_dim`, `num_heads`, `mlp_ratio` and `depth`. If None, those
+            that `SearchSpace.of` documents.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: a variant that was never published (post-norm, scaled), or sizes that do not fit.
+        SpecError: the variant was never published (`pre_norm=False`, `scale=True`), or sizes do not fit
+            together.
     """
     arguments = {k: v for k, v in locals().items() if k != "search_space"}
     if not pre_norm or scale:
@@ -455,14 +523,14 @@ _PARAMETERS = {"cls_token": "cls_token.token", "pos_embed": "pos_embed.embedding
 
 
 def rename(key: str) -> str:
-    """Map an upstream name to the plain network's."""
+    """Return the plain network's name for a name in upstream's state_dict."""
     for theirs, ours in _NAMES.items():
         key = key.replace(theirs, ours)
     return _PARAMETERS.get(key, key)
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of an AutoFormer supernet."""
+    """Return whether the names in a state_dict are those of an AutoFormer supernet."""
     return keys.some(r"^patch_embed_super\.")
 
 

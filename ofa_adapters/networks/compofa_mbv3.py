@@ -1,4 +1,7 @@
-"""CompOFA-MobileNetV3 (CompOFA, ICLR'21; gatech-sysml/CompOFA): depth and expansion go together."""
+"""CompOFA-MobileNetV3: a MobileNetV3 in which the depth of a stage decides its expansions.
+
+Source: CompOFA (Sahni et al., ICLR 2021); gatech-sysml/CompOFA, a fork of mit-han-lab/once-for-all.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,22 @@ SLOTS_PER_STAGE = 4
 
 @dataclass(frozen=True)
 class CompoundLayout(MobileLayout):
-    """MobileNetV3's layout; kernels may be fixed, and depth may decide the expansion of its stage."""
+    """A `MobileLayout` in which kernels may be fixed and the depth may decide the expansion of its stage."""
 
     def parse(self, config: Any) -> dict[str, Any]:
-        """Read upstream's configuration; what is fixed or tied may be left out, but not contradict."""
+        """Return the values of the axes for an upstream configuration.
+
+        Args:
+            config: upstream's `{"ks", "e", "d"}`. `ks` may be left out if kernels are fixed, and `e` if the
+                depth decides the expansion. If they are given, they must agree with what is implied.
+
+        Returns:
+            The values of every axis.
+
+        Raises:
+            SpecError: a key is missing or unknown, or a list has the wrong length.
+            IllegalChoice: a value contradicts what is implied.
+        """
         given = upstream_config(self.family, config, ("d",), ("ks", "e"))
         values = {"depth": given["d"]}
         slots = len(self.blocks)
@@ -67,7 +82,7 @@ class CompoundLayout(MobileLayout):
                 )
 
     def format(self, values: AxisValues) -> dict[str, Any]:
-        """Write upstream's configuration, as its `set_active_subnet` takes it."""
+        """Return the values of the axes as a configuration for upstream's `set_active_subnet`."""
         depths = list(values["depth"])
         expand = self._tied(depths) if self.tied else list(values["expand"])
         kernel = None if self.fixed_kernels else list(values["kernel"])
@@ -91,14 +106,30 @@ def build(
     fixed_kernel: bool = True,
     kernel_transform_mode: int | None = None,
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are the CompOFA fork's own; `bn_param` is (momentum, eps). Kernels are centre crops of
-    the largest unless `kernel_transform_mode` is 1 (upstream's class attribute, for the elastic
-    checkpoints).
+    The arguments are those of `OFAMobileNetV3` in the CompOFA fork.
+
+    Args:
+        n_classes: number of classes.
+        bn_param: momentum and eps of every BatchNorm.
+        dropout_rate: dropout rate before the classifier.
+        base_stage_width: ignored, as upstream ignores it.
+        width_mult_list: the width multiplier of the network; a list must have one entry.
+        ks_list: kernel size choices per block.
+        expand_ratio_list: expansion ratio choices per block.
+        depth_list: depth choices per stage.
+        compound: whether the depth of a stage decides the expansion of its blocks: the i-th smallest depth
+            goes with the i-th smallest expansion.
+        fixed_kernel: whether every block has the kernel size of MobileNetV3.
+        kernel_transform_mode: upstream's class attribute. If None, smaller kernels are centre crops of the
+            largest; if 1, they are made by learned matrices, as in the elastic checkpoints.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: several widths, depths that cannot be paired with expansions, or too deep stages.
+        SpecError: several widths, depths and expansions of different number, or stages that are too deep.
     """
     widths, depths, expands = choices(width_mult_list), choices(depth_list), choices(expand_ratio_list)
     if len(widths) != 1:
@@ -108,10 +139,12 @@ def build(
             f"compound: depths {depths} and expand ratios {expands} cannot be paired; give as many of each"
         )
     if fixed_kernel and depths[-1] > SLOTS_PER_STAGE:
-        raise SpecError(f"fixed_kernel: kernels are known for {SLOTS_PER_STAGE} blocks a stage, got {depths}")
+        raise SpecError(
+            f"fixed_kernel: kernels are known for {SLOTS_PER_STAGE} blocks per stage, got {depths}"
+        )
     fixed = None
     if fixed_kernel:
-        # Upstream reads one list of four per stage by block position, whatever the stages' length.
+        # Upstream indexes a list of four entries per stage by block position, even if stages are shorter.
         fixed = tuple(STAGE_KERNELS[i // SLOTS_PER_STAGE] for i in range(depths[-1] * len(STAGE_KERNELS)))
     network, layout = network_and_layout(
         "compofa_mbv3",
@@ -132,7 +165,7 @@ def build(
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of a CompOFA network: old names, and no kernel matrices."""
+    """Return whether the names are those of a CompOFA network: OFA's old names without kernel matrices."""
     return (
         keys.some(r"^first_conv\.")
         and keys.some(r"^final_expand_layer\.")

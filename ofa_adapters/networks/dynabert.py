@@ -1,4 +1,9 @@
-"""DynaBERT (NeurIPS'20; huawei-noah/Pretrained-Language-Model): BERT, RoBERTa of elastic width, depth."""
+"""DynaBERT: a BERT or RoBERTa classifier of elastic width (heads and neurons) and depth.
+
+A BERT that was only fine-tuned needs `ofa_adapters.rewire_` before narrow subnets are useful.
+
+Source: DynaBERT (Hou et al., NeurIPS 2020); huawei-noah/Pretrained-Language-Model, DynaBERT/transformers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu":
 
 
 class BertLayer(nn.Module):
-    """One post-norm Transformer layer; heads keep their size, so their number follows the queries'."""
+    """One post-norm transformer layer.
+
+    Heads keep their size, so the number of heads follows from the number of query features.
+    """
 
     def __init__(
         self, width: int, heads: int, hidden: int, activation: str, eps: float, drop: float, attn_drop: float
@@ -47,7 +55,7 @@ class BertLayer(nn.Module):
         return x.view(x.shape[0], x.shape[1], -1, self.head_size).transpose(1, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Map (N, T, width) to (N, T, width); the mask (N, 1, 1, T) is added to the scores."""
+        """Map (N, T, width) to (N, T, width); a mask (N, 1, 1, T) is added to the attention scores."""
         q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
         dropped = self.attn_drop if self.training else 0.0
         context = F.scaled_dot_product_attention(q, k, v, mask, dropped).transpose(1, 2).flatten(2)
@@ -58,10 +66,19 @@ class BertLayer(nn.Module):
 
 
 class BertClassifier(nn.Module):
-    """The full network: embeddings, layers, a dense layer on the first token, a linear classifier.
+    """The full network: embeddings, layers, a dense layer on the first token, and a linear classifier.
 
     Args:
-        first_position: RoBERTa's padding token, after which its positions count on; None for BERT.
+        layers: the transformer layers.
+        width: hidden size.
+        vocabulary: number of tokens.
+        positions: number of positions.
+        types: number of token types.
+        labels: number of classes.
+        eps: eps of the embeddings' LayerNorm.
+        drop: dropout rate.
+        first_position: the padding token of a RoBERTa, after which its positions start. If None, positions
+            start at 0, as in a BERT.
     """
 
     def __init__(
@@ -91,7 +108,16 @@ class BertClassifier(nn.Module):
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Map tokens (N, T) to hidden states (N, T, width), padding included."""
+        """Return the hidden states of all tokens.
+
+        Args:
+            input_ids: tokens (N, T).
+            attention_mask: ones for tokens and zeros for padding, (N, T). If None, there is no padding.
+            token_type_ids: token types (N, T). If None, all are 0.
+
+        Returns:
+            Hidden states (N, T, width), also for padding.
+        """
         if self.first_position is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         else:
@@ -112,7 +138,7 @@ class BertClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Map tokens (N, T), mask (N, T) of ones and zeros, token types (N, T) to logits (N, labels)."""
+        """Return the logits (N, labels); the arguments are those of `encode`."""
         hidden = self.encode(input_ids, attention_mask, token_type_ids)[:, 0]
         pooled = F.dropout(torch.tanh(self.pooler(hidden)), self.drop, self.training)
         return self.classifier(pooled)  # type: ignore[no-any-return]
@@ -137,15 +163,37 @@ def build(
     width_mult_list: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
     depth_mult_list: Sequence[float] = (0.5, 0.75, 1.0),
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are `BertConfig`'s own and `num_labels`; `model_type` is "bert" or "roberta". The lists
-    are the trained multipliers of heads and neurons, and of layers. With a checkpoint, sizes that are
-    not given are read from its tensors.
+    The arguments are those of the `BertConfig` of `transformers`, `num_labels`, and DynaBERT's two lists. If
+    a checkpoint is loaded, sizes that are not given are read from its tensors.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: hidden size.
+        num_hidden_layers: number of layers of the full network.
+        num_attention_heads: number of heads per layer of the full network. If a checkpoint is loaded and this
+            is not given, heads have 64 features.
+        intermediate_size: number of neurons per feed-forward network of the full network.
+        hidden_act: activation of the feed-forward networks: "gelu", "relu" or "silu".
+        hidden_dropout_prob: dropout rate.
+        attention_probs_dropout_prob: dropout rate of the attention weights.
+        max_position_embeddings: number of positions.
+        type_vocab_size: number of token types.
+        layer_norm_eps: eps of every LayerNorm.
+        pad_token_id: the padding token, which matters for RoBERTa only. If None, 1.
+        num_labels: number of classes.
+        model_type: "bert" or "roberta".
+        vocab_size_or_config_json_file: the former name of `vocab_size`; if given, it takes precedence.
+        width_mult_list: the trained multipliers of heads and neurons.
+        depth_mult_list: the trained multipliers of layers.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: an unknown model type or activation, sizes that do not divide, or a width without
-            a head.
+        SpecError: the model type or the activation is unknown, sizes do not divide each other, or a
+            multiplier leaves no head or no layer.
     """
     if model_type not in ("bert", "roberta") or hidden_act not in ACTIVATIONS:
         raise SpecError(
@@ -191,13 +239,32 @@ def build(
 
 
 def kept_layers(depth_mult: float, layers: int) -> list[int]:
-    """Return the layers a depth keeps: evenly spread, not a prefix (modeling_bert.py, BertEncoder)."""
+    """Return the layers that a depth keeps; they are evenly spread over the network.
+
+    Args:
+        depth_mult: share of the layers that is kept, above 0 and at most 1.
+        layers: number of layers of the full network.
+
+    Returns:
+        Positions of the kept layers, ascending.
+
+    Source: upstream's modeling_bert.py, `BertEncoder`.
+    """
     return [math.floor(i / depth_mult) for i in range(round(depth_mult * layers))]
 
 
 @dataclass(frozen=True)
 class DynaBertLayout:
-    """The full sizes and the multipliers, and what follows from them."""
+    """What the choices of a DynaBERT supernet mean in sizes.
+
+    Attributes:
+        width: hidden size.
+        heads: heads per layer of the full network.
+        hidden: neurons per layer of the full network.
+        layers: layers of the full network.
+        widths: multipliers of heads and neurons, ascending.
+        depths: multipliers of layers, ascending.
+    """
 
     width: int
     heads: int
@@ -207,7 +274,7 @@ class DynaBertLayout:
     depths: tuple[float, ...]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Resolve axis values to dimensions."""
+        """Return the size of every dimension for the values of the axes."""
         w: Any
         d: Any
         (w,), (d,) = values["width"], values["depth"]
@@ -220,7 +287,7 @@ class DynaBertLayout:
         return sizes | {f"layer{i}.keep": int(i in kept) for i in range(self.layers)}
 
     def space(self) -> SubnetSpace:
-        """Return the space, in upstream's notation `{"width_mult", "depth_mult"}`."""
+        """Return the search space, which reads and writes upstream's `{"width_mult", "depth_mult"}`."""
         width = Axis("width", (Slot("heads and neurons", self.widths),))
         depth = Axis("depth", (Slot("layers", self.depths),))
         return SubnetSpace("dynabert", [width, depth], self.sizes, _parse, _format)
@@ -267,7 +334,7 @@ UNUSED = r"position_ids$|^cls\.|^lm_head\.|^roberta\.pooler\."
 
 
 def rename(key: str) -> str:
-    """Map a Hugging Face BERT or RoBERTa name, old or new, to the plain network's."""
+    """Return the plain network's name for a name in a Hugging Face BERT or RoBERTa, old or new."""
     if re.search(UNUSED, key):
         return key
     key = key.removeprefix("bert.").removeprefix("roberta.")
@@ -282,7 +349,18 @@ def rename(key: str) -> str:
 
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read sizes that are not given from the tensors; the number of heads is not among them."""
+    """Complete the constructor arguments with sizes from the tensors.
+
+    The tensors do not reveal the number of heads, so heads of 64 features are assumed if that number is not
+    given.
+
+    Args:
+        tensors: the tensors under upstream's names.
+        given: the constructor arguments that were given, which take precedence.
+
+    Returns:
+        The completed constructor arguments.
+    """
     stripped = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
     own = {rename(key): tensor for key, tensor in stripped.items()}
     layers = [int(found[1]) for key in own if (found := re.match(r"layers\.(\d+)\.", key))]
@@ -311,7 +389,7 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of a BERT or RoBERTa."""
+    """Return whether the names in a state_dict are those of a BERT or RoBERTa."""
     return keys.some(r"encoder\.layer\.\d+\.attention\.self\.query\.")
 
 

@@ -1,4 +1,4 @@
-"""What the mobile families share: the inverted-residual block, and the kernel/expand/depth space."""
+"""The inverted residual block and the search space that the mobile families share."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class MBConv(nn.Module):
-    """1x1 expansion, depthwise convolution, squeeze-excitation, 1x1 projection; maybe a shortcut.
+    """An inverted residual block: 1x1 expansion, depthwise convolution, squeeze-excitation, 1x1 projection.
 
     Args:
         in_: input channels.
-        mid: channels of the depthwise convolution; no expansion where None.
+        mid: channels of the depthwise convolution. If None, there is no expansion.
         out: output channels.
-        kernels: sizes of the depthwise kernel.
-        stride: of the depthwise convolution.
-        activation: after the expansion and the depthwise convolution.
+        kernels: kernel sizes of the depthwise convolution, ascending.
+        stride: stride of the depthwise convolution.
+        activation: activation after the expansion and after the depthwise convolution.
         bn: arguments of every BatchNorm.
-        squeeze: channels of the squeeze-excitation; none where None.
-        residual: whether the input is added.
-        matrices: whether smaller kernels are made by matrices.
+        squeeze: channels of the squeeze-excitation. If None, there is none.
+        residual: whether the input is added to the output.
+        matrices: whether smaller kernels are made by learned matrices. If false, they are centre crops.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MBConv(nn.Module):
         self.residual = residual
 
     def transform(self, x: Tensor) -> Tensor:
-        """Map (N, in_, H, W) to (N, out, H / stride, W / stride), without the shortcut."""
+        """Map (N, in_, H, W) to (N, out, H / stride, W / stride), without the residual connection."""
         if self.expand_conv is not None and self.expand_bn is not None:
             x = self.activation(self.expand_bn(self.expand_conv(x)))
         x = self.activation(self.depth_bn(self.depth_conv(x)))
@@ -93,7 +93,15 @@ class MBConv(nn.Module):
 
 @dataclass(frozen=True)
 class MobileStage:
-    """One elastic stage: its output width, stride, activation, squeeze-excitation and length limit."""
+    """One elastic stage.
+
+    Attributes:
+        width: output channels.
+        stride: stride of the first block.
+        activation: activation in the blocks.
+        squeeze: whether the blocks have squeeze-excitation.
+        longest: largest number of blocks. If None, only the depth choices limit the number.
+    """
 
     width: int
     stride: int
@@ -104,13 +112,17 @@ class MobileStage:
 
 @dataclass(frozen=True)
 class MobileLayout:
-    """Elastic stages after the first block, and the choices of kernel, expansion and depth.
+    """What the choices of a mobile supernet mean in sizes: elastic stages after a fixed first block.
 
     Attributes:
-        family: the space's name.
-        first: width before the first elastic stage.
-        kernels: choices per block slot; `fixed_kernels` takes their place where given.
-        expands: choices per block slot; where `tied` is given, depth decides them instead.
+        family: name of the search space.
+        first: channels before the first elastic stage.
+        stages: the elastic stages, in order.
+        kernels: kernel size choices per block slot, ascending.
+        expands: expansion ratio choices per block slot, ascending.
+        depths: depth choices per stage, ascending.
+        fixed_kernels: kernel size of every block slot. If None, kernels are an axis of the space.
+        tied: the expansion ratio for every depth. If None, expansions are an axis of the space.
     """
 
     family: str
@@ -124,7 +136,7 @@ class MobileLayout:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """(stage, position in the stage) of every block slot."""
+        """The stage and the position in the stage of every block slot, in order."""
         lengths = [min(self.depths[-1], stage.longest or self.depths[-1]) for stage in self.stages]
         return [(stage, position) for stage, length in enumerate(lengths) for position in range(length)]
 
@@ -134,7 +146,7 @@ class MobileLayout:
         return self.stages[stage].width if position else self.stages[stage - 1].width if stage else self.first
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Resolve axis values to dimensions."""
+        """Return the size of every dimension for the values of the axes."""
         sizes: dict[str, int] = {}
         for i, (stage, position) in enumerate(self.blocks):
             depth: Any = values["depth"][stage]
@@ -149,7 +161,10 @@ class MobileLayout:
         return sizes
 
     def space(self) -> SubnetSpace:
-        """Return the search space, in upstream's notation `{"ks": blocks, "e": blocks, "d": stages}`."""
+        """Return the search space, which reads and writes upstream's `{"ks", "e", "d"}`.
+
+        `ks` and `e` have one value per block slot, `d` one per stage.
+        """
         depth_slots = []
         for s, limits in enumerate(self.stages):
             legal = tuple(d for d in self.depths if d <= (limits.longest or d)) or (limits.longest or 1,)
@@ -170,17 +185,26 @@ class MobileLayout:
         return SubnetSpace(self.family, axes, self.sizes, self.parse, self.format)
 
     def parse(self, config: Any) -> dict[str, Any]:
-        """Read upstream's configuration; scalars are meant for every slot."""
+        """Return the values of the axes for an upstream configuration; a scalar counts for every slot.
+
+        Raises:
+            SpecError: a key is missing or unknown.
+        """
         given = upstream_config(self.family, config, ("ks", "e", "d"))
         return {"kernel": given["ks"], "expand": given["e"], "depth": given["d"]}
 
     def format(self, values: AxisValues) -> dict[str, Any]:
-        """Write upstream's configuration."""
+        """Return the values of the axes as an upstream configuration."""
         names = {"ks": "kernel", "e": "expand", "d": "depth"}
         return {short: list(values[name]) for short, name in names.items()}
 
     def network_blocks(self, bn: Mapping[str, Any], matrices: bool) -> list[MBConv]:
-        """Return the elastic blocks at full size."""
+        """Return the elastic blocks at full size, in order.
+
+        Args:
+            bn: arguments of every BatchNorm.
+            matrices: whether smaller kernels are made by learned matrices.
+        """
         blocks = []
         widest = self.expands[-1]
         for i, (stage, position) in enumerate(self.blocks):
@@ -204,7 +228,7 @@ class MobileLayout:
         return blocks
 
     def elastic(self) -> dict[str, Elastic]:
-        """Return what is elastic in `blocks`, whose first block is fixed."""
+        """Return the elastic description of the network's `blocks`, whose first block is fixed."""
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}
         elastic = {"blocks": LayerSelect.on(**names)}
         for i, (stage, _) in enumerate(self.blocks):
@@ -213,7 +237,13 @@ class MobileLayout:
 
 
 def block_elastic(path: str, block: str, squeeze: bool) -> dict[str, Elastic]:
-    """Describe an MBConv whose input and output widths are fixed; dimensions are `block`'s."""
+    """Return the elastic description of an MBConv whose input and output channels are fixed.
+
+    Args:
+        path: path of the block in the network.
+        block: prefix of the block's dimensions in the space.
+        squeeze: whether the block has squeeze-excitation.
+    """
     mid, squeezed = f"{block}.mid", f"{block}.squeeze"
     elastic = {
         "expand_conv": WeightSlice.on(out=mid),
@@ -233,7 +263,7 @@ _LAYERS = {"first_conv": "first", "final_expand_layer": "final", "feature_mix_la
 
 
 def rename(key: str) -> str:
-    """Map a name of the dynamic, extracted or old upstream network to the plain network's."""
+    """Return the plain network's name for a name in an upstream network (dynamic, extracted, old)."""
     key = re.sub(r"^(blocks\.\d+)\.(?:mobile_inverted_conv|conv)\.", r"\1.", key)
     key = re.sub(r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1.", key)
     for theirs, ours in _PARTS.items():

@@ -1,4 +1,8 @@
-"""OFA-MobileNetV3 (Once-for-All, ICLR'20; ofa/imagenet_classification/elastic_nn/networks/ofa_mbv3.py)."""
+"""OFA-MobileNetV3: a MobileNetV3 of elastic depth, kernel and expansion.
+
+Source: Once-for-All (Cai et al., ICLR 2020); mit-han-lab/once-for-all,
+ofa/imagenet_classification/elastic_nn/networks/ofa_mbv3.py.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,22 @@ def network_and_layout(
     cls: type[MobileLayout] = MobileLayout,
     **layout: Any,
 ) -> tuple[MobileNetV3, MobileLayout]:
-    """Return a MobileNetV3 at full size, and the layout of its elastic stages."""
+    """Build a MobileNetV3 at full size, and the layout of its elastic stages.
+
+    Args:
+        family: name of the search space.
+        width_mult: width multiplier of the network.
+        n_classes: number of classes.
+        bn_param: momentum and eps of every BatchNorm.
+        dropout_rate: dropout rate before the classifier.
+        first_residual: whether the fixed first block has a residual connection.
+        matrices: whether smaller kernels are made by learned matrices.
+        cls: class of the layout.
+        layout: further arguments of that class.
+
+    Returns:
+        The network and the layout.
+    """
     widths = [make_divisible(width * width_mult) for width in WIDTHS]
     stages = tuple(map(MobileStage, widths[2:7], STRIDES, ACTIVATIONS, SQUEEZES))
     found = cls(family, widths[1], stages, **layout)
@@ -83,11 +102,27 @@ def build(
     depth_list: int | Sequence[int] = (2, 3, 4),
     kernel_transform_mode: int | None = 1,
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are `OFAMobileNetV3`'s own, which ignores `base_stage_width`; `bn_param` is (momentum,
-    eps). `kernel_transform_mode` is upstream's class attribute: 1 for kernels made by matrices, None
-    for centre crops.
+    The arguments are those of upstream's `OFAMobileNetV3`.
+
+    Args:
+        n_classes: number of classes.
+        bn_param: momentum and eps of every BatchNorm.
+        dropout_rate: dropout rate before the classifier.
+        base_stage_width: ignored, as upstream ignores it.
+        width_mult: width multiplier of the network.
+        ks_list: kernel size choices per block.
+        expand_ratio_list: expansion ratio choices per block.
+        depth_list: depth choices per stage.
+        kernel_transform_mode: upstream's class attribute. If 1, smaller kernels are made by learned matrices;
+            if None, they are centre crops of the largest.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
+
+    Raises:
+        SpecError: a list is empty, or contains something other than finite numbers >= 0.
     """
     network, layout = network_and_layout(
         "ofa_mbv3",
@@ -105,7 +140,7 @@ def build(
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of an OFA-MobileNetV3, or of a network extracted from one."""
+    """Return whether the names are those of an OFA-MobileNetV3 or of a network extracted from one."""
     return (
         keys.some(r"^first_conv\.")
         and keys.some(r"^final_expand_layer\.")

@@ -1,4 +1,8 @@
-"""OFA-ProxylessNAS (Once-for-All, ICLR'20; ofa/imagenet_classification/elastic_nn, ofa_proxyless.py)."""
+"""OFA-ProxylessNAS: a ProxylessNAS network of elastic depth, kernel and expansion.
+
+Source: Once-for-All (Cai et al., ICLR 2020); mit-han-lab/once-for-all,
+ofa/imagenet_classification/elastic_nn/networks/ofa_proxyless.py.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +66,29 @@ def build(
     depth_list: int | Sequence[int] = (2, 3, 4),
     kernel_transform_mode: int | None = 1,
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are `OFAProxylessNASNets`' own; `base_stage_width` is None, "google", or nine widths;
-    `bn_param` is (momentum, eps). `kernel_transform_mode` is upstream's class attribute: 1 for kernels
-    made by matrices, None for centre crops.
+    The arguments are those of upstream's `OFAProxylessNASNets`.
+
+    Args:
+        n_classes: number of classes.
+        bn_param: momentum and eps of every BatchNorm.
+        dropout_rate: dropout rate before the classifier.
+        base_stage_width: "google" for the widths of MobileNetV2, or nine widths from the stem to the last
+            convolution. If None, the widths of ProxylessNAS.
+        width_mult: width multiplier of the network.
+        ks_list: kernel size choices per block.
+        expand_ratio_list: expansion ratio choices per block.
+        depth_list: depth choices per stage.
+        kernel_transform_mode: upstream's class attribute. If 1, smaller kernels are made by learned matrices;
+            if None, they are centre crops of the largest.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: `base_stage_width` is something else.
+        SpecError: `base_stage_width` is something else, or a list contains something other than finite
+            numbers >= 0.
     """
     named = base_stage_width is None or isinstance(base_stage_width, str)
     base: Any = WIDTHS.get(str(base_stage_width or "proxyless")) if named else base_stage_width
@@ -91,7 +110,7 @@ def build(
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of an OFA-ProxylessNAS, or of a network extracted from one."""
+    """Return whether the names are those of an OFA-ProxylessNAS or of a network extracted from one."""
     return keys.some(r"^first_conv\.") and keys.some(r"^feature_mix_layer\.bn\.")
 
 

@@ -1,4 +1,8 @@
-"""OFA-ResNet50 (Once-for-All, ICLR'20; ofa/imagenet_classification/elastic_nn/networks/ofa_resnets.py)."""
+"""OFA-ResNet50: a ResNet-50D of elastic depth, width and expansion.
+
+Source: Once-for-All (Cai et al., ICLR 2020); mit-han-lab/once-for-all,
+ofa/imagenet_classification/elastic_nn/networks/ofa_resnets.py.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,15 @@ STEM_WIDTH = 64
 
 
 class ConvBnRelu(nn.Module):
-    """3x3 convolution, BatchNorm, ReLU; `residual` adds the input."""
+    """3x3 convolution, BatchNorm and ReLU.
+
+    Args:
+        in_: input channels.
+        out: output channels.
+        stride: stride of the convolution.
+        bn: arguments of the BatchNorm.
+        residual: whether the input is added to the output.
+    """
 
     def __init__(self, in_: int, out: int, stride: int, bn: Mapping[str, float], residual: bool = False):
         super().__init__()
@@ -53,7 +65,16 @@ class ConvBnRelu(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 bottleneck; the first of a stage downsamples its shortcut by average pooling."""
+    """A bottleneck of 1x1, 3x3 and 1x1 convolutions with a residual connection.
+
+    Args:
+        in_: input channels.
+        mid: channels of the 3x3 convolution.
+        out: output channels.
+        stride: stride of the first block of a stage, whose shortcut is average pooling and a 1x1 convolution.
+            If None, the shortcut is the identity.
+        bn: arguments of every BatchNorm.
+    """
 
     def __init__(self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, float]):
         super().__init__()
@@ -79,7 +100,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50D(nn.Module):
-    """The full network: stem, four stages of bottlenecks, mean over the map, linear classifier."""
+    """The full network: stem, four stages of bottlenecks, global average pooling, linear classifier."""
 
     def __init__(self, stem: nn.Sequential, blocks: nn.Sequential, classifier: nn.Linear, dropout: float):
         super().__init__()
@@ -97,7 +118,13 @@ class ResNet50D(nn.Module):
 
 @dataclass(frozen=True)
 class ResNet50Layout:
-    """The constructor's lists, sorted, and what follows from them."""
+    """What the choices of an OFA-ResNet50 supernet mean in sizes.
+
+    Attributes:
+        depths: numbers of additional blocks per stage, ascending.
+        expands: ratios of middle to output channels per block, ascending.
+        widths: width multipliers of the stem and of every stage, ascending.
+    """
 
     depths: tuple[int, ...]
     expands: tuple[float, ...]
@@ -105,7 +132,7 @@ class ResNet50Layout:
 
     @property
     def blocks(self) -> list[tuple[int, int, int]]:
-        """(stage, position in the stage, smallest depth choice that keeps it) of every block."""
+        """The stage, the position in the stage, and the smallest depth that keeps it, for every block."""
         extra = self.depths[-1]
         return [
             (stage, position, position - base + 1)
@@ -114,12 +141,16 @@ class ResNet50Layout:
         ]
 
     def stem(self, multipliers: Sequence[Any]) -> tuple[int, int]:
-        """Return the stem's middle and output widths."""
+        """Return the stem's middle and output channels.
+
+        Args:
+            multipliers: width multipliers, of which the first two are the stem's.
+        """
         mid = make_divisible(make_divisible(STEM_WIDTH * multipliers[0]) // 2)
         return mid, make_divisible(STEM_WIDTH * multipliers[1])
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Resolve axis values to dimensions."""
+        """Return the size of every dimension for the values of the axes."""
         depth, expand, width = (values[axis] for axis in ("depth", "expand", "width"))
         mid, out = self.stem(width)
         stages = [make_divisible(base * w) for base, w in zip(STAGE_WIDTHS, width[2:], strict=True)]
@@ -132,7 +163,7 @@ class ResNet50Layout:
         return sizes
 
     def axes(self) -> tuple[Axis, Axis, Axis]:
-        """Return the depth, expand and width axes."""
+        """Return the axes `depth`, `expand` and `width`."""
         ends = tuple(dict.fromkeys((self.depths[0], self.depths[-1])))
         skipping: dict[Value, Value] = dict.fromkeys(self.depths[1:-1], ends[0])
         stages = [Slot(f"stage{s + 1}", self.depths) for s in range(len(STAGE_WIDTHS))]
@@ -150,7 +181,19 @@ class ResNet50Layout:
         )
 
     def parse(self, config: Any) -> dict[str, Any]:
-        """Read upstream's `{"d": 5, "e": 18, "w": 6 indices}`; scalars are meant for every slot."""
+        """Return the values of the axes for an upstream configuration.
+
+        Args:
+            config: upstream's `{"d", "e", "w"}`, whose `w` has indices into the width multipliers. A scalar
+                counts for every slot.
+
+        Returns:
+            The values of every axis.
+
+        Raises:
+            SpecError: a key is missing or unknown.
+            IllegalChoice: an entry of `w` is not such an index.
+        """
         given = upstream_config("ofa_resnet50", config, ("d", "e", "w"))
         w = given["w"]
         listed = isinstance(w, Sequence) and not isinstance(w, str)
@@ -166,7 +209,7 @@ class ResNet50Layout:
         return float(self.widths[index])
 
     def format(self, values: AxisValues) -> dict[str, list[Any]]:
-        """Write upstream's configuration."""
+        """Return the values of the axes as an upstream configuration."""
         indices = [self.widths.index(w) for w in values["width"]]
         return {"d": list(values["depth"]), "e": list(values["expand"]), "w": indices}
 
@@ -179,9 +222,23 @@ def build(
     expand_ratio_list: float | Sequence[float] = (0.2, 0.25, 0.35),
     width_mult_list: float | Sequence[float] = (0.65, 0.8, 1.0),
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are `OFAResNets`' own; `bn_param` is (momentum, eps).
+    The arguments are those of upstream's `OFAResNets`.
+
+    Args:
+        n_classes: number of classes.
+        bn_param: momentum and eps of every BatchNorm.
+        dropout_rate: dropout rate before the classifier.
+        depth_list: numbers of additional blocks per stage.
+        expand_ratio_list: ratios of middle to output channels per block.
+        width_mult_list: width multipliers of the stem and of every stage.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
+
+    Raises:
+        SpecError: a list is empty, or contains something other than finite numbers >= 0.
     """
     layout = ResNet50Layout(choices(depth_list), choices(expand_ratio_list), choices(width_mult_list))
     space = SubnetSpace("ofa_resnet50", layout.axes(), layout.sizes, layout.parse, layout.format)
@@ -225,7 +282,7 @@ def _elastic(layout: ResNet50Layout) -> dict[str, Elastic]:
 
 
 def rename(key: str) -> str:
-    """Map a name of the dynamic or of an extracted upstream network to the plain network's."""
+    """Return the plain network's name for a name in upstream's supernet or in a network extracted from it."""
     key = re.sub(r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1.", key)
     key = re.sub(r"\.conv(\d)\.conv\.", r".conv\1.", key)
     key = re.sub(r"\.conv(\d)\.bn\.", r".bn\1.", key)
@@ -233,7 +290,7 @@ def rename(key: str) -> str:
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of an OFA-ResNet50, or of a network extracted from one."""
+    """Return whether the names are those of an OFA-ResNet50 or of a network extracted from one."""
     return keys.some(r"^input_stem\.")
 
 

@@ -1,7 +1,8 @@
-"""Slimmable ResNet-50 (Slimmable Networks, ICLR'19): a few widths, each with BatchNorms of its own.
+"""Slimmable ResNet-50: a ResNet of a few widths, each with its own BatchNorms.
 
-Upstream's code and checkpoints are licensed for
-non-commercial use (CC-BY-NC-4.0); none of either is in this package.
+Source: Slimmable Neural Networks (Yu et al., ICLR 2019); JiahuiYu/slimmable_networks, models/s_resnet.py.
+Upstream's code and checkpoints are licensed for non-commercial use (CC-BY-NC-4.0). This package contains
+neither.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ LENGTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 class SlimmableBottleneck(nn.Module):
-    """1x1, 3x3, 1x1 bottleneck; a 1x1 convolution on the shortcut where the shape changes."""
+    """A bottleneck of 1x1, 3x3 and 1x1 convolutions; its shortcut has a 1x1 convolution if the shape changes.
+
+    Args:
+        in_: input channels for every listed width.
+        out: output channels for every listed width.
+        stride: stride of the 3x3 convolution.
+    """
 
     def __init__(self, in_: Sequence[int], out: Sequence[int], stride: int) -> None:
         super().__init__()
@@ -54,7 +61,7 @@ class SlimmableBottleneck(nn.Module):
 
 
 class SlimmableResNet(nn.Module):
-    """The full network: 7x7 stem, four stages of bottlenecks, mean, linear classifier."""
+    """The full network: 7x7 stem, four stages of bottlenecks, global average pooling, linear classifier."""
 
     def __init__(
         self, stem: Sequence[int], blocks: Sequence[SlimmableBottleneck], width: int, classes: int
@@ -81,13 +88,21 @@ def build(
     width_mult_list: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
     depth: int = 50,
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are upstream's, its flags `width_mult_list` (in the order of the checkpoint's
-    BatchNorms) and `depth` among them. The network takes any input size.
+    The arguments are those of upstream's `Model` and its flags.
+
+    Args:
+        num_classes: number of classes.
+        input_size: ignored; the network takes any input size.
+        width_mult_list: the trained width multipliers, in the order of the checkpoint's BatchNorms.
+        depth: number of layers: 50, 101 or 152.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: an unknown depth, or widths that are not distinct and positive.
+        SpecError: the depth is unknown, or the width multipliers are not distinct and positive.
     """
     if depth not in LENGTHS:
         raise SpecError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(LENGTHS)}")
@@ -123,7 +138,7 @@ _SHORTCUT = {"0": "shortcut_conv", "1": "shortcut_norm"}
 
 
 def rename(key: str) -> str:
-    """Map an upstream name to the plain network's."""
+    """Return the plain network's name for a name in upstream's state_dict."""
     key = key.replace("classifier.0.", "classifier.").replace(".bn.", ".")
     key = re.sub(r"^features\.0\.0\.", "stem_conv.", key)
     key = re.sub(r"^features\.0\.1\.", "stem_norm.", key)
@@ -135,7 +150,7 @@ def rename(key: str) -> str:
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of a slimmable ResNet: BatchNorms with an affine for every width."""
+    """Return whether the names are those of a slimmable ResNet, which has a whole BatchNorm per width."""
     return keys.some(r"^features\.1\.shortcut\.") and keys.some(r"\.bn\.0\.weight$")
 
 

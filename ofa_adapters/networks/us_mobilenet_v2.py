@@ -1,7 +1,9 @@
-"""Universally slimmable MobileNetV2 (US-Nets, ICCV'19): one affine, statistics for every listed width.
+"""Universally slimmable MobileNetV2: BatchNorms have one weight and bias, and statistics per width.
 
-Upstream's code and checkpoints are licensed for
-non-commercial use (CC-BY-NC-4.0); none of either is in this package.
+Source: Universally Slimmable Networks (Yu and Huang, ICCV 2019); JiahuiYu/slimmable_networks,
+models/us_mobilenet_v2.py.
+Upstream's code and checkpoints are licensed for non-commercial use (CC-BY-NC-4.0). This package contains
+neither.
 """
 
 from __future__ import annotations
@@ -34,15 +36,18 @@ STAGES = (
     (6, 160, 3, 2),
     (6, 320, 1, 1),
 )
-"""(expansion, width, blocks, stride) of MobileNetV2."""
+"""Expansion, width, number of blocks and stride of every stage of MobileNetV2."""
 
 
 class InvertedResidual(nn.Module):
-    """1x1 expansion, depthwise 3x3, 1x1 projection; the input is added where the shape stays.
+    """1x1 expansion, depthwise 3x3 convolution, 1x1 projection; a residual connection if the shape stays.
 
     Args:
-        in_, mid, out: per listed width; an expansion only where `expand`.
-        full: the three widths of the full network.
+        mid: channels of the depthwise convolution for every listed width.
+        out: output channels for every listed width.
+        full: input, middle and output channels of the full network.
+        stride: stride of the depthwise convolution.
+        expand: whether the block has an expansion.
     """
 
     def __init__(
@@ -74,7 +79,10 @@ class InvertedResidual(nn.Module):
 
 
 class SlimmableMobileNetV2(nn.Module):
-    """The full network; the last convolution's output and its BatchNorm are the same at every width."""
+    """The full network: stem, inverted residual blocks, a 1x1 convolution, pooling, linear classifier.
+
+    The last convolution has the same output channels and BatchNorm at every width.
+    """
 
     def __init__(
         self,
@@ -101,6 +109,7 @@ class SlimmableMobileNetV2(nn.Module):
 
 
 PUBLISHED_WIDTHS = tuple(round(0.35 + 0.025 * i, 3) for i in range(27))
+"""The width multipliers whose statistics are in the published checkpoint: 0.35 to 1.0 in steps of 0.025."""
 
 
 def build(
@@ -109,15 +118,23 @@ def build(
     width_mult_list: Sequence[float] = PUBLISHED_WIDTHS,
     width_mult_range: Sequence[float] = (0.35, 1.0),
 ) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Return the plain network at full size, its space, and what in it is elastic.
+    """Build the full network, its search space and its elastic description.
 
-    Arguments are upstream's, its flags `width_mult_list` (in the order of the checkpoint's
-    statistics) and `width_mult_range` among them: the network is built at the end of the range, and
-    the listed widths are relative to that. The network takes any input size.
+    The arguments are those of upstream's `Model` and its flags.
+
+    Args:
+        num_classes: number of classes.
+        input_size: ignored; the network takes any input size.
+        width_mult_list: the width multipliers, relative to the full network, in the order of the checkpoint's
+            statistics.
+        width_mult_range: the trained range of widths; its last entry is the multiplier of the full network.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
 
     Raises:
-        ValueError: widths that are not distinct, positive and at most 1, or that round up to more
-            channels than the network has.
+        SpecError: the width multipliers are not distinct, positive and at most 1, or one of them rounds up to
+            more channels than the full network has.
     """
     top = width_mult_range[-1]
     if max(width_mult_list, default=0) > 1:
@@ -177,7 +194,7 @@ _LAYERS = {"0.0.": "stem_conv.", "0.1.": "stem_norm.", "18.0.": "tail_conv.", "1
 
 
 def rename(key: str) -> str:
-    """Map an upstream name to the plain network's."""
+    """Return the plain network's name for a name in upstream's state_dict."""
     key = key.replace("classifier.0.", "classifier.")
     key = re.sub(r"\.bn\.(\d+)\.(running_mean|running_var|num_batches_tracked)$", r".\2_\1", key)
     rest = key.removeprefix("features.")
@@ -192,7 +209,7 @@ def rename(key: str) -> str:
 
 
 def looks(keys: Keys) -> bool:
-    """Tell whether the names are of a US-MobileNetV2: statistics for every width, one affine."""
+    """Return whether the names are those of a US-MobileNetV2, whose norms have one weight for all widths."""
     return keys.some(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$") and not keys.some(r"\.bn\.0\.weight$")
 
 
