@@ -1,4 +1,8 @@
-"""Pareto fronts, and how good they are."""
+"""Pareto dominance: fronts, ranks, crowding distance and hypervolume.
+
+A point *dominates* another one if no objective of the first is worse and at least one is better.
+This is the only implementation of dominance in the library; serving policies use it as well.
+"""
 
 from __future__ import annotations
 
@@ -10,57 +14,71 @@ import numpy.typing as npt
 
 from subnetact.errors import TableError
 
-__all__ = ["crowding", "front_of", "hypervolume", "pareto_front", "ranks", "spread"]
+__all__ = [
+    "Costs",
+    "crowding_distance",
+    "hypervolume",
+    "non_dominated",
+    "non_dominated_ranks",
+    "pareto_front",
+    "spread",
+]
 
-Candidate = TypeVar("Candidate")
+Item = TypeVar("Item")
 Costs: TypeAlias = npt.NDArray[np.float64]
-"""One row a subnet, one column an objective, each to have less of."""
+"""Points of shape (points, objectives). Every objective is to be minimised."""
 
 
 def pareto_front(
-    rows: Iterable[Candidate],
-    cost: Callable[[Candidate], float],
-    gain: Callable[[Candidate], float],
-) -> list[Candidate]:
-    """Return the rows that no other row beats, in ascending cost.
+    rows: Iterable[Item],
+    cost: Callable[[Item], float],
+    gain: Callable[[Item], float],
+) -> list[Item]:
+    """Return the items that no other item dominates, in ascending cost.
 
-    A row is beaten by one that costs no more and gains no less, and is better in one of the two; of
-    equal rows the first stays.
+    Of items with the same cost and the same gain the first one is returned.
 
     Args:
         rows: any objects.
-        cost: what to have less of, latency in ms for example.
-        gain: what to have more of, accuracy for example.
+        cost: returns what is to be minimised, for example the latency in ms.
+        gain: returns what is to be maximised, for example the accuracy in percent.
+
+    Returns:
+        The Pareto front; both cost and gain ascend strictly along it.
 
     Raises:
         TableError: a cost or gain is NaN.
     """
-    valued = [(float(cost(row)), float(gain(row)), row) for row in rows]
-    for paid, gained, row in valued:
+    items = list(rows)
+    costs = np.empty((len(items), 2))
+    for i, item in enumerate(items):
+        paid, gained = float(cost(item)), float(gain(item))
         if paid != paid or gained != gained:
-            raise TableError(f"pareto_front: {row!r} has cost {paid} and gain {gained}; neither may be NaN")
-    front: list[Candidate] = []
-    best = float("-inf")
-    for _, gained, row in sorted(valued, key=lambda v: (v[0], -v[1])):
-        if gained > best:
-            front.append(row)
-            best = gained
-    return front
+            raise TableError(f"pareto_front: {item!r} has cost {paid} and gain {gained}; neither may be NaN")
+        costs[i] = paid, -gained
+    return [items[i] for i in non_dominated(costs)]
 
 
 def hypervolume(points: Any, reference: Sequence[float]) -> float:
-    """Return how much of the space of objectives the points beat, down to a reference.
+    """Return the volume of the objective space that points dominate, bounded by a reference point.
 
-    The area (with two objectives) of everything that is at least as good as the reference and that
-    some point is at least as good as (Zitzler and Thiele, 1998).
+    With two objectives the hypervolume is an area: everything that is at least as good as the reference
+    and that some point is at least as good as.
 
     Args:
-        points: rows of (accuracy, latency, ...), of which the accuracy is to be high and all others
-            low, of shape (n, objectives).
-        reference: the worst of interest, in the same order; what is worse adds nothing.
+        points: array of shape (points, objectives). The first objective, the accuracy, is maximised;
+            all others, the latencies, are minimised.
+        reference: the worst point of interest, of shape (objectives,). Points that are worse than the
+            reference in any objective add nothing.
+
+    Returns:
+        The volume, in the product of the units of the objectives.
 
     Raises:
         TableError: the shapes do not fit, or a number is NaN.
+
+    Source:
+        Zitzler and Thiele, "Multiobjective optimization using evolutionary algorithms", PPSN 1998.
     """
     worst = np.asarray(reference, dtype=np.float64)
     given = np.asarray(points, dtype=np.float64).reshape(-1, len(worst))
@@ -71,6 +89,7 @@ def hypervolume(points: Any, reference: Sequence[float]) -> float:
 
 
 def _volume(costs: Costs, worst: Costs) -> float:
+    """Cut the volume into slices along the last objective, and add up the slices."""
     costs = costs[(costs < worst).all(1)]
     if not len(costs):
         return 0.0
@@ -86,56 +105,99 @@ def _volume(costs: Costs, worst: Costs) -> float:
     return float(sum(slices))
 
 
-def front_of(costs: Costs) -> list[int]:
-    """Return the rows that no other beats, in ascending order of the first column; of equals one."""
+def non_dominated(costs: Costs) -> list[int]:
+    """Return the positions of the points that no other point dominates.
+
+    Args:
+        costs: array of shape (points, objectives); every objective is minimised.
+
+    Returns:
+        Positions in ascending order of the first objective. Of equal points the first one is returned.
+    """
+    order = np.lexsort(costs.T[::-1])
+    if not len(order):
+        return []
+    if costs.shape[1] == 2:
+        second = costs[order, 1]
+        lower = second[1:] < np.minimum.accumulate(second)[:-1]
+        return [int(i) for i in order[np.concatenate([[True], lower])]]
     kept: list[int] = []
-    for i in np.lexsort(costs.T[::-1]):
+    for i in order:
         if not kept or not (costs[kept] <= costs[i]).all(1).any():
             kept.append(int(i))
     return kept
 
 
-def ranks(costs: Costs) -> npt.NDArray[np.int64]:
-    """Return 0 for rows that no other beats, 1 for those that only such rows beat, and so on (NSGA-II)."""
+def non_dominated_ranks(costs: Costs) -> npt.NDArray[np.int64]:
+    """Sort points into fronts (non-dominated sorting).
+
+    Args:
+        costs: array of shape (points, objectives); every objective is minimised.
+
+    Returns:
+        The rank of each point, of shape (points,): 0 for points that no other point dominates, 1 for
+        those that are dominated only by points of rank 0, and so on.
+
+    Source:
+        Deb et al., "A fast and elitist multiobjective genetic algorithm: NSGA-II", 2002, section III-A.
+    """
     no_worse = np.all(costs[:, None] <= costs[None], axis=2)
-    better: npt.NDArray[np.bool_] = np.asarray(no_worse & ~no_worse.T)
+    dominates: npt.NDArray[np.bool_] = np.asarray(no_worse & ~no_worse.T)
     rank = np.full(len(costs), -1)
     level = 0
     while (rank < 0).any():
         left = np.flatnonzero(rank < 0)
-        rank[left[better[np.ix_(left, left)].sum(axis=0) == 0]] = level
+        rank[left[dominates[np.ix_(left, left)].sum(axis=0) == 0]] = level
         level += 1
     return rank
 
 
-def crowding(costs: Costs, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return how far each row's neighbours of the same rank are apart (NSGA-II); infinite at the ends."""
+def crowding_distance(costs: Costs, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return how far apart the neighbours of each point are among the points of the same rank.
+
+    Args:
+        costs: array of shape (points, objectives).
+        rank: the rank of each point, of shape (points,), as `non_dominated_ranks` returns it.
+
+    Returns:
+        The crowding distance of each point, of shape (points,). It is infinite for the first and the
+        last point of a rank in any objective.
+
+    Source:
+        Deb et al., "A fast and elitist multiobjective genetic algorithm: NSGA-II", 2002, section III-B.
+    """
     distance = np.zeros(len(costs))
     for level in range(int(rank.max(initial=-1)) + 1):
-        rows = np.flatnonzero(rank == level)
-        for column in costs[rows].T:
-            order = np.argsort(column, kind="stable")
-            extent = column[order[-1]] - column[order[0]]
-            distance[rows[order[[0, -1]]]] = np.inf
+        members = np.flatnonzero(rank == level)
+        for objective in costs[members].T:
+            order = np.argsort(objective, kind="stable")
+            extent = objective[order[-1]] - objective[order[0]]
+            distance[members[order[[0, -1]]]] = np.inf
             if extent > 0:
-                distance[rows[order[1:-1]]] += (column[order[2:]] - column[order[:-2]]) / extent
+                distance[members[order[1:-1]]] += (objective[order[2:]] - objective[order[:-2]]) / extent
     return distance
 
 
 def spread(values: Sequence[float], size: int) -> list[int]:
-    """Choose `size` positions of ascending values, evenly over their range; all where there are fewer.
+    """Choose positions whose values are spread evenly over the range of all values.
 
-    The ends are among them; each aim in between takes the nearest value after the last one taken.
+    Args:
+        values: numbers in ascending order.
+        size: how many positions to choose.
+
+    Returns:
+        Positions in ascending order, with the first and the last one among them if `size` is at least
+        2. If there are no more than `size` values, all positions are returned.
     """
     n = len(values)
     if size >= n:
         return list(range(n))
     if size < 2:
         return [n - 1][:size]
-    aims = np.linspace(values[0], values[-1], size)
+    targets = np.linspace(values[0], values[-1], size)
     chosen: list[int] = []
-    for k, aim in enumerate(aims):
+    for k, target in enumerate(targets):
         first = chosen[-1] + 1 if chosen else 0
-        last = n - (size - k)  # as many must stay for the aims that follow
-        chosen.append(min(range(first, last + 1), key=lambda i: abs(values[i] - aim)))
+        last = n - (size - k)  # the targets that follow need one position each
+        chosen.append(min(range(first, last + 1), key=lambda i: abs(values[i] - target)))
     return chosen

@@ -10,7 +10,7 @@ import numpy as np
 from subnetact.nas.genes import Variation
 from subnetact.nas.state import SearchState
 from subnetact.nas.surrogate import Surrogate, promising
-from subnetact.pareto import Costs, crowding, ranks
+from subnetact.pareto import Costs, crowding_distance, non_dominated_ranks
 from subnetact.spec import SubnetSpec
 
 __all__ = ["METHODS", "evolve", "exhaust", "sample", "survivors"]
@@ -71,8 +71,8 @@ def evolve(state: SearchState, count: int) -> list[SubnetSpec]:
 def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
     """Return the best `count` of a pool of rows: by rank, then the loneliest."""
     rows = np.array(pool)
-    rank = ranks(costs[rows])
-    order = np.lexsort((-crowding(costs[rows], rank), rank))
+    rank = non_dominated_ranks(costs[rows])
+    order = np.lexsort((-crowding_distance(costs[rows], rank), rank))
     return [int(i) for i in rows[order[:count]]]
 
 
@@ -83,8 +83,8 @@ def _children(state: SearchState, variation: Variation) -> Iterator[SubnetSpec]:
     specs = list(state.found)
     parents = [specs[i] for i in state.population]
     costs = state.costs()[state.population]
-    rank = ranks(costs)
-    lonely = crowding(costs, rank)
+    rank = non_dominated_ranks(costs)
+    lonely = crowding_distance(costs, rank)
 
     def parent() -> SubnetSpec:
         one, two = (int(i) for i in state.rng.integers(len(parents), size=2))

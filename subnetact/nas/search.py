@@ -16,7 +16,7 @@ from subnetact.costs.model import CostModel
 from subnetact.errors import SearchError
 from subnetact.nas.nsga2 import METHODS, survivors
 from subnetact.nas.state import Objectives, SearchState
-from subnetact.pareto import front_of, spread
+from subnetact.pareto import non_dominated, spread
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -235,7 +235,7 @@ def _values(spec: SubnetSpec, *values: float) -> Objectives:
 
 def _front(state: SearchState) -> list[SubnetSpec]:
     specs = list(state.found)
-    front = [specs[i] for i in front_of(state.costs())]
+    front = [specs[i] for i in non_dominated(state.costs())]
     return sorted(front, key=lambda spec: (state.found[spec][1], state.found[spec][0]))
 
 
@@ -262,7 +262,7 @@ def _remeasured(
                 bar.update()
             measured = list(again)
             costs = np.array([[-found[spec][0], *again[spec]] for spec in measured])
-            trusted = sorted((measured[i] for i in front_of(costs)), key=again.__getitem__)
+            trusted = sorted((measured[i] for i in non_dominated(costs)), key=again.__getitem__)
             rest = [spec for spec in front if spec not in again]
             if len(trusted) == size or not rest:
                 return {spec: again[spec] for spec in trusted}

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.pareto import Costs, front_of
+from subnetact.pareto import Costs, non_dominated
 
 __all__ = ["Surrogate", "promising"]
 
@@ -105,7 +105,7 @@ def promising(guesses: Costs, doubt: float, known: Costs, count: int) -> list[in
         count: how many to choose.
     """
     worst = known.max(0)
-    fronts = [known[front_of(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]
+    fronts = [known[non_dominated(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]
     extents = [float(np.ptp(known[:, j])) or 1.0 for j in range(1, known.shape[1])]
     scale = max(BOLD * doubt, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0)) * math.sqrt(3) / math.pi
     chosen: list[int] = []
@@ -117,7 +117,7 @@ def promising(guesses: Costs, doubt: float, known: Costs, count: int) -> list[in
         chosen.append(int(np.argmax(gain)))
         for j in range(1, known.shape[1]):
             extended = np.vstack([fronts[j - 1], guesses[chosen[-1]][[0, j]]])
-            fronts[j - 1] = extended[front_of(extended)]
+            fronts[j - 1] = extended[non_dominated(extended)]
     return chosen
 
 

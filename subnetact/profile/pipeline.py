@@ -25,7 +25,7 @@ from subnetact.journal import Journal
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.latency.validate import ascending_sizes, warn_of_fractions
-from subnetact.pareto import front_of
+from subnetact.pareto import non_dominated
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import (
     Runner,
@@ -357,7 +357,7 @@ def count_beaten(job: Job, readings: Measurements, accuracy: Sequence[float]) ->
         return float(np.median(np.concatenate([window["host_ms"] for window in readings.windows[cell]])))
 
     costs = [[-percent, *(median((0, i, b)) for b in job.batch_sizes)] for i, percent in enumerate(accuracy)]
-    return len(costs) - len(front_of(np.array(costs)))
+    return len(costs) - len(non_dominated(np.array(costs)))
 
 
 def _calibrate(job: Job, subject: ProfileSource, chosen: Chosen) -> str:

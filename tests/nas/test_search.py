@@ -25,9 +25,9 @@ from subnetact.errors import (
 )
 from subnetact.nas.genes import Variation
 from subnetact.pareto import (
-    crowding,
-    front_of,
-    ranks,
+    crowding_distance,
+    non_dominated,
+    non_dominated_ranks,
     spread,
 )
 from subnetact.space import SubnetSpace
@@ -68,7 +68,7 @@ def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], 
 @given(rows=COSTS)
 def test_ranks_peel_fronts(rows: list[list[int]]) -> None:
     costs = np.array(rows, dtype=np.float64)
-    rank = ranks(costs)
+    rank = non_dominated_ranks(costs)
 
     def beats(a: list[int], b: list[int]) -> bool:
         return a != b and all(x <= y for x, y in zip(a, b, strict=True))
@@ -76,12 +76,12 @@ def test_ranks_peel_fronts(rows: list[list[int]]) -> None:
     for i, row in enumerate(rows):
         above = [rank[j] for j, other in enumerate(rows) if beats(other, row)]
         assert rank[i] == (max(above) + 1 if above else 0)
-    front = front_of(costs)
+    front = non_dominated(costs)
     assert {tuple(rows[i]) for i in front} == {
         tuple(r) for r, level in zip(rows, rank, strict=True) if level == 0
     }
     assert len({tuple(rows[i]) for i in front}) == len(front)
-    lonely = crowding(costs, rank)
+    lonely = crowding_distance(costs, rank)
     assert (lonely >= 0).all()
     for column in costs[rank == 0].T:
         assert any(np.isinf(lonely[rank == 0][column == column.min()]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from subnetact.latency.table import LatencyTable
+from subnetact.pareto import pareto_front
 
 __all__ = ["Option", "cheapest", "largest_batch", "pareto_of_batch", "time_per_request", "upper_hull"]
 
@@ -43,15 +44,12 @@ def pareto_of_batch(table: LatencyTable, column: int, floor: float = 0.0) -> lis
     """
     table.known_accuracy()
     size = table.batch_sizes[column]
-    options = sorted(
-        (Option(latency, table.accuracy[subnet], subnet, size) for subnet, latency in _column(table, column)),
-        key=lambda option: (option.latency_ms, -option.accuracy, option.subnet),
-    )
-    front: list[Option] = []
-    for option in options:
-        if option.accuracy >= floor and (not front or option.accuracy > front[-1].accuracy):
-            front.append(option)
-    return front
+    options = [
+        Option(latency, table.accuracy[subnet], subnet, size)
+        for subnet, latency in _column(table, column)
+        if table.accuracy[subnet] >= floor
+    ]
+    return pareto_front(options, cost=lambda option: option.latency_ms, gain=lambda option: option.accuracy)
 
 
 def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
@@ -98,9 +96,8 @@ def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, 
         The vertices in order of x. The slopes between neighbours are positive and fall strictly.
     """
     hull: list[tuple[float, float, int]] = []
-    for x, y, label in sorted(points, key=lambda point: (point[0], -point[1], point[2])):
-        if not math.isfinite(x) or (hull and y <= hull[-1][1]):
-            continue
+    finite = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[2])
+    for x, y, label in pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]):
         while len(hull) > 1 and (y - hull[-1][1]) * (hull[-1][0] - hull[-2][0]) >= (
             hull[-1][1] - hull[-2][1]
         ) * (x - hull[-1][0]):
