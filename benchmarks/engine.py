@@ -193,18 +193,10 @@ def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
     supernet.norms.update(rows)
 
 
-def distinct(supernet: Supernet, count: int) -> list[SubnetSpec]:
-    rng = random.Random(1)
-    found: dict[SubnetSpec, None] = {}
-    while len(found) < count:
-        found[supernet.space.sample(rng)] = None
-    return list(found)
-
-
 def switch(args: argparse.Namespace, family: str) -> dict[str, Any]:
     upstream = upstream_network(family)
     supernet = load(family, upstream.state_dict())
-    specs = distinct(supernet, 1000)
+    specs = supernet.space.sample(1, 1000)
     rows_for(supernet, specs)
     engine = subnetact.Engine(supernet, specs, device=args.device)
     choose, build, activate, extract, from_disk = [], [], [], [], []
@@ -243,7 +235,7 @@ def switch(args: argparse.Namespace, family: str) -> dict[str, Any]:
 
 def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: ARG001
     supernet = load(family)
-    specs = distinct(supernet, 1000)
+    specs = supernet.space.sample(1, 1000)
     rows_for(supernet, specs)
     supernet.private_view(specs[0])
     table = supernet.norms.nbytes() / len(specs) / 2**20
@@ -281,7 +273,7 @@ def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
 def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
     """Eight threads over 50 subnets, while subnets are registered, removed, pinned and evicted."""
     supernet = load(family)
-    specs = distinct(supernet, 50)
+    specs = supernet.space.sample(1, 50)
     rows_for(supernet, specs)
     x = torch.randn(1, 3, 96, 96)
     with torch.inference_mode():

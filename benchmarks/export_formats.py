@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import gc
 import json
-import random
 import subprocess
 import sys
 import tempfile
@@ -53,9 +52,7 @@ def full_engine(subnets: int) -> subnetact.Engine:
 
 
 def engine_of(supernet: Any, example: Tensor, subnets: int) -> subnetact.Engine:
-    rng = random.Random(0)
-    specs = [supernet.space.largest(), supernet.space.smallest()][:subnets]
-    specs += [supernet.space.sample(rng) for _ in range(subnets - len(specs))]
+    specs = supernet.space.sample(0, subnets)
     return subnetact.Engine(supernet, specs, example=example, allow_uncalibrated=True)
 
 

@@ -217,8 +217,7 @@ def costs(_: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         model = CostModel(supernet, (3, 224, 224))
         set_up = time.perf_counter() - started
-        rng = np.random.default_rng(0)
-        specs = [supernet.space.sample(rng) for _ in range(2000)]
+        specs = supernet.space.sample(0, 2000)
         started = time.perf_counter()
         for spec in specs:
             model(spec)
@@ -232,8 +231,7 @@ def costs(_: argparse.Namespace) -> dict[str, Any]:
 def latency(_: argparse.Namespace) -> dict[str, Any]:
     """Fit the latency predictor to subnets measured here."""
     supernet, shape = load_digits_supernet(), (1, SIDE, SIDE)
-    rng = np.random.default_rng(0)
-    specs = list(dict.fromkeys(supernet.space.sample(rng) for _ in range(48)))
+    specs = supernet.space.sample(0, 48)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
         engine = subnetact.Engine(supernet, specs, example=torch.zeros(shape), allow_uncalibrated=True)

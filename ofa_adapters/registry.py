@@ -9,16 +9,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ofa_adapters.checkpoint import fill, read, settings, unwrap
 from ofa_adapters.family import Family, Keys
 from ofa_adapters.features import Features
 from subnetact.errors import SpecError
-from subnetact.operators import SubnetNorm
-from subnetact.space import Row, SubnetSpace
+from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.bind import bind
 from subnetact.supernet.insert import insert_
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -153,19 +151,7 @@ def _hint(looks_like: str | None, family: str, own_names: bool) -> str:
 
 def _adopt(supernet: Supernet) -> None:
     """Copy the checkpoint's BatchNorm statistics of every subnet into the norm table."""
-    rows = {}
-    for spec in supernet.space.enumerate():
-        row = supernet.space.resolve(spec)
-        used: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def take(
-            norm: SubnetNorm, row: Row = row, used: dict[str, tuple[Tensor, Tensor]] = used
-        ) -> nn.Module:
-            used[norm.path] = norm.shared_statistics(row)
-            return norm.bind(row)
-
-        bind(supernet.network, row, take)
-        rows[spec] = NormRow.of(used)
+    rows = {spec: NormRow.of(supernet.statistics(spec)) for spec in supernet.space.enumerate()}
     supernet.norms.update(rows)
 
 

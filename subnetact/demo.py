@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import random
 import sys
 import time
 import warnings
@@ -100,7 +99,7 @@ def _demonstrate(args: argparse.Namespace) -> None:
     validation = _views_of(Digits(held_out.images[::2], held_out.labels[::2]), 3, generator)
     test = _views_of(Digits(held_out.images[1::2], held_out.labels[1::2]), 3, generator)
 
-    specs = _candidates(supernet, args.candidates, random.Random(args.seed))
+    specs = supernet.space.sample(args.seed, args.candidates)
     shown = [specs[0], *specs[2:6], specs[1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
@@ -151,15 +150,6 @@ def _machine() -> str:
 def _views_of(data: Digits, copies: int, generator: torch.Generator) -> Digits:
     images = torch.cat([distort(data.images, generator) for _ in range(copies)])
     return Digits(images, data.labels.repeat(copies))
-
-
-def _candidates(supernet: Supernet, count: int, rng: random.Random) -> list[SubnetSpec]:
-    """Return the smallest, the largest and random subnets."""
-    space = supernet.space
-    found = dict.fromkeys([space.smallest(), space.largest()])
-    while len(found) < min(count, space.size()):
-        found[space.sample(rng)] = None
-    return list(found)
 
 
 def _accuracy(supernet: Supernet, spec: SubnetSpec, data: Digits) -> float:

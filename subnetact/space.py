@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
@@ -206,15 +206,45 @@ class SubnetSpace:
         """Return the subnet with the last choice everywhere."""
         return self._canonical(self._pick(-1))
 
-    def sample(self, rng: Rng | int) -> SubnetSpec:
-        """Draw every slot uniformly; `rng` is a `random.Random`, a NumPy generator, or a seed."""
+    @overload
+    def sample(self, rng: Rng | int, n: None = None) -> SubnetSpec: ...
+
+    @overload
+    def sample(self, rng: Rng | int, n: int) -> list[SubnetSpec]: ...
+
+    def sample(self, rng: Rng | int, n: int | None = None) -> SubnetSpec | list[SubnetSpec]:
+        """Draw one random subnet, or `n` distinct subnets that include the smallest and the largest.
+
+        Every slot is drawn uniformly and independently of the others.
+
+        Args:
+            rng: a `random.Random`, a NumPy generator, or a seed. A generator is advanced.
+            n: the number of subnets. If None, one random subnet is returned by itself.
+
+        Returns:
+            One specification if `n` is None. Otherwise a list: the smallest subnet, the largest, then
+            distinct random subnets. The list is shorter than `n` if the space has fewer subnets.
+
+        Raises:
+            SpecError: `rng` is of another type, or `n` is no positive number.
+
+        Example:
+            >>> smallest, largest, *random_specs = space.sample(0, 10)
+        """
         source = random.Random(int(rng)) if isinstance(rng, int | np.integer) else rng
         if not isinstance(source, random.Random | np.random.Generator):
             raise SpecError(f"{self.name}: rng is a random.Random, a NumPy generator or a seed, got {rng!r}")
-        pick = source.randrange if isinstance(source, random.Random) else source.integers
-        return self._canonical(
-            {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
-        )
+        if n is None:
+            return self._draw(source)
+        given: Any = n
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or n < 1:
+            raise SpecError(f"{self.name}: n is the number of subnets to sample, at least 1, got {n!r}")
+        found = dict.fromkeys([self.smallest(), self.largest()])
+        if n >= self.size():
+            found.update(dict.fromkeys(self.enumerate(limit=n)))
+        while len(found) < min(n, self.size()):
+            found[self._draw(source)] = None
+        return list(found)[:n]
 
     # -- counting and sizes ----------------------------------------------------------------------
 
@@ -278,6 +308,12 @@ class SubnetSpace:
         except SpecError:
             return None
         return spec if spec.key == key else None
+
+    def _draw(self, source: Rng) -> SubnetSpec:
+        pick = source.randrange if isinstance(source, random.Random) else source.integers
+        return self._canonical(
+            {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
+        )
 
     def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
         for axis in self.axes:

@@ -87,6 +87,19 @@ def test_samples_reach_every_subnet() -> None:
     assert {SPACE.sample(rng) for _ in range(20_000)} == set(SPACE.enumerate())
 
 
+@given(st.integers(0, 10_000), st.integers(1, 500))
+def test_several_samples_are_distinct_and_begin_with_both_ends(seed: int, n: int) -> None:
+    found = SPACE.sample(seed, n)
+    assert len(found) == len(set(found)) == min(n, SPACE.size())
+    assert found[:2] == [SPACE.smallest(), SPACE.largest()][:n]
+    assert all(spec in SPACE for spec in found)
+    assert found == SPACE.sample(random.Random(seed), n)
+
+
+def test_all_samples_of_a_space_are_all_its_subnets() -> None:
+    assert set(SPACE.sample(0, SPACE.size())) == set(SPACE.sample(0, 10**9)) == set(SPACE.enumerate())
+
+
 def test_size_counts_what_enumerate_yields() -> None:
     specs = list(SPACE.enumerate())
     assert len(specs) == len(set(specs)) == SPACE.size() == (2 + 4 + 8) ** 2 * 2
@@ -136,6 +149,9 @@ def test_wrong_axes_and_slot_counts_are_named() -> None:
     )
     with pytest.raises(SpecError, match="rng is"):
         SPACE.sample(None)
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(SpecError, match="at least 1"):
+            SPACE.sample(0, wrong)
 
 
 def test_the_order_of_axes_in_a_file_does_not_matter() -> None:

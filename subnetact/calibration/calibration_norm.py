@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.errors import SpecError
 from subnetact.operators.subnet_norm import (
@@ -17,7 +16,7 @@ from subnetact.operators.subnet_norm import (
     WEIGHTED_BIASED,
     SubnetNorm,
 )
-from subnetact.operators.view_module import is_view
+from subnetact.operators.view_module import mix_in_, module_class
 from subnetact.space import Row
 
 __all__ = ["CalibrationNorm", "batch_statistics"]
@@ -44,10 +43,9 @@ class CalibrationNorm:
     def __init__(self, norm: SubnetNorm, row: Row, rule: str | None = None, spread: bool = False) -> None:
         self.norm = norm
         self.module: Any = norm.bind(row)
-        cls = type(self.module)
-        self.plain = (cls.__mro__[2] if is_view(self.module) else cls) in BATCH_NORMS
+        self.plain = module_class(self.module) in BATCH_NORMS
         object.__setattr__(self.module, "collector", self)
-        object.__setattr__(self.module, "__class__", _collecting_class(cls))  # type: ignore[arg-type]
+        mix_in_(self.module, _Collecting)
         self._unbiased = (rule or norm.rule or WEIGHTED_BIASED) == CUMULATIVE_UNBIASED
         self._spread = spread
         self.paused = False
@@ -145,8 +143,3 @@ class _Collecting:
         self.register_buffer("running_mean", mean)
         self.register_buffer("running_var", var)
         return super().forward(x)  # type: ignore[misc, no-any-return]
-
-
-@cache
-def _collecting_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_Collecting, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.inplace import hidden_writes
+from subnetact.operators.tensor_version import tensor_version
 from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
@@ -337,7 +338,7 @@ def _is_fresh(module: nn.Module | None, norm: CalibrationNorm | None) -> bool:
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return tensor_version(value) if isinstance(value, Tensor) else 0
 
 
 def _nbytes(value: Any) -> int:

@@ -7,7 +7,6 @@ network can have them.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.engine.packed_conv import PackedConv, can_pack, plain_conv
+from subnetact.operators.view_module import mix_in_
 
 __all__ = ["SMALL_MAP", "use_fast_convs_"]
 
@@ -37,15 +37,8 @@ def use_fast_convs_(view: nn.Module) -> nn.Module:
     """
     for module in view.modules():
         if isinstance(module, nn.Conv2d) and plain_conv(module) and module.groups == 1:
-            fast = _fast_class(type(module))  # type: ignore[arg-type]
-            # Not a plain assignment: view modules of one class share the keys of their dictionaries.
-            object.__setattr__(module, "__class__", fast)
+            mix_in_(module, _FastConv)
     return view
-
-
-@cache
-def _fast_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_FastConv, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 class _FastConv:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
-from subnetact.operators.view_module import shell
+from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
 __all__ = ["Elastic", "Operator"]
@@ -126,7 +126,9 @@ class Operator(nn.Module):
     def bind(self, row: Row, trainable: bool = False) -> nn.Module:
         """Return the plain module of one subnet, whose parameters share this operator's storage."""
         sizes = self.sizes(row)
-        return shell(self.template, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes))
+        return view_module(
+            self.template, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes)
+        )
 
     def forget(self) -> None:
         """Drop the shared tensors, after the parameters have moved to other storage."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.operators.base import Operator
-from subnetact.operators.view_module import shell
+from subnetact.operators.tensor_version import tensor_version
+from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
 __all__ = ["ElasticKernel", "KernelConv2d"]
@@ -125,7 +126,7 @@ class ElasticKernel(Operator):
         """Return the convolution of one subnet."""
         sizes = self.sizes(row)
         parameters = self.parameters_of(sizes, trainable)
-        return shell(self._plain, parameters=parameters, **self.attributes(sizes))  # type: ignore[arg-type]
+        return view_module(self._plain, parameters=parameters, **self.attributes(sizes))  # type: ignore[arg-type]
 
     def forget(self) -> None:
         """Drop the shared tensors, after the parameters have moved to other storage."""
@@ -148,7 +149,7 @@ class _Computed:
 
     def _versions(self) -> list[int]:
         weights = self.operator.parameters(recurse=False)
-        return [0 if weight.is_inference() else weight._version for weight in weights]
+        return [tensor_version(weight) for weight in weights]
 
     def refresh(self) -> None:
         """Compute again, in place, what changed in place."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from subnetact.operators.base import Operator
-from subnetact.operators.view_module import shell
+from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
 __all__ = ["LayerSelect"]
@@ -56,7 +56,7 @@ class LayerSelect(Operator):
         """Return the container of already bound kept layers, renumbered where names are numbers."""
         numbered = all(name.isdigit() for name in self._modules)
         modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
-        return shell(self.template, modules=modules)
+        return view_module(self.template, modules=modules)
 
     def bind(self, row: Row, trainable: bool = False) -> Any:
         """Binding a stack binds its layers; `subnetact.binding` does it."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
-from subnetact.operators.view_module import shell
+from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
 __all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
@@ -81,7 +81,7 @@ class SubnetNorm(Operator):
             "running_var": var,
             "num_batches_tracked": self.batches_tracked(),
         }
-        bound = shell(
+        bound = view_module(
             self.template,
             parameters=self.parameters_of(sizes, trainable),
             buffers=buffers,

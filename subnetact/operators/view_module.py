@@ -1,9 +1,13 @@
-"""Shells: the modules of a zero-copy view.
+"""Modules of a zero-copy view: they share the supernet's tensors and refuse to change them.
 
-A shell is an instance of a subclass of its template's class with its own dictionary, so that hooks,
-submodules and attributes are private to one view, while parameter tensors are shared. Registries of
-hooks, parameters and buffers become private on the first change: they would be two thirds of a
-shell's memory.
+`view_module` makes an instance of a subclass of the template's class, without calling `__init__`. The
+new module has a dictionary of its own, so that hooks, submodules and attributes are private to one view,
+while the parameter tensors are shared with the supernet. The registries of hooks, parameters and buffers
+are shared as well until a module changes one of them, because private copies would be two thirds of the
+memory of a view.
+
+`mix_in_` and `mix_out_` change what one module does by swapping its class, for example to record its
+calls or to give it a faster forward.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import ViewError
 
-__all__ = ["is_view", "owned", "shell"]
+__all__ = ["is_view", "mix_in_", "mix_out_", "module_class", "owned", "view_module"]
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -28,7 +32,7 @@ _REGISTER_HOOK = tuple(
 
 
 class _NoHooks(OrderedDict[int, Any]):
-    """An empty registry that many modules share and that therefore stays empty."""
+    """An empty registry of hooks that many modules share and that therefore has to stay empty."""
 
     def __setitem__(self, key: int, value: Any) -> None:
         raise ViewError("hooks are registered with the module's register_..._hook methods")
@@ -41,7 +45,7 @@ _NO_HOOKS: dict[str, OrderedDict[int, Any]] = {name: _NoHooks() for name in _HOO
 
 
 class _View(nn.Module):
-    """What a view's modules refuse: anything that would write into what all subnets share."""
+    """The base of all modules of views. It refuses whatever would write into shared tensors."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [*self.parameters(recurse), *self.buffers(recurse)]
@@ -113,8 +117,29 @@ for _name in _REGISTER_HOOK:
 
 
 @cache
-def _view_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_View, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+def _mixed(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
+    """Put a class before the class of one module, in place, so that its methods take precedence.
+
+    Args:
+        module: the module; other modules of its class stay as they are.
+        mixin: a class whose methods may call `super()`.
+
+    Returns:
+        The module. Its class keeps its name; `mix_out_` takes the mixin away again.
+    """
+    # A plain assignment would give the module's dictionary keys of its own; modules of views share them.
+    object.__setattr__(module, "__class__", _mixed(mixin, type(module)))  # type: ignore[arg-type]
+    return module
+
+
+def mix_out_(module: nn.Module) -> nn.Module:
+    """Take away the class that the last `mix_in_` put before the class of a module; return the module."""
+    object.__setattr__(module, "__class__", type(module).__mro__[2])
+    return module
 
 
 def is_view(module: nn.Module) -> bool:
@@ -122,7 +147,12 @@ def is_view(module: nn.Module) -> bool:
     return isinstance(module, _View)
 
 
-def shell(
+def module_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module stands for: for a view's module, the class of its template."""
+    return type(module).__mro__[2] if is_view(module) else type(module)
+
+
+def view_module(
     template: nn.Module,
     *,
     parameters: dict[str, Any] | None = None,
@@ -130,18 +160,21 @@ def shell(
     modules: dict[str, nn.Module | None] | None = None,
     **attributes: Any,
 ) -> nn.Module:
-    """Return a module of the template's class that shares what is not given.
+    """Return a module of the template's class that shares everything that is not given.
 
     Args:
         template: the module to stand in for; it is not changed.
-        parameters: the tensors under the names of the template's parameters.
-        buffers: likewise for buffers.
-        modules: the submodules.
+        parameters: the tensors, under the names of the template's parameters.
+        buffers: the buffers, under the names of the template's buffers.
+        modules: the submodules, by name.
         attributes: plain attributes that differ from the template's, `in_channels` for example.
+
+    Returns:
+        A module in evaluation mode. It raises `ViewError` if it is to be trained, moved or converted.
     """
-    view: nn.Module = object.__new__(_view_class(type(template)))  # type: ignore[arg-type]
+    view: nn.Module = object.__new__(_mixed(_View, type(template)))  # type: ignore[arg-type]
     given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
-    # One object.__setattr__ per name, in the template's order, lets the shells of a class share keys.
+    # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.
     for name, value in template.__dict__.items():
         replacement = given.get(name)
         if replacement is not None:
@@ -162,9 +195,8 @@ def owned(view: nn.Module) -> nn.Module:
 def _own(view: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if id(view) in done:
         return done[id(view)]
-    cls = type(view).__mro__[2] if is_view(view) else type(view)
-    cls = getattr(cls, "owned_as", cls)
-    module: nn.Module = object.__new__(cls)
+    cls = module_class(view)
+    module: nn.Module = object.__new__(getattr(cls, "owned_as", cls))
     done[id(view)] = module
     module.__dict__.update(view.__dict__)
     module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -211,11 +210,7 @@ def _read(subject: ProfileSource, file: str) -> list[SubnetSpec]:
 
 
 def _random(subject: ProfileSource, count: int, seed: int) -> list[SubnetSpec]:
-    space, rng = subject.supernet.space, random.Random(seed)
-    found = dict.fromkeys([space.smallest(), space.largest()])
-    while len(found) < min(count, space.size()):
-        found[space.sample(rng)] = None
-    return list(found)[:count]
+    return subject.supernet.space.sample(seed, count)
 
 
 def _accuracies(

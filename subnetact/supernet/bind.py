@@ -9,7 +9,7 @@ from torch import nn
 from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
-from subnetact.operators.view_module import shell
+from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
 __all__ = ["bind"]
@@ -49,7 +49,9 @@ def bind(
         own = module._parameters
         if frozen is not None and own:
             own = {n: None if p is None else frozen(p) for n, p in own.items()}
-        view = shell(module, parameters=own, modules={n: visit_child(m) for n, m in module._modules.items()})
+        view = view_module(
+            module, parameters=own, modules={n: visit_child(m) for n, m in module._modules.items()}
+        )
         if trainable:
             object.__setattr__(view, "training", module.training)
         return view

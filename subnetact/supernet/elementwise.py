@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from subnetact.operators.view_module import is_view
+from subnetact.operators.view_module import module_class
 
 __all__ = ["Elementwise", "elementwise"]
 
@@ -93,9 +93,8 @@ def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise |
     target = node.target
     if node.op == "call_module":
         module = leaves[str(target)]
-        cls = type(module).__mro__[2] if is_view(module) else type(module)
         hooked = any(module.__dict__[name] for name in _HOOKS)
-        return None if hooked or len(node.args) != 1 or node.kwargs else _UNARY.get(cls)
+        return None if hooked or len(node.args) != 1 or node.kwargs else _UNARY.get(module_class(module))
     if len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
         return _UNARY.get(target)
     if len(node.args) == 2 and not node.kwargs and isinstance(node.args[0], fx.Node):

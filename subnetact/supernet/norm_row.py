@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from subnetact.errors import SpecError
+from subnetact.operators.tensor_version import tensor_version
 
 __all__ = ["Block", "NormRow"]
 
@@ -100,7 +101,7 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
 
     def digests(self) -> list[bytes]:
         """Return a hash of every norm's name and statistics, and of where they are and in which dtype."""
-        versions = [0 if source.is_inference() else source._version for source in self.sources]
+        versions = [tensor_version(source) for source in self.sources]
         if not self._digests or versions != self._versions:
             raw = [source.detach().cpu().contiguous().view(torch.uint8).numpy() for source in self.sources]
             found = []

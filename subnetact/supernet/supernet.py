@@ -155,8 +155,8 @@ class Supernet(nn.Module):
     def weights_generation(self) -> int:
         """Generation counter of the weights.
 
-        It grows whenever cached views are invalidated; a private view from an older generation must be
-        rebuilt.
+        It grows whenever cached views are invalidated. A private view from an older generation must be
+        made again, because it reads tensors that the supernet no longer uses.
         """
         return self._weights_generation
 
@@ -217,23 +217,16 @@ class Supernet(nn.Module):
             spec: a subnet; if it was never calibrated, these are the supernet's shared statistics.
 
         Returns:
-            The mean and the variance, each of shape (channels,), by the name of the BatchNorm.
+            The mean and the variance, each of shape (channels,), by the name of the BatchNorm. They are
+            the tensors in use, not copies.
 
         Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+            SpecError: the specification is malformed or of another space (`ForeignSpec`), or its own
+                statistics lack a BatchNorm or have another number of channels.
         """
         spec = self.space.check(spec)
-        own = self._norms.get(spec)
-        if own is not None:
-            return own.pairs()
-        row = self.space.resolve(spec)
         found: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def note(norm: SubnetNorm) -> nn.Module:
-            found[norm.path] = norm.shared_statistics(row)
-            return nn.Identity()
-
-        bind(self.network, row, note)
+        self._bind(spec, self._norms.get(spec), note=found)
         return found
 
     def refresh(self) -> None:
@@ -322,19 +315,26 @@ class Supernet(nn.Module):
                         self._views.popitem(last=False)
                     return view
 
-    def _bind(self, spec: SubnetSpec, statistics: NormRow | None, fresh: bool = False) -> nn.Module:
+    def _bind(
+        self,
+        spec: SubnetSpec,
+        statistics: NormRow | None,
+        fresh: bool = False,
+        note: dict[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> nn.Module:
+        """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
         row = self.space.resolve(spec)
-        frozen = None if fresh else self._frozen
-        if statistics is None:
-            return bind(self.network, row, lambda norm: norm.bind(row, fresh), fresh, frozen)
-        pairs = statistics.pairs()
+        pairs = None if statistics is None else statistics.pairs()
 
-        def calibrated(norm: SubnetNorm) -> nn.Module:
-            if norm.path not in pairs:
+        def bind_norm(norm: SubnetNorm) -> nn.Module:
+            if pairs is not None and norm.path not in pairs:
                 raise SpecError(f"the statistics of {spec} lack {norm.path}; calibrate it again")
-            return norm.bind_with(row, *pairs[norm.path], fresh)
+            mean, var = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
+            if note is not None:
+                note[norm.path] = mean, var
+            return norm.bind_with(row, mean, var, fresh)
 
-        return bind(self.network, row, calibrated, fresh, frozen)
+        return bind(self.network, row, bind_norm, fresh, None if fresh else self._frozen)
 
     def _frozen(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a frozen parameter of the same storage, one for all views; of a subclass, itself."""

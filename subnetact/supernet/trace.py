@@ -7,13 +7,15 @@ leaves of one private view record themselves instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-__all__ = ["culprit", "leaf_class", "trace_"]
+from subnetact.operators.view_module import mix_in_, mix_out_
+
+__all__ = ["RecordedCall", "culprit", "trace_"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -32,17 +34,12 @@ def culprit(network: nn.Module, error: BaseException) -> str:
     return f"{path} ({type(network.get_submodule(path)).__name__})" if path else ""
 
 
-class _Leaf:
-    """A module that records its call instead of computing."""
+class RecordedCall:
+    """A mixin: the module passes its calls on to its `recorder`, a function of (args, kwargs)."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the recorder returns for a call."""
         return self.recorder(args, kwargs)
-
-
-@cache
-def leaf_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules that hand their calls to their `recorder`, a function of (args, kwargs)."""
-    return type(cls.__name__, (_Leaf, cls), {})
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -65,20 +62,20 @@ def trace_(
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     leaves: dict[str, nn.Module] = {}
-    classes: dict[str, type[nn.Module]] = {}
+    recording: list[nn.Module] = []
     inside = ""
     for path, module in view.named_modules():
         wanted = _is_leaf(module) or (is_leaf is not None and is_leaf(module))
         if path and wanted and not (inside and path.startswith(inside)):
-            leaves[path], classes[path] = module, type(module)
+            leaves[path] = module
             inside = f"{path}."  # modules come before what is in them, and that before all others
     try:
         for path, leaf in leaves.items():
             object.__setattr__(leaf, "recorder", partial(tracer.create_proxy, "call_module", path))
-            object.__setattr__(leaf, "__class__", leaf_class(type(leaf)))  # type: ignore[arg-type]
+            recording.append(mix_in_(leaf, RecordedCall))
         graph.output(view(fx.Proxy(graph.placeholder("x"), tracer)).node)
     finally:
-        for path, leaf in leaves.items():
-            object.__setattr__(leaf, "__class__", classes[path])
+        for leaf in recording:
+            mix_out_(leaf)
             object.__delattr__(leaf, "recorder")
     return graph, leaves

@@ -46,8 +46,7 @@ def hooked(network: nn.Module, *inputs: Tensor) -> tuple[int, int, int]:
 def test_costs_are_what_hooks_count(family: str) -> None:
     supernet, x = small_supernet(family), next(iter(small_inputs(family, 1).values()))
     model = subnetact.CostModel(supernet, x.shape[1:])
-    space, rng = supernet.space, random.Random(7)
-    for spec in [space.smallest(), space.largest(), *(space.sample(rng) for _ in range(10))]:
+    for spec in supernet.space.sample(7, 12):
         parameters, macs, written = hooked(supernet.extract(spec), x)
         cost = model(spec)
         layers = cost.macs - cost.product_macs

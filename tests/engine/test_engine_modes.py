@@ -40,16 +40,8 @@ def close(output: Tensor, expected: Tensor, folded: bool) -> None:
     torch.testing.assert_close(output, expected, rtol=rtol, atol=atol * scale)
 
 
-def specs_of(supernet: Supernet, count: int) -> list[subnetact.SubnetSpec]:
-    rng = random.Random(3)
-    found = dict.fromkeys([supernet.space.smallest(), supernet.space.largest()])
-    while len(found) < count:
-        found[supernet.space.sample(rng)] = None
-    return list(found)
-
-
 def engine_of(digits: Supernet, budget: float, count: int = 4, **options: Any) -> subnetact.Engine:
-    specs = specs_of(digits, count)
+    specs = digits.space.sample(3, count)
     subnetact.calibrate(digits, specs, [X], progress=False)
     return subnetact.Engine(digits, specs, example=EXAMPLE, memory_budget_mb=budget, **options)
 
@@ -81,7 +73,7 @@ def test_families_run_in_every_mode(family: str, wait_for: Callable[..., None]) 
     torch.manual_seed(0)
     supernet = load(family, **SMALL[family])
     x = torch.randn(3, 3, 64, 64)
-    specs = specs_of(supernet, 5)
+    specs = supernet.space.sample(3, 5)
     for norm in supernet.norm_operators().values():
         norm.get_buffer("running_mean").normal_(0, 0.1)
         norm.get_buffer("running_var").uniform_(0.5, 1.5)
@@ -308,7 +300,7 @@ def _width(values: Any) -> dict[str, int]:
 
 
 def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -> None:
-    specs = specs_of(digits, 50)
+    specs = digits.space.sample(3, 50)
     subnetact.calibrate(digits, specs, [X], progress=False)
     with torch.inference_mode():
         expected = [digits(X, subnet=spec) for spec in specs]

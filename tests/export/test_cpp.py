@@ -57,11 +57,9 @@ def run(actuate: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", ["ofa_resnet50", "dynabert"])
-def test_cpp_equals_python(
-    name: str, family: Any, inputs_of: Any, some_specs: Any, actuate: Path, tmp_path: Path
-) -> None:
+def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, actuate: Path, tmp_path: Path) -> None:
     supernet, inputs = family(name), inputs_of(name)
-    specs = some_specs(supernet, 12)
+    specs = supernet.space.sample(0, 12)
     ms = [[1.0 + i, 2.0 + 2 * i] for i in range(len(specs))]
     accuracy = [50.0 + i for i in range(len(specs))]
     table = subnetact.LatencyTable.from_arrays([s.key for s in specs], accuracy, [1, 8], ms)

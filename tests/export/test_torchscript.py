@@ -107,11 +107,9 @@ def test_the_families_are_all() -> None:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_scripted_equals_eager_bit_for_bit(
-    name: str, family: Any, inputs_of: Any, some_specs: Any, tmp_path: Path
-) -> None:
+def test_scripted_equals_eager_bit_for_bit(name: str, family: Any, inputs_of: Any, tmp_path: Path) -> None:
     supernet, inputs = family(name), inputs_of(name)
-    specs = some_specs(supernet, COUNTS[name])
+    specs = supernet.space.sample(0, COUNTS[name])
     if supernet.norm_operators():
         calibrated(supernet, specs)
     assert len(specs) >= min(COUNTS[name], supernet.space.size())
@@ -561,11 +559,9 @@ def test_a_module_that_cannot_be_exported_is_named(tmp_path: Path) -> None:
 # -- threads, size, memory ---------------------------------------------------------------------------
 
 
-def test_four_threads_on_different_subnets_agree(
-    family: Any, inputs_of: Any, some_specs: Any, tmp_path: Path
-) -> None:
+def test_four_threads_on_different_subnets_agree(family: Any, inputs_of: Any, tmp_path: Path) -> None:
     supernet, (x,) = family("ofa_resnet50"), inputs_of("ofa_resnet50").values()
-    specs = some_specs(supernet, 4)
+    specs = supernet.space.sample(0, 4)
     scripted: Any = to_torchscript(calibrated(supernet, specs), tmp_path / "m.pt", specs)
     with torch.no_grad():
         expected = [supernet.subnet(spec)(x) for spec in specs]
@@ -601,10 +597,10 @@ print(resident() - before)
 """
 
 
-def test_the_full_size_file_holds_the_weights_once(some_specs: Any, tmp_path: Path, digits: Supernet) -> None:
+def test_the_full_size_file_holds_the_weights_once(tmp_path: Path, digits: Supernet) -> None:
     torch.manual_seed(0)
     supernet = load("ofa_resnet50")
-    specs = some_specs(supernet, 5)
+    specs = supernet.space.sample(0, 5)
     calibrated(supernet, specs)
     x = torch.randn(1, 3, 64, 64)
     scripted = to_torchscript(supernet, tmp_path / "m.pt", specs)

@@ -29,9 +29,7 @@ X = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 def specs_of(supernet: Supernet, count: int = 12, seed: int = 0) -> list[subnetact.SubnetSpec]:
-    rng = random.Random(seed)
-    space = supernet.space
-    return [space.smallest(), space.largest(), *(space.sample(rng) for _ in range(count))]
+    return supernet.space.sample(seed, count + 2)
 
 
 def test_view_equals_extracted_equals_actuated(digits: Supernet) -> None:
@@ -265,7 +263,7 @@ def test_a_view_built_while_weights_are_exchanged_is_not_kept(
     spec = digits.space.smallest()
     other = {k: 1.5 * v for k, v in digits.state_dict().items()}
     before, norm, exchanged = digits.extract(spec)(X), digits.norm_operators()["bn"], []
-    bind = norm.bind
+    bind = norm.bind_with
 
     def late_bind(*args: object) -> nn.Module:  # of the last norm: the layers before it are bound by then
         if not exchanged:
@@ -273,7 +271,7 @@ def test_a_view_built_while_weights_are_exchanged_is_not_kept(
             digits.load_state_dict(other, assign=True)
         return bind(*args)
 
-    monkeypatch.setattr(norm, "bind", late_bind)
+    monkeypatch.setattr(norm, "bind_with", late_bind)
     output = digits(X, subnet=spec)
     assert exchanged
     assert torch.equal(output, digits.extract(spec)(X))
@@ -400,7 +398,7 @@ def test_one_warning_for_shared_statistics(digits: Supernet) -> None:
 
 def test_cached_views_are_bounded(digits: Supernet) -> None:
     digits.cached_views = 3
-    specs = list(dict.fromkeys(specs_of(digits, 10)))
+    specs = specs_of(digits, 10)
     views = [weakref.ref(digits.subnet(spec)) for spec in specs]
     gc.collect()
     assert [view() is not None for view in views] == [False] * (len(specs) - 3) + [True] * 3

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.documents import replacing
 from subnetact.engine.engine import Engine
@@ -29,11 +29,9 @@ from subnetact.export.torchscript.module import METHODS, ScriptedSubnets, forwar
 from subnetact.export.torchscript.storage import pack, strip
 from subnetact.export.torchscript.symbolic_trace import trace_network
 from subnetact.latency.table import LatencyTable
-from subnetact.operators import SubnetNorm
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.space import Row
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.bind import bind
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["served_table", "to_torchscript"]
@@ -274,7 +272,7 @@ def _compared_rows(supernet: Supernet, specs: list[SubnetSpec]) -> list[Row]:
     """Return the sizes that the file must be right for, some of them where it takes any."""
     if not supernet.norm_operators():
         space = supernet.space
-        specs = [*specs, space.smallest(), space.largest(), *(space.sample(seed) for seed in range(32))]
+        specs = [*specs, *space.sample(0, 34)]
     return [supernet.space.resolve(spec) for spec in specs]
 
 
@@ -282,22 +280,12 @@ def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[
     """Return every subnet's row, and the statistics of all of them one after another."""
     rows, flats, start = [], list[Tensor](), 0
     for spec in specs:
-        sizes = supernet.space.resolve(spec)
-        calibrated = supernet.norms.get(spec)
-        pairs = None if calibrated is None else calibrated.pairs()
-        used: dict[str, tuple[Tensor, Tensor]] = {}
-
-        def take(norm: SubnetNorm, row: Row = sizes, pairs: Any = pairs, used: Any = used) -> nn.Module:
-            used[norm.path] = norm.shared_statistics(row) if pairs is None else pairs[norm.path]
-            return norm.bind_with(row, *used[norm.path])
-
-        bind(supernet.network, sizes, take)
         starts = {}
-        for name, (mean, var) in used.items():
+        for name, (mean, var) in supernet.statistics(spec).items():
             starts[name] = start
             start += 2 * mean.numel()
             flats += [mean, var]
-        rows.append([*sizes, *(starts.get(name, 0) for name in layout.norms)])
+        rows.append([*supernet.space.resolve(spec), *(starts.get(name, 0) for name in layout.norms)])
     dtypes = {str(flat.dtype) for flat in flats}
     if len(dtypes) > 1:
         raise ExportError(

@@ -29,9 +29,9 @@ from subnetact.export.torchscript.layout import (
 from subnetact.export.torchscript.outline import lines
 from subnetact.export.torchscript.recorder import Recorder, check_rank
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
-from subnetact.operators.view_module import shell
+from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import Row
-from subnetact.supernet.trace import leaf_class
+from subnetact.supernet.trace import RecordedCall
 
 __all__ = ["trace_network"]
 
@@ -192,7 +192,7 @@ class _Scope:
             self.modules[name], self.paths[name] = _frozen(module), path
             return _recording(module, partial(self.tracer.create_proxy, "call_module", name))
         own = self._proxies(module, path)
-        return shell(module, parameters=own[0], buffers=own[1], modules=children)
+        return view_module(module, parameters=own[0], buffers=own[1], modules=children)
 
     def _stack(self, stack: LayerSelect, path: str) -> nn.Module:
         return stack.chain(
@@ -336,11 +336,10 @@ def _is_leaf(module: nn.Module) -> bool:
 def _frozen(module: nn.Module) -> nn.Module:
     children = {n: None if m is None else _frozen(m) for n, m in module._modules.items()}
     tensors = {n: None if p is None else nn.Parameter(p, False) for n, p in module._parameters.items()}
-    return shell(module, parameters=tensors, buffers=dict(module._buffers), modules=children)
+    return view_module(module, parameters=tensors, buffers=dict(module._buffers), modules=children)
 
 
 def _recording(module: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:
-    stand_in = shell(module)
-    object.__setattr__(stand_in, "__class__", leaf_class(type(stand_in)))  # type: ignore[arg-type]
+    stand_in = view_module(module)
     object.__setattr__(stand_in, "recorder", record)
-    return stand_in
+    return mix_in_(stand_in, RecordedCall)
