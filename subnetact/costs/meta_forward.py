@@ -27,7 +27,7 @@ from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_
 from subnetact.errors import SpecError
 from subnetact.operators import LayerSelect
 from subnetact.operators.base import Operator
-from subnetact.operators.view_module import shell
+from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 from subnetact.supernet.supernet import Supernet
 
@@ -183,7 +183,7 @@ class MetaForward:
             if modules:
                 object.__setattr__(bound, "_modules", modules)
         else:
-            bound = shell(module, parameters=module._parameters, modules=modules)
+            bound = view_module(module, parameters=module._parameters, modules=modules)
         held = np.zeros(len(FEATURES), np.int64)
         for name, view in views.items():
             if view is not None and name in site.counted:
