@@ -1,7 +1,8 @@
-"""One measurement: how long a call takes on a device, and on what machine it was taken."""
+"""The device in use: finding it, describing its machine, and timing a call on it."""
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -17,10 +18,13 @@ __all__ = ["find_device", "machine", "measure", "ran_out_of_memory", "synchroniz
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Return a device that exists and whose work can be waited for: a CPU or a CUDA device.
+    """Return a CPU or CUDA device, after checking that torch can use it.
+
+    Args:
+        device: for example `"cpu"`, `"cuda"` or `"cuda:1"`.
 
     Raises:
-        DeviceError: it is another one, or torch cannot reach it here.
+        DeviceError: the device is of another type, or torch cannot use it on this machine.
     """
     here = f"torch {torch.__version__} here has cpu" + (
         " and cuda" if torch.cuda.is_available() else ", and no cuda device"
@@ -37,7 +41,15 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, the device and the versions, to stamp measurements with."""
+    """Describe the machine, the device and the versions, for the stamp of a measurement.
+
+    Args:
+        device: the device that the measurement used.
+
+    Returns:
+        `device` (its type), `device_name`, `cpus` (the number this process may use), `threads` (of torch),
+        `torch`, `python`, `system` and, on CUDA devices, `cuda`.
+    """
     described: dict[str, Any] = {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -53,8 +65,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _affinity() -> set[int]:
-    import os
-
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -68,7 +78,7 @@ def _processor() -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has finished what it was given."""
+    """Wait until a device has finished all work that was queued on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -77,7 +87,7 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_AL
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is that of a device, or a host, without the memory asked for."""
+    """Tell whether an error says that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -91,19 +101,19 @@ def measure(
     min_runs: int = 10,
     before: Callable[[], Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Time a call again and again.
+    """Time a call repeatedly.
 
     Args:
-        call: what to time, without arguments.
-        device: on cuda the call is bracketed by CUDA events and the host waits for it each time.
-        warmup_ms: how long to run it untimed, at least once.
-        min_time_ms: how long to go on timing.
-        min_runs: the fewest timed runs.
-        before: what to do, untimed, before each timed run.
+        call: the function to time; it takes no arguments.
+        device: the device that the call uses. The host waits for the device after every run.
+        warmup_ms: the call runs untimed for at least this many milliseconds, and at least once.
+        min_time_ms: the shortest time, in ms, that the timed runs take together.
+        min_runs: the smallest number of timed runs.
+        before: a function to call, untimed, before each timed run.
 
     Returns:
-        `host_ms`, of shape (runs,): synchronised wall-clock time as a caller sees it; on cuda also
-        `device_ms`, of shape (runs,): time between the events.
+        `host_ms`, of shape (runs,): wall-clock time in ms until the device has finished. On CUDA devices also
+        `device_ms`, of shape (runs,): time in ms between CUDA events before and after the call.
     """
     cuda = device.type == "cuda"
     start = time.perf_counter()

@@ -1,7 +1,19 @@
-"""Bundles: everything an engine serves, in one directory, without pickle.
+"""Bundles: everything that an engine serves, in one directory, without pickle.
 
-`bundle.json` names every other file with its size and SHA-256, and carries a checksum of itself.
-Checksums find accidents and edits; they are no signature.
+`bundle.json` is written by `_write`; its `schema` is `SCHEMA`. Its fields are:
+
+- `kind`, `schema`, `subnetact`: `"subnetact.bundle"`, the version of this format, and of the package.
+- `space`: the id of the search space.
+- `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network.
+- `example`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, or null.
+- `allow_uncalibrated`: whether subnets without BatchNorm statistics of their own are accepted.
+- `subnets`, `accuracy`, `removed`: the specifications in id order, their accuracy in percent or null, and
+  the ids that are not served any more.
+- `tables`: the name of the latency table in each file `latency-0.json`, `latency-1.json`, ...
+- `files`: the size in bytes and SHA-256 of `weights.safetensors`, `norms.safetensors` and the tables.
+- `checksum`: the SHA-256 of the document without this field.
+
+The checksums find accidents and edits. They are not a signature.
 """
 
 from __future__ import annotations
@@ -94,10 +106,18 @@ def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
 
 
 def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bundle:
-    """Read a bundle into the given supernet, or into one rebuilt by its family's name.
+    """Read a bundle.
+
+    Args:
+        directory: the bundle.
+        supernet: the supernet to fill with the bundle's weights. If None, a new one is built by the name of
+            its family.
+
+    Returns:
+        The parts that an engine is made of.
 
     Raises:
-        FileFormatError: naming the file that is missing, truncated, changed, or of a newer schema.
+        FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
         ForeignSpec: the given supernet is of another space.
     """
     folder = Path(directory)
@@ -129,7 +149,7 @@ def _portable(origin: Any) -> Any:
     try:
         return json.loads(json.dumps(origin))
     except (TypeError, ValueError):
-        return None  # built with arguments that no file can hold: the caller has to give the supernet
+        return None  # JSON cannot hold the arguments, so the caller of load_bundle gives the supernet.
 
 
 def _rebuilt(origin: Any, index: Path) -> Supernet:
@@ -173,7 +193,7 @@ def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
 
 
 def _described_example(example: Any) -> Any:
-    """[dtype, shape] of a tensor; {"tuple": [...]} or {"dict": {...}} of such; None for none."""
+    """Return `[dtype, shape]` of a tensor, `{"tuple": [...]}` or `{"dict": {...}}` of parts, or None."""
     if isinstance(example, tuple):
         return {"tuple": [_described_example(part) for part in example]}
     if isinstance(example, dict):

@@ -1,23 +1,26 @@
-"""ByteCache: what may be dropped at any time, within a number of bytes."""
+"""An LRU cache bounded in bytes, with pinned entries.
+
+This is where the memory limit of fused programs and CUDA graphs is enforced: `ByteCache.budget`.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import math
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from subnetact.engine.host_memory import give_back
-
 __all__ = ["ByteCache"]
 
-GIVE_BACK_AFTER = 2**24
-"""Bytes freed after which the allocator is asked to return free pages to the system."""
+TRIM_AFTER = 2**24
+"""After this number of freed bytes, the C allocator is asked to return free pages to the system."""
 
 
 @dataclass
@@ -30,10 +33,10 @@ class _Entry:
 
 
 class ByteCache:
-    """Values by key, each of a size in bytes; the least recently used make room for new ones.
+    """Values by key, each with a size in bytes. The least recently used values make room for new ones.
 
-    Look-ups take no lock. A value that somebody still holds lives on after it was dropped here, and its
-    bytes are not free before it is gone. Values can be referred to weakly.
+    Look-ups take no lock. An evicted value that a caller still holds stays in memory; its bytes count until
+    it is garbage collected. Values must support weak references.
 
     Args:
         budget: the most bytes that all values together may have.
@@ -43,26 +46,28 @@ class ByteCache:
         self.budget = budget
         self._entries: dict[Hashable, _Entry] = {}
         self._bytes = 0
-        self._gone: deque[int] = deque()  # appended to wherever a value dies, under the lock or not
-        self._dropped = 0
-        self._given_back = 0
+        self._freed: deque[int] = deque()  # sizes of values that died; appended to with or without the lock
+        self._evicted_in_use = 0
+        self._freed_since_trim = 0
         self._clock = itertools.count(1)
         self._now = 0
         self._lock = threading.Lock()
 
     def __contains__(self, key: Hashable) -> bool:
+        """Tell whether a value is kept under the key."""
         return key in self._entries
 
     def __len__(self) -> int:
+        """Return the number of values."""
         return len(self._entries)
 
     @property
     def now(self) -> int:
-        """The number of look-ups that found something so far."""
+        """The clock of the cache: the number of look-ups so far that found a value."""
         return self._now
 
     def get(self, key: Hashable) -> Any:
-        """Return a value and note its use, or None."""
+        """Return the value of a key and note its use, or return None."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -70,12 +75,14 @@ class ByteCache:
         return entry.value
 
     def make_room(self, nbytes: int, kind: str, before: float = math.inf, wait_s: float = 0.0) -> bool:
-        """Evict least recently used values of a kind until `nbytes` are free; none if that is impossible.
+        """Evict least recently used values of one kind until `nbytes` are free.
+
+        If evicting all that may be evicted would not be enough, nothing is evicted.
 
         Args:
             nbytes: the bytes that must be free.
-            kind: only values of this kind may be evicted, and none that is pinned.
-            before: only values last used before this value of `now` may be evicted.
+            kind: only values of this kind are evicted, and only those that are not pinned.
+            before: only values that were last used before this value of `now` are evicted.
             wait_s: seconds to wait for evicted values that somebody still uses.
 
         Returns:
@@ -84,11 +91,11 @@ class ByteCache:
         end = time.monotonic() + wait_s
         while True:
             with self._lock:
-                made, dying = self._make_room(nbytes, kind, before), self._dying()
-            if self._given_back >= GIVE_BACK_AFTER:
-                self._given_back = 0
-                give_back()
-            if made or not dying or time.monotonic() >= end:
+                made, in_use = self._make_room(nbytes, kind, before), self._in_use()
+            if self._freed_since_trim >= TRIM_AFTER:
+                self._freed_since_trim = 0
+                _trim_heaps()
+            if made or not in_use or time.monotonic() >= end:
                 return made
             time.sleep(1e-3)
 
@@ -101,7 +108,19 @@ class ByteCache:
         before: float = math.inf,
         pinned: bool = False,
     ) -> bool:
-        """Keep a value if `make_room` finds room for it."""
+        """Keep a value in place of the key's former one, if there is room.
+
+        Args:
+            key: the name of the value.
+            value: any object that supports weak references.
+            nbytes: its size in bytes.
+            kind: its kind. Only values of the same kind are evicted for it.
+            before: only values that were last used before this value of `now` are evicted.
+            pinned: whether the value is protected from eviction.
+
+        Returns:
+            Whether the value is kept.
+        """
         with self._lock:
             self._drop(key)
             if not self._make_room(nbytes, kind, before):
@@ -111,40 +130,45 @@ class ByteCache:
             return True
 
     def grow(self, key: Hashable, nbytes: int) -> bool:
-        """Count more bytes for a value if they are free; nothing is evicted for them."""
+        """Count `nbytes` more bytes for a kept value, if they are free. Nothing is evicted for them.
+
+        Returns:
+            Whether the value is kept and may take the bytes.
+        """
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or self._bytes + self._dying() + nbytes > self.budget:
+            if entry is None or self._bytes + self._in_use() + nbytes > self.budget:
                 return False
             entry.nbytes += nbytes
             self._bytes += nbytes
             return True
 
     def pin(self, key: Hashable, pinned: bool) -> None:
-        """Protect a value from being dropped to make room, or no longer."""
+        """Protect a value from eviction, or stop protecting it. Unknown keys are ignored."""
         with self._lock:
             if key in self._entries:
                 self._entries[key].pinned = pinned
 
     def drop(self, key: Hashable) -> None:
-        """Forget a value, pinned or not."""
+        """Remove a value, pinned or not. Unknown keys are ignored."""
         with self._lock:
             self._drop(key)
 
     def nbytes(self, kind: str | None = None) -> int:
-        """Return the bytes of one kind, or of all."""
+        """Return the bytes of all kept values of one kind. If `kind` is None, of all kinds."""
         with self._lock:
             return sum(e.nbytes for e in self._entries.values() if kind is None or e.kind == kind)
 
     def _make_room(self, nbytes: int, kind: str, before: float) -> bool:
-        victims = self._victims(self._bytes + self._dying() + nbytes - self.budget, kind, before)
+        victims = self._victims(self._bytes + self._in_use() + nbytes - self.budget, kind, before)
         if victims is None:
             return False
         for key in victims:
             self._drop(key)
-        return self._bytes + self._dying() + nbytes <= self.budget
+        return self._bytes + self._in_use() + nbytes <= self.budget
 
     def _victims(self, missing: int, kind: str, before: float) -> list[Hashable] | None:
+        """Return the keys to evict so that `missing` bytes become free, or None if that is impossible."""
         found: list[Hashable] = []
         for key, entry in sorted(self._entries.items(), key=lambda item: item[1].used):
             if missing <= 0:
@@ -158,13 +182,33 @@ class ByteCache:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._bytes -= entry.nbytes
-            self._dropped += entry.nbytes
-            weakref.finalize(entry.value, self._gone.append, entry.nbytes).atexit = False
+            self._evicted_in_use += entry.nbytes
+            weakref.finalize(entry.value, self._freed.append, entry.nbytes).atexit = False
 
-    def _dying(self) -> int:
-        """Return the bytes of values that were dropped and are still in use. Called under the lock."""
-        while self._gone:
-            freed = self._gone.popleft()
-            self._dropped -= freed
-            self._given_back += freed
-        return self._dropped
+    def _in_use(self) -> int:
+        """Return the bytes of values that were removed and are still in use. Called under the lock."""
+        while self._freed:
+            freed = self._freed.popleft()
+            self._evicted_in_use -= freed
+            self._freed_since_trim += freed
+        return self._evicted_in_use
+
+
+def _trim_heaps() -> None:
+    """Return free pages of glibc's heaps to the system; other C libraries are left alone.
+
+    Every thread has a heap of its own and keeps what it freed there, which the other threads cannot use.
+    Without trimming, a process with many threads holds several times the bytes that are in use.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
+    return trim

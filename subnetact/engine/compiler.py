@@ -1,8 +1,8 @@
-"""torch.compile for every subnet, without its silent fall-back.
+"""torch.compile for every subnet, without its silent fallback to eager mode.
 
-torch.compile keeps eight versions per code object and then runs eagerly without a word. Here each
-(subnet, input shape) has a code object of its own, which is compiled once; what would compile it again
-is an error.
+torch.compile keeps eight versions per code object and then runs eagerly without a message. Here each pair of
+subnet and input shape has a code object of its own, which is compiled once. An input that would need another
+compilation raises `RecompileRefused`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Compiler:
     """Compiled callables by subnet and input shape.
 
     Args:
-        backend: a torch.compile backend, `inductor` for example.
+        backend: the name of a torch.compile backend, for example `inductor`.
 
     Raises:
-        EngineError: this torch has no such backend.
+        EngineError: this version of torch has no such backend.
     """
 
     def __init__(self, backend: str) -> None:
@@ -43,11 +43,20 @@ class Compiler:
         self._here = threading.local()
 
     def __len__(self) -> int:
-        """Return how many subnets have code."""
+        """Return the number of subnets that have a callable."""
         return len(self._compiled)
 
     def of(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
-        """Return the callable of a subnet, for inputs of the shapes prepared."""
+        """Return the callable of a subnet.
+
+        Args:
+            subnet: its id.
+            bound: its current view. A callable of an older view is replaced.
+
+        Returns:
+            A function of one batch. It compiles at the first call with a shape, unless the compiler is
+            sealed; then it raises `RecompileRefused`.
+        """
         known = self._compiled.get(subnet)
         if known is None or known[0] is not bound:
             with self._compiling:
@@ -57,7 +66,7 @@ class Compiler:
         return known[1]
 
     def drop(self, subnet: int) -> None:
-        """Forget a subnet's code."""
+        """Remove the callable of a subnet."""
         self._compiled.pop(subnet, None)
 
     def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
@@ -65,13 +74,13 @@ class Compiler:
         kernels = [p.computed for p in bound.view.parameters() if hasattr(p, "computed")]
 
         def run(x: Tensor) -> Any:
-            for kernel in kernels:  # compiled code takes them as they are
+            for kernel in kernels:  # Compiled code reads computed kernels without refreshing them.
                 kernel.refresh()
             compiled = shapes.get((x.shape, x.dtype))
             try:
                 if compiled is not None:
                     return compiled(x)
-                with self._compiling:  # the first call compiles
+                with self._compiling:  # The first call compiles.
                     compiled = shapes.get((x.shape, x.dtype)) or self._compile(subnet, bound.view, x)
                     output = compiled(x)
                     shapes[x.shape, x.dtype] = compiled
@@ -85,7 +94,7 @@ class Compiler:
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Let this thread compile, sealed or not."""
+        """Let the calling thread compile inside the context, whether the compiler is sealed or not."""
         self._here.allowed = True
         try:
             yield
@@ -93,7 +102,7 @@ class Compiler:
             self._here.allowed = False
 
     def seal(self) -> None:
-        """Refuse to compile from now on."""
+        """Refuse to compile from now on, except inside `allowed()`."""
         self._sealed = True
 
     def _compile(self, subnet: int, view: nn.Module, x: Tensor) -> Callable[[Tensor], Any]:

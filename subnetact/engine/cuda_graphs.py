@@ -1,4 +1,4 @@
-"""Graphs: launches recorded once per (subnet, batch size) and replayed, on CUDA.
+"""CUDA graphs: the kernel launches of a subnet at one batch size, recorded once and replayed.
 
 Not yet seen on hardware: tested with a backend that stands in for CUDA.
 """
@@ -21,7 +21,7 @@ from subnetact.engine.ready_subnet import Bound
 __all__ = ["GRAPH_SIZES", "Captured", "GraphBackend", "Graphs", "cuda_graphs"]
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Batch sizes that graphs are captured for; a batch is padded to the next of them."""
+"""Batch sizes that graphs are captured for. A batch is padded to the next of these sizes."""
 
 _log = logging.getLogger("subnetact.engine")
 
@@ -31,9 +31,9 @@ class Captured:
     """A recorded call.
 
     Attributes:
-        replay: runs it again.
-        output: the tensor every replay writes, of shape (N, ...).
-        nbytes: device memory it holds.
+        replay: runs the call again, on the values that its input tensor holds then.
+        output: the tensor that every replay writes, of shape (N, ...).
+        nbytes: the bytes of device memory that the recording holds.
     """
 
     replay: Callable[[], None]
@@ -42,13 +42,28 @@ class Captured:
 
 
 class GraphBackend(Protocol):
-    """What records calls on a device."""
+    """Records calls on a device. `Engine(graph_backend=...)` takes one; tests use a stand-in for CUDA."""
 
     def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
-        """Record `call(x)` for this very tensor; run it before as often as it needs."""
+        """Record `call(x)`.
+
+        Args:
+            call: a function of one batch. It may be run before, to warm up.
+            x: the batch, of shape (N, ...). The recording reads this tensor, so replays see its new values.
+
+        Returns:
+            The recording.
+        """
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run work on the stream of all captures, after what the caller's stream has been given."""
+        """Run work on the stream of all captures, after the work that is queued on the caller's stream.
+
+        Args:
+            work: a function without arguments that returns a tensor.
+
+        Returns:
+            The tensor, which the caller's stream may use.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +75,11 @@ class _Graph:
 
 
 class Graphs:
-    """The graphs of one engine, which share one memory pool: never two replays at once.
+    """The graphs of one engine. They share one memory pool, so only one is replayed at a time.
 
     Args:
-        cache: where they are kept; those used least recently make room for others.
-        backend: records and replays.
+        cache: keeps the graphs within its budget; the least recently used ones are evicted.
+        backend: records and replays calls.
     """
 
     KIND = "graphs"
@@ -78,9 +93,19 @@ class Graphs:
         self._warned = False
 
     def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any) -> Any:
-        """Run x of shape (N, ...) through the graph of the next larger size, or eagerly where none can be.
+        """Run a batch through the graph of the next batch size in `GRAPH_SIZES`.
 
-        The output is the caller's own. Rows of the padding are zeros and are cut off.
+        A batch runs eagerly if it is larger than every graph, if its graph cannot be captured, or if the
+        graph does not fit in the budget.
+
+        Args:
+            subnet: the id of the subnet.
+            bound: its current view. A graph of older weights is captured again.
+            call: the function to capture: the view or the fused program.
+            x: the batch, of shape (N, ...). The batch is padded with zeros.
+
+        Returns:
+            The output without the padding, in memory of its own.
         """
         if not isinstance(x, Tensor) or not 1 <= x.shape[0] <= GRAPH_SIZES[-1]:
             return call(x)
@@ -98,7 +123,7 @@ class Graphs:
         return call(x)
 
     def drop(self, subnet: int) -> None:
-        """Forget the graphs of a subnet."""
+        """Remove the graphs of a subnet id."""
         with self._replaying:
             for key in self._keys.pop(subnet, ()):
                 self._cache.drop(key)
@@ -130,21 +155,21 @@ class Graphs:
             return None
         graph = _Graph(captured, padded, call, versions)
         if not self._cache.put(key, graph, captured.nbytes, self.KIND):
-            self._failed.add(key)  # it does not fit: capturing it again and again would cost more
+            self._failed.add(key)  # Running eagerly is cheaper than capturing again in every call.
             return None
         return graph
 
 
 def _replay(graph: _Graph, x: Tensor) -> Tensor:
-    rows = x.shape[0]
-    graph.x[:rows].copy_(x)
-    graph.x[rows:].zero_()
+    samples = x.shape[0]
+    graph.x[:samples].copy_(x)
+    graph.x[samples:].zero_()
     graph.captured.replay()
-    return graph.captured.output[:rows].clone()
+    return graph.captured.output[:samples].clone()
 
 
 class _CudaGraphs:
-    """CUDA graphs in one pool, captured and replayed on one stream."""
+    """CUDA graphs in one memory pool, captured and replayed on one stream."""
 
     WARM_UPS = 3
 
@@ -154,7 +179,7 @@ class _CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, call: Callable[[Tensor], Any], x: Tensor) -> Captured:
-        """Warm up on the stream, then capture."""
+        """Run the call `WARM_UPS` times on the stream, then capture the call."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(self.WARM_UPS):
@@ -162,7 +187,7 @@ class _CudaGraphs:
         self._stream.synchronize()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may run other CUDA work meanwhile.
+        # "thread_local" lets other threads use CUDA during the capture.
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             output = call(x)
         grown = max(0, torch.cuda.memory_reserved(self._device) - before)
@@ -170,7 +195,7 @@ class _CudaGraphs:
         return Captured(graph.replay, output, grown + own)
 
     def run(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run work on the stream; the caller's stream waits for it."""
+        """Run work on the stream; the caller's stream waits for the result."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -181,5 +206,5 @@ class _CudaGraphs:
 
 
 def cuda_graphs(device: torch.device) -> GraphBackend:
-    """Return the backend of a CUDA device."""
+    """Return the backend that captures CUDA graphs on a device."""
     return _CudaGraphs(device)

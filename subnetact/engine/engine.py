@@ -45,55 +45,66 @@ from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["Engine"]
 
-KERNELS = 2**25
-"""Bytes of a budget that are left to the kernels which oneDNN compiles and keeps."""
+KERNEL_BYTES = 2**25
+"""Bytes of a budget that stay free on the CPU for the kernels that oneDNN compiles and keeps."""
 
 
 class Engine:
-    """Subnets 0 .. n-1 of one supernet, each ready to run from one copy of the weights.
+    """The registered subnets of one supernet, ready to run on one device from one copy of the weights.
 
-    It is the runner of a `Batcher` and what `profile_latency` measures. Safe to use from many threads.
-    Without a budget no weight is copied outside a call. Within a budget, subnets that are pinned or used
-    most get a program of their own: BatchNorm folded, activations and residual additions fused, weights
-    packed. A subnet that does not fit in the budget is slower, never wrong. Outputs are
-    those of `supernet(x, subnet=spec)` up to rounding: 5e-5, or 1e-3 relative and 1e-4 absolute where
-    BatchNorm is folded.
+    An engine is what a `Batcher` runs and what `profile_latency` measures. It may be used from many threads.
 
-    Statistics that change in the norm table, weights that change in place and `load_state_dict` are
-    followed.
+    Without a memory budget, no weight is copied outside a call. Within a budget, subnets that are pinned or
+    used most become fused programs: BatchNorms, activations and residual additions are merged into the
+    convolutions, and the weights are packed for the device. On CUDA devices, CUDA graphs are captured as
+    well. A subnet that does not fit in the budget runs as a view: more slowly, with the same outputs.
+
+    Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
+    within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
+    changes of the weights, and `load_state_dict`.
 
     Args:
-        supernet: the supernet; it is moved to `device`.
-        specs: the subnets to register; their ids are their positions.
-        example: one input without a batch dimension, (C, H, W) for images: the shape and dtype that
-            requests must have. A tuple of tensors is the network's positional arguments, a dictionary its
-            named ones. None = the first tensor seen tells.
-        device: where to run; None = where the supernet is.
-        memory_budget_mb: MiB that programs and graphs may take beyond weights and norm table. A
-            quarter, on the CPU also 32 MiB for kernels, but at most half stays free for what packing and
-            running need for a moment. Each thread's activations, and what the C allocator and MKL keep per
-            thread, come on top.
-        accuracy: percent, one a subnet, where known; kept in bundles.
-        allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        fuse: whether subnets may become fused programs within the budget. If False, only
-            graphs use the budget.
-        fused_dtype: what programs compute in, `torch.bfloat16` for example, to its own precision; None = the
-            weights' own.
-        compile: a torch.compile backend, `inductor` for example, that every subnet is compiled with
-            instead of becoming a fused program; None = none.
-        graph_backend: what captures graphs; None = CUDA graphs on a CUDA device.
+        supernet: the supernet; it is moved to `device` and set to evaluation mode.
+        specs: the subnets to register. Their ids are their positions: 0, 1, ...
+        example: one input without a batch dimension, (C, H, W) for images. It fixes the shape and dtype that
+            requests must have. A tuple of tensors holds the network's positional arguments, a dictionary its
+            named arguments. If None, the first tensor that runs becomes the example.
+        device: where to run. If None, the supernet stays where it is.
+        memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table. A
+            quarter of it, on the CPU also 32 MiB for compiled kernels, but together at most half, stays free
+            for what packing and running need temporarily. Not included are the activations of each thread
+            and the memory that the C allocator and MKL keep per thread.
+        accuracy: accuracy per subnet in percent, None for a subnet whose accuracy is not known. Bundles keep
+            these figures.
+        allow_uncalibrated: whether to accept subnets that have no BatchNorm statistics of their own.
+        fuse: whether subnets may become fused programs within the budget. If False, only graphs use the
+            budget.
+        fused_dtype: what fused programs compute in, for example `torch.bfloat16`; outputs are then as precise
+            as this dtype. If None, they compute in the dtype of the weights.
+        compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
+            becoming a fused program. If None, nothing is compiled.
+        graph_backend: what captures graphs. If None, CUDA graphs are used on CUDA devices.
 
     Attributes:
-        specs: the registered subnets, in id order; removed ones included.
-        keys: their readable keys.
-        accuracy: theirs, percent or None.
-        fingerprint: the hash of the weights they were registered with.
-        tables: latency tables by name; kept in bundles.
+        supernet: the supernet.
+        device: where subnets run.
+        fingerprint: the hash of the weights at the time the engine was made.
+        tables: latency tables by name; bundles keep them.
 
     Raises:
-        EngineError: a budget or a backend for compile that there cannot be.
-        NotCalibrated: a subnet has no statistics of its own.
-        SpecError: a specification is of another space, repeated, or there is none.
+        DeviceError: torch cannot use the device.
+        EngineError: the budget is negative or infinite, or there is no such backend for `compile`.
+        InvalidRequest: a subnet does not run on the example.
+        NotCalibrated: a subnet has no BatchNorm statistics of its own.
+        SpecError: there are no specifications, one is repeated or of another space, or the number of
+            accuracies differs from the number of subnets.
+
+    Example:
+        ```python
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224), memory_budget_mb=512)
+        engine.prepare(batch_sizes=[1, 8])
+        y = engine(x, subnet=0)  # x: (N, 3, 224, 224)
+        ```
     """
 
     def __init__(
@@ -114,9 +125,13 @@ class Engine:
         canonical = as_supernet(supernet).distinct(specs, "an engine")
         known = [None] * len(canonical) if accuracy is None else list(accuracy)
         if len(known) != len(canonical):
-            raise SpecError(f"accuracy: {len(known)} values for {len(canonical)} subnets; give one a subnet")
+            raise SpecError(
+                f"accuracy: {len(known)} values for {len(canonical)} subnets; give one per subnet"
+            )
         if not 0 <= memory_budget_mb < math.inf:
-            raise EngineError(f"memory_budget_mb: {memory_budget_mb} must be finite and >= 0; 0 = no budget")
+            raise EngineError(
+                f"memory_budget_mb: {memory_budget_mb} must be finite and at least 0; 0 means no budget"
+            )
         self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device
         self.device = home if device is None else find_device(device)
@@ -133,8 +148,8 @@ class Engine:
         self._stager = Stager(self.device)
         self._changing = Lock()
         self._budget = int(memory_budget_mb * 2**20)
-        room = self._budget // 4 + (KERNELS if self.device.type == "cpu" else 0)
-        self._cache = ByteCache(self._budget - min(self._budget // 2, room))
+        free = self._budget // 4 + (KERNEL_BYTES if self.device.type == "cpu" else 0)
+        self._cache = ByteCache(self._budget - min(self._budget // 2, free))
         self._compiler = None if compile is None else Compiler(compile)
         self._promoter = (
             Promoter(self._cache, supernet, fused_dtype)
@@ -155,6 +170,7 @@ class Engine:
     # -- registration ----------------------------------------------------------------------------
 
     def __len__(self) -> int:
+        """Return the number of subnets that were registered, removed ones included."""
         return len(self._subnets)
 
     def __repr__(self) -> str:
@@ -162,22 +178,22 @@ class Engine:
 
     @property
     def specs(self) -> tuple[SubnetSpec, ...]:
-        """The subnets in id order, removed ones included."""
+        """The registered subnets in id order, removed ones included."""
         return tuple(subnet.spec for subnet in self._subnets)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The readable keys in id order, removed ones included."""
+        """The readable keys of the subnets in id order, removed ones included."""
         return tuple(subnet.spec.key for subnet in self._subnets)
 
     @property
     def accuracy(self) -> tuple[float | None, ...]:
-        """The accuracy in id order, percent or None, removed ones included."""
+        """The accuracy of the subnets in percent, or None, in id order, removed ones included."""
         return tuple(subnet.accuracy for subnet in self._subnets)
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The ids that are served."""
+        """The ids of the subnets that are served, in ascending order."""
         return tuple(sorted(self._served))
 
     @property
@@ -185,20 +201,25 @@ class Engine:
         """One input without a batch dimension, on the CPU: a tensor, or a tuple or dictionary of tensors.
 
         Raises:
-            InvalidRequest: none was given, and no input was seen yet.
+            InvalidRequest: no example was given, and no input was seen yet.
         """
         if self._example is None:
             raise InvalidRequest("this engine has seen no input yet; give it example=, one input (C, H, W)")
         return self._example
 
     def register(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
-        """Make one more subnet ready, while others are served, and return its id.
+        """Make one more subnet ready. Other subnets may be served meanwhile.
 
-        A subnet that is registered already keeps its id; one that was removed gets its old id back.
+        Args:
+            spec: the subnet.
+            accuracy: its accuracy in percent. If None, a figure that is known already is kept.
+
+        Returns:
+            Its id. A subnet that is registered already keeps its id; one that was removed gets its id back.
 
         Raises:
-            NotCalibrated: it has no statistics of its own.
-            SpecError: the specification is malformed, or of another space.
+            NotCalibrated: the subnet has no BatchNorm statistics of its own.
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.supernet.space.check(spec)
         self._refuse_uncalibrated([spec])
@@ -215,7 +236,10 @@ class Engine:
             return subnet.id
 
     def remove(self, subnet: int) -> None:
-        """Stop serving a subnet; calls under way finish. Its id is not given to another.
+        """Stop serving a subnet. Calls under way finish, and no other subnet gets the id.
+
+        Args:
+            subnet: its id.
 
         Raises:
             SpecError: there is no such id.
@@ -235,10 +259,16 @@ class Engine:
     # -- running ---------------------------------------------------------------------------------
 
     def ready(self, subnet: int) -> ReadySubnet:
-        """Return the callable of a registered subnet.
+        """Return the callable of a registered subnet. This takes well below a microsecond.
+
+        Args:
+            subnet: its id.
+
+        Returns:
+            A function of one batch, as in `Engine.__call__`, that stays valid until the subnet is removed.
 
         Raises:
-            SpecError: there is no such id, or it was removed.
+            SpecError: there is no such id, or the subnet was removed.
         """
         found = self._served.get(subnet) if type(subnet) is int else self._served.get(_id(subnet))
         if found is None:
@@ -248,11 +278,20 @@ class Engine:
         return found
 
     def __call__(self, x: Any, subnet: int) -> Any:
-        """Run a batch, x of shape (N, ...) on the engine's device, through a registered subnet.
+        """Run a batch through a registered subnet.
+
+        Args:
+            x: a tensor of shape (N, ...) on the engine's device, or a tuple or dictionary of such tensors.
+            subnet: the id of the subnet.
+
+        Returns:
+            The network's output, on the engine's device.
 
         Raises:
-            SpecError: there is no such id.
-            InvalidRequest: the network does not run on x, which is not like the example.
+            SpecError: there is no such id, or the subnet was removed.
+            InvalidRequest: the network fails on x, and x differs from the example in structure, shape or
+                dtype.
+            RecompileRefused: the engine is compiled and was not prepared for the shape of x.
         """
         ready = self.ready(subnet)
         try:
@@ -264,25 +303,44 @@ class Engine:
             raise
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
-        """Run single inputs as one batch and return one output each, on the CPU.
+        """Run single inputs as one batch. A `Batcher` calls this method.
 
-        A compiled engine pads to `batch_size`; graphs pad to a size they were captured for.
+        Args:
+            subnet: the id of the subnet.
+            inputs: single inputs like the example, without a batch dimension.
+            batch_size: the batch size that was planned, at least the number of inputs. A compiled engine pads
+                to it; other engines run just the inputs.
+
+        Returns:
+            One output per input, on the CPU.
+
+        Raises:
+            SpecError: there is no such id, or the subnet was removed.
+            InvalidRequest: the network fails on the inputs, and they differ from the example.
+            EngineError: the network's output cannot be split into samples.
+            RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
         size = len(inputs) if self._compiler is None else batch_size
         return unstack(self(self._stager.stack(inputs, size), subnet), len(inputs))
 
     def check(self, x: Any, finite: bool = False) -> None:
-        """Refuse an input that could not run: anything but the example's structure, shapes and dtypes.
+        """Refuse an input whose structure, shapes or dtypes differ from those of the example.
 
-        With `finite`, also one with values that are not.
+        Args:
+            x: one input without a batch dimension.
+            finite: whether to refuse NaN and infinite values too.
 
         Raises:
-            InvalidRequest: naming what is wrong.
+            InvalidRequest: the message names what is wrong.
         """
         check_input(x, self._example, self.device, finite)
 
     def enter_worker(self, threads: int | None) -> None:
-        """Set up the calling thread to run batches, with so many CPU threads; None = as it is."""
+        """Set up the calling thread to run batches. A `Batcher` calls this method in each of its workers.
+
+        Args:
+            threads: the number of CPU threads that torch uses. If None, the number is left as it is.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         if self.device.type == "cuda":
@@ -291,10 +349,18 @@ class Engine:
     # -- speed -----------------------------------------------------------------------------------
 
     def pin(self, subnet: int) -> bool:
-        """Make the fused program of a subnet now and keep it until `unpin`.
+        """Make the fused program of a subnet now and protect it from eviction until `unpin`.
+
+        Args:
+            subnet: the id of the subnet.
+
+        Returns:
+            Whether the subnet is a fused program now. It is not if the engine has no budget, `fuse=False` or
+            `compile=...`, if the program does not fit in the budget, or if the network cannot be fused.
 
         Raises:
-            SpecError: there is no such id.
+            InvalidRequest: the engine has no example yet.
+            SpecError: there is no such id, or the subnet was removed.
         """
         chosen = self.ready(subnet)
         bound = self._bound(chosen)
@@ -303,31 +369,36 @@ class Engine:
         return self._promoter.pin(chosen, bound, self.example)
 
     def unpin(self, subnet: int) -> None:
-        """Let a pinned program make room for others when it is the least recently used.
+        """Stop protecting a fused program from eviction. It stays until others need its room.
+
+        Args:
+            subnet: the id of the subnet.
 
         Raises:
-            SpecError: there is no such id.
+            SpecError: there is no such id, or the subnet was removed.
         """
         if self._promoter is not None:
             self._promoter.unpin(self.ready(subnet).id)
 
     def is_fused(self, subnet: int) -> bool:
-        """Tell whether a subnet runs as a program of its own right now."""
+        """Tell whether the subnet with this id runs as a fused program now."""
         return self._promoter is not None and self._promoter.holds(subnet)
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
 
-        With `compile`, a batch of another shape than those prepared is refused from then on
-        (`RecompileRefused`), and all are once weights or statistics are replaced (`load_state_dict`,
-        `calibrate`): prepare again then.
+        An engine with `compile` refuses batches of other shapes from then on (`RecompileRefused`). After
+        weights or statistics were replaced (`load_state_dict`, `calibrate`) it refuses every batch until it
+        is prepared again.
 
         Args:
-            batch_sizes: the sizes to come.
-            subnets: ids; None = all that are served.
+            batch_sizes: the batch sizes that will be used.
+            subnets: the ids to prepare. If None, all subnets that are served.
 
         Raises:
-            EngineError: a batch size is no whole number of at least 1.
+            EngineError: a batch size is not a whole number of at least 1.
+            InvalidRequest: the engine has no example yet.
+            SpecError: there is no such id, or the subnet was removed.
         """
         given: Any = batch_sizes
         sizes: list[Any] = list(given) if isinstance(given, Iterable) else [0]
@@ -345,14 +416,18 @@ class Engine:
             self._compiler.seal()
 
     def stats(self) -> EngineStats:
-        """Measure how long choosing a subnet takes, and count the bytes held."""
+        """Measure how long choosing a subnet takes, and count the bytes that are held.
+
+        Returns:
+            The figures of this moment.
+        """
         ids, taken = self.ids, []
         for i in (ids * (1000 // max(1, len(ids)) + 1))[:1000]:
             start = time.perf_counter_ns()
             try:
                 self.ready(i)
             except SpecError:
-                continue  # removed meanwhile
+                continue  # Another thread removed the subnet.
             taken.append(time.perf_counter_ns() - start)
         return EngineStats(
             subnets=len(ids),
@@ -372,10 +447,11 @@ class Engine:
     def save(self, directory: str | PathLike[str]) -> None:
         """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
 
-        The directory must be new, empty, or hold a bundle, which is then replaced.
+        Args:
+            directory: a new or empty directory, or one that holds a bundle, which is then replaced.
 
         Raises:
-            FileFormatError: the directory holds something else.
+            FileFormatError: the directory holds something else than a bundle.
         """
         removed = [i for i in range(len(self)) if i not in self._served]
         bundle = Bundle(
@@ -397,12 +473,16 @@ class Engine:
 
         Args:
             directory: the bundle.
-            supernet: for an own network, the same with any weights; they are replaced by the bundle's.
-                None = rebuilt by its family's name.
-            options: `device`, `memory_budget_mb` and others, as of `Engine`.
+            supernet: for an own network, a supernet made with the same arguments; the weights of the bundle
+                replace its weights. If None, the supernet is rebuilt by the name of its family.
+            options: further arguments of `Engine`, for example `device` and `memory_budget_mb`.
+
+        Returns:
+            An engine with the bundle's subnets, ids, accuracy, example and tables.
 
         Raises:
-            FileFormatError: a file is missing, truncated, changed, or of a newer schema; it is named.
+            FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names
+                it.
             ForeignSpec: the given supernet is of another space.
         """
         found = load_bundle(directory, supernet)

@@ -1,4 +1,7 @@
-"""Hot subnets: BatchNorm folded, activation and residual addition fused, weights prepacked."""
+"""FusedProgram: one subnet with BatchNorms, activations and additions merged into its convolutions.
+
+`promotion.py` decides which subnets get one; `cache.py` bounds their memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _ONEDNN_NAMES: dict[str, _Activation] = {
 """What oneDNN calls the activations that it computes in the same pass as a convolution, and their scalars."""
 
 
-class _Fused(nn.Module):
+class _FusedConv(nn.Module):
     def __init__(self, conv: PackedConv) -> None:
         super().__init__()
         self.conv = conv
@@ -36,14 +39,20 @@ class _Fused(nn.Module):
 
 
 class FusedProgram:
-    """One subnet, specialised; the outputs differ from its view's by rounding.
+    """One subnet whose BatchNorms, activations and residual additions are merged into its convolutions.
+
+    The weights are copied and packed for the device. The outputs differ from those of the view by rounding.
 
     Args:
-        view: a view that nobody else uses, of a network that maps one tensor to one.
-        dtype: what to compute in; inputs are converted, outputs converted back. None = as they are.
+        view: a view that nobody else uses, of a network that maps one tensor to one tensor.
+        dtype: what the program computes in. Inputs are converted to it and outputs are converted back. If
+            None, nothing is converted.
+
+    Attributes:
+        module: the program as a torch.fx graph module.
 
     Raises:
-        Exception: the network cannot be specialised.
+        Exception: the network cannot be traced, so it cannot become a fused program.
     """
 
     def __init__(self, view: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -55,7 +64,7 @@ class FusedProgram:
         for node in list(graph.nodes):
             if node.op == "call_module" and plain_conv(leaves[node.target]) and len(node.args) == 1:
                 name = f"fused_{order[node]}"
-                fused = _Fused(_fuse(graph, node, leaves, order, name, dtype))
+                fused = _FusedConv(_fuse(graph, node, leaves, order, name, dtype))
                 modules[name] = fused
                 self._convs.append(fused.conv)
         _overwrite(graph, modules)
@@ -64,25 +73,38 @@ class FusedProgram:
         self._copied = 0
         if dtype is not None:
             for path, module in modules.items():
-                if not isinstance(module, _Fused):
+                if not isinstance(module, _FusedConv):
                     modules[path] = owned(module).to(dtype)
                     self._copied += sum(p.numel() * p.element_size() for p in modules[path].parameters())
         graph.lint()
         self.module = fx.GraphModule(modules, graph)
-        self.module.graph.owning_module = None  # else only the garbage collector frees the weights
+        # Breaks a reference circle, so that the weights are freed without the garbage collector.
+        self.module.graph.owning_module = None
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors that belong to this program alone, as of now."""
+        """Bytes of the tensors that belong to this program alone. New input shapes can add to them."""
         return self._copied + sum(conv.nbytes for conv in self._convs)
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
-        """Have `reserve` asked for the bytes of what further shapes of input need."""
+        """Bound the memory that further input shapes take.
+
+        Args:
+            reserve: called with the bytes that a further shape needs. If it returns False, the weights are
+                packed in every call with that shape instead of being kept.
+        """
         for conv in self._convs:
             conv.reserve = reserve
 
     def __call__(self, x: Tensor) -> Any:
-        """Run a batch, x of shape (N, C, H, W) in channels_last."""
+        """Run a batch.
+
+        Args:
+            x: of shape (N, C, H, W), in channels_last.
+
+        Returns:
+            The output of the network, in the dtype of x.
+        """
         if self.dtype is None:
             return self.module(x)
         return self.module(x.to(self.dtype)).to(x.dtype)
@@ -96,7 +118,7 @@ def _fuse(
     name: str,
     dtype: torch.dtype | None,
 ) -> PackedConv:
-    """Replace a convolution, and what follows it alone, by one node of the given name."""
+    """Replace a convolution, and the operations that alone use its output, by one node of the given name."""
     conv: Any = leaves[str(node.target)]
     norm, last, other = None, node, None
     follower = _only_user(last)
@@ -109,7 +131,7 @@ def _fuse(
         follower = _only_user(last)
     activation = _activation(follower, leaves)
     if other is not None and activation != _ONEDNN_NAMES["relu"]:
-        activation = None  # oneDNN knows no other activation after an addition
+        activation = None  # After an addition, oneDNN supports only ReLU.
     if follower is not None and activation is not None:
         last = follower
     inputs = (node.args[0],) if other is None else (node.args[0], other)
@@ -134,17 +156,17 @@ def _fuse(
 
 
 def _overwrite(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
-    """Let additions write over the output of another convolution that nothing reads later."""
+    """Let an addition write its result over its second operand, if nothing reads that operand later."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         fused = modules.get(str(node.target)) if node.op == "call_module" else None
-        if isinstance(fused, _Fused) and len(node.args) == 2:
+        if isinstance(fused, _FusedConv) and len(node.args) == 2:
             other = node.args[1]
-            made = isinstance(modules.get(str(other.target)), _Fused) and other is not node.args[0]
-            # What reads it in between may have returned a part of it rather than something new.
+            made = isinstance(modules.get(str(other.target)), _FusedConv) and other is not node.args[0]
+            # Other readers must be fused convolutions: any other operation may have returned a view of it.
             readers = [u for u in other.users if u is not node]
             fused.overwrite = made and all(
-                order[u] < order[node] and isinstance(modules.get(str(u.target)), _Fused) for u in readers
+                order[u] < order[node] and isinstance(modules.get(str(u.target)), _FusedConv) for u in readers
             )
 
 

@@ -1,4 +1,8 @@
-"""Single inputs to batches on a device, and back: tensors, and tuples or dictionaries of tensors."""
+"""Inputs: checking single inputs against an example, and stacking them into a batch on a device.
+
+An input is a tensor, or a tuple or dictionary of inputs. A tuple holds a network's positional arguments, a
+dictionary its named arguments. `outputs.py` splits the output of a batch.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,17 @@ __all__ = [
 def check_input(
     x: Any, example: Any, device: torch.device, finite: bool = False, where: str = "input"
 ) -> None:
-    """Refuse an input that could not run: anything but the example's structure, shapes and dtypes.
+    """Refuse an input whose structure, shapes or dtypes differ from those of the example.
 
     Args:
         x: one input without a batch dimension: a tensor, or a tuple or dictionary of tensors.
-        example: what it must be like; None = any tensors.
-        device: where it may be, besides the CPU.
-        finite: also refuse NaN and infinities.
-        where: the name of this part in messages.
+        example: an input that is known to run. If None, all tensors are accepted.
+        device: the device that tensors may be on, besides the CPU.
+        finite: whether to refuse NaN and infinite values too.
+        where: what messages call this part of the input.
 
     Raises:
-        InvalidRequest: naming the part, what it is, and what is served.
+        InvalidRequest: the message names the part, what was given and what is served.
     """
     if isinstance(x, Tensor):
         _check_tensor(x, example, device, where)
@@ -78,16 +82,16 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
 
 
 def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") -> None:
-    """Say what is wrong with a batch that a network has failed on, if it is not like the example.
+    """Explain why a network failed on a batch, if the batch differs from the example.
 
     Args:
         x: the batch.
-        example: one input without a batch dimension; None = not known.
-        cause: what the network raised.
-        where: the name of this part in messages.
+        example: one input without a batch dimension, or None if it is not known.
+        cause: the error that the network raised.
+        where: what messages call this part of the batch.
 
     Raises:
-        InvalidRequest: naming what was given and what is served.
+        InvalidRequest: the batch differs; the message names what was given and what is served.
     """
     served = "tensors"
     like = isinstance(x, Tensor | tuple | dict)
@@ -106,10 +110,16 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
 
 
 def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
-    """Run a view on a batch of one example.
+    """Run a view on a batch of one example, to find out early whether it runs.
+
+    Args:
+        view: the view of a subnet.
+        x: the batch.
+        example: the input that the batch was made of; messages describe it.
+        subnet: what messages call the subnet.
 
     Raises:
-        InvalidRequest: naming the module that cannot.
+        InvalidRequest: the view fails; the message names the module that raised the error.
     """
     try:
         with torch.inference_mode():
@@ -119,19 +129,20 @@ def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidRequest(
             f"example: {subnet} does not run on a batch of one input of {describe_input(example)}: "
-            f"{where + ': ' if where else ''}{first}; give one input as requests have it, without a batch "
-            "dimension; for an own network, see that its elastic description covers what every narrowed "
-            "module feeds. One that needs larger batches learns its example from the first: leave it out"
+            f"{where + ': ' if where else ''}{first}; give one input without a batch dimension, as requests "
+            "have it. For an own network, the elastic description must also describe every module that "
+            "consumes a narrowed output. If the network needs larger batches, leave out example=: the first "
+            "batch then provides the example"
         ) from error
 
 
 def detach_example(example: Any) -> Any:
-    """Return a copy of an example's structure on the CPU, without gradients."""
+    """Return an example with its tensors on the CPU and without gradients."""
     return map_tensors(lambda t: t.detach().to("cpu"), example)
 
 
 def shapes(example: Any) -> Any:
-    """Return the shape of a tensor, or those of the parts, as JSON holds them."""
+    """Return the shape of an input as JSON: a list per tensor, in lists and objects like the input's."""
     if isinstance(example, tuple):
         return [shapes(part) for part in example]
     if isinstance(example, dict):
@@ -140,19 +151,32 @@ def shapes(example: Any) -> Any:
 
 
 def batch_like(example: Any, size: int) -> Any:
-    """Return `size` rows like an example: floating point numbers are random, the same every time."""
+    """Return a batch of inputs like an example.
 
-    def rows(part: Tensor) -> Tensor:
+    Args:
+        example: one input without a batch dimension.
+        size: the batch size.
+
+    Returns:
+        A batch on the CPU. Floating-point values are normally distributed from a fixed seed, others are zero.
+    """
+
+    def batch(part: Tensor) -> Tensor:
         shape = size, *part.shape
         if not part.is_floating_point():
             return torch.zeros(shape, dtype=part.dtype)
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(part.dtype)
 
-    return map_tensors(rows, example)
+    return map_tensors(batch, example)
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
-    """Call a network with a batch: a tuple is its positional arguments, a dictionary its named ones."""
+    """Call a network with a batch and return its output.
+
+    Args:
+        network: a module or any other function.
+        x: one argument, a tuple of positional arguments, or a dictionary of named arguments.
+    """
     if isinstance(x, tuple):
         return network(*x)
     return network(**x) if isinstance(x, dict) else network(x)
@@ -161,12 +185,12 @@ def call_with(network: Callable[..., Any], x: Any) -> Any:
 class Stager:
     """Stacks single inputs into one batch on a device.
 
-    On CUDA each thread stages through its own page-locked memory and copies on its own stream, so that with
-    two workers the copies of one overlap with the computation of the other, which stays on the common
-    stream. Not yet seen on hardware.
+    On CUDA devices every thread has its own page-locked memory and its own stream for copies. So with two
+    workers, the copies of one overlap with the computation of the other; all computation stays on the common
+    stream. This part has not run on hardware yet.
 
     Args:
-        device: where batches go.
+        device: the device of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -174,35 +198,45 @@ class Stager:
         self._own = threading.local()
 
     def stack(self, inputs: Sequence[Any], size: int) -> Any:
-        """Return one batch of `size` rows (>= len(inputs)); rows of the padding repeat the last input."""
-        rows = [*inputs, *[inputs[-1]] * (size - len(inputs))]
-        return self._stack(rows, ())
+        """Stack inputs into one batch.
 
-    def _stack(self, rows: Sequence[Any], path: tuple[Any, ...]) -> Any:
-        first = rows[0]
+        Args:
+            inputs: single inputs of equal structure, without a batch dimension.
+            size: the batch size, at least the number of inputs. Padding repeats the last input.
+
+        Returns:
+            A batch on the device, in the structure of the inputs; tensors are of shape (size, ...).
+        """
+        samples = [*inputs, *[inputs[-1]] * (size - len(inputs))]
+        return self._stack(samples, ())
+
+    def _stack(self, samples: Sequence[Any], path: tuple[Any, ...]) -> Any:
+        first = samples[0]
         if isinstance(first, tuple):
-            return tuple(self._stack([row[i] for row in rows], (*path, i)) for i in range(len(first)))
+            return tuple(
+                self._stack([sample[i] for sample in samples], (*path, i)) for i in range(len(first))
+            )
         if isinstance(first, dict):
-            return {name: self._stack([row[name] for row in rows], (*path, name)) for name in first}
-        rows = [row.detach() for row in rows]
-        if self._device.type != "cuda" or any(row.device.type != "cpu" for row in rows):
-            return torch.stack([row.to(self._device) for row in rows])
-        return self._copied(rows, path)
+            return {name: self._stack([sample[name] for sample in samples], (*path, name)) for name in first}
+        samples = [sample.detach() for sample in samples]
+        if self._device.type != "cuda" or any(sample.device.type != "cpu" for sample in samples):
+            return torch.stack([sample.to(self._device) for sample in samples])
+        return self._copied(samples, path)
 
-    def _copied(self, rows: list[Tensor], path: tuple[Any, ...]) -> Tensor:
+    def _copied(self, samples: list[Tensor], path: tuple[Any, ...]) -> Tensor:
         own = self._own.__dict__
         if not own:
             own.update(stream=torch.cuda.Stream(self._device), staged={})  # type: ignore[no-untyped-call]
-        key = path, rows[0].shape, rows[0].dtype
+        key = path, samples[0].shape, samples[0].dtype
         memory, copied = own["staged"].get(key, (None, None))
         if copied is not None:
-            copied.synchronize()  # the last batch has left this memory
-        if memory is None or len(memory) < len(rows):
-            memory = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype, pin_memory=True)
+            copied.synchronize()  # Wait until the last batch was copied out of this memory.
+        if memory is None or len(memory) < len(samples):
+            memory = torch.empty((len(samples), *samples[0].shape), dtype=samples[0].dtype, pin_memory=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             own["staged"][key] = memory, copied
-        staged = memory[: len(rows)]
-        torch.stack(rows, out=staged)
+        staged = memory[: len(samples)]
+        torch.stack(samples, out=staged)
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(own["stream"]):
             batch: Tensor = staged.to(self._device, non_blocking=True)
@@ -213,14 +247,14 @@ class Stager:
 
 
 def _parts(x: Any) -> Any:
-    """What a structure is indexed by; None for what is none."""
+    """Return the keys of a structure's parts, or None if x is not a structure."""
     if isinstance(x, tuple):
         return range(len(x))
     return x.keys() if isinstance(x, dict) else None
 
 
 def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Apply a function to a tensor, or to each part of a tuple or dictionary of tensors."""
+    """Apply a function to every tensor of an input and return the results in the same structure."""
     if isinstance(x, tuple):
         return tuple(map_tensors(function, part) for part in x)
     if isinstance(x, dict):
@@ -229,7 +263,7 @@ def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
 
 
 def describe_input(x: Any) -> str:
-    """Name the type and shape of an input, for messages."""
+    """Describe the type and shape of an input, for messages."""
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
     if isinstance(x, tuple):

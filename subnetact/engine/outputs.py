@@ -8,17 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subnetact.errors import EngineError
+
 __all__ = ["agree", "unstack"]
 
 
 def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
-    """Tell whether two outputs are equal, their tensors up to rounding.
+    """Tell whether two outputs are equal up to rounding.
 
     Args:
-        output: tensors, other values, and tuples, lists or dictionaries of them.
-        expected: likewise.
-        rtol: relative difference.
-        atol: absolute difference, of the largest expected value where that is above 1.
+        output: a tensor, any other value, or a tuple, list or dictionary of outputs.
+        expected: what the output should be.
+        rtol: largest relative difference of an element.
+        atol: largest absolute difference of an element. If the largest expected value is above 1, `atol` is
+            multiplied by it.
+
+    Returns:
+        Whether structure, shapes and dtypes are equal, floating-point tensors agree within the tolerances,
+        and all other values are equal.
     """
     if isinstance(output, Tensor) and isinstance(expected, Tensor):
         if output.shape != expected.shape or output.dtype != expected.dtype:
@@ -38,12 +45,27 @@ def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) ->
         )
     try:
         return type(output) is type(expected) and bool(output == expected)
-    except (RuntimeError, ValueError):  # arrays, and objects that hold tensors, have no one answer
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # The values hold arrays, whose comparison is no single bool.
         return False
 
 
 def unstack(output: Any, count: int) -> list[Any]:
-    """Return the first `count` rows of a batch's output, each on the CPU and of the batch's structure."""
+    """Split the output of a batch into the outputs of its samples.
+
+    Args:
+        output: a tensor of shape (N, ...), or a tuple, list or mapping of such outputs. Parts of a mapping
+            that are None are left out.
+        count: how many samples to return; the rest is padding.
+
+    Returns:
+        The first `count` samples, on the CPU, each in the structure of the batch.
+
+    Raises:
+        EngineError: the output holds something else than tensors.
+    """
     if isinstance(output, Tensor):
         return list(output[:count].cpu().unbind(0))
     if isinstance(output, Mapping):
@@ -51,7 +73,7 @@ def unstack(output: Any, count: int) -> list[Any]:
         return [{name: rows[i] for name, rows in columns.items()} for i in range(count)]
     if isinstance(output, (tuple, list)):
         return list(zip(*(unstack(part, count) for part in output), strict=True))
-    raise TypeError(
-        f"the network returned {type(output).__name__}; only tensors, and tuples, lists or mappings of them, "
-        "can be given back one by one"
+    raise EngineError(
+        f"output: the network returned {type(output).__name__}, which cannot be split into samples; return "
+        "tensors, or tuples, lists or mappings of them"
     )

@@ -1,4 +1,4 @@
-"""Convolution weights in the layout that the device's kernels want."""
+"""PackedConv: a convolution whose weight is packed once, in the layout of the device's kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["PackedConv", "can_pack", "plain_conv"]
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
 )
-_PACKING = Lock()  # one at a time, in all engines: a weight being packed is in memory up to three times
+_PACKING = Lock()  # Shared by all engines: a weight that is being packed is in memory up to three times.
 SHAPES = 64
-"""Input shapes for which a convolution remembers the layout to take."""
+"""Number of input shapes for which a convolution remembers the layout of its weight."""
 
 
 def plain_conv(module: nn.Module) -> bool:
@@ -30,27 +30,28 @@ def plain_conv(module: nn.Module) -> bool:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether oneDNN's fused convolution is to be had for a weight."""
+    """Tell whether oneDNN's fused convolution supports a weight: float32, on the CPU."""
     return _ONEDNN and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 class PackedConv:
-    """A convolution with its weight prepacked for oneDNN (CPU) or in channels_last (elsewhere).
+    """A convolution with its weight packed for oneDNN (float32 on the CPU) or in channels_last (otherwise).
 
-    It may add a second input and apply an activation in the same pass. oneDNN's layout depends on the
-    shape of the input, and a weight in a layout of another shape can be a hundred times slower: the
-    weight is packed when a shape is first seen, once for each layout.
+    It can add a second input and apply an activation in the same pass. oneDNN's layout depends on the shape
+    of the input, and a weight in the layout for another shape can be a hundred times slower. So the weight is
+    packed when an input shape is first seen, once per layout.
 
     Args:
-        conv: its padding, stride, dilation and groups.
+        conv: the convolution whose padding, stride, dilation and groups are used.
         source: makes the weight, of shape (out, in / groups, kh, kw).
         bias: of shape (out,), or None.
         dtype: of the weight that `source` makes.
         activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
+        scalars: the arguments of the activation.
 
     Attributes:
-        reserve: asked for the bytes of every further layout; where it says no, the weight is packed in
-            each call.
+        reserve: called with the bytes of every layout after the first. If it returns False, the weight is
+            packed again in each call.
     """
 
     def __init__(
@@ -77,14 +78,20 @@ class PackedConv:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the packed weights and the bias."""
+        """Bytes of the packed weights and the bias."""
         held = sum(map(self._nbytes, list(self._by_layout.values())))
         return held + (0 if self._bias is None else self._bias.numel() * self._bias.element_size())
 
     def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Map x of shape (N, in, H, W), in channels_last, to (N, out, H', W').
+        """Run the convolution.
 
-        `other` is added, and may be overwritten with the sum if nobody needs it any more.
+        Args:
+            x: of shape (N, in, H, W), in channels_last.
+            other: of shape (N, out, H', W'); it is added to the result before the activation.
+            overwrite: whether the result may be written into `other`.
+
+        Returns:
+            A tensor of shape (N, out, H', W').
         """
         weight = self._by_shape.get(x.shape)
         if weight is None:
@@ -106,7 +113,7 @@ class PackedConv:
         )
 
     def prepare(self, shape: torch.Size) -> Tensor:
-        """Pack the weight for inputs of a shape (N, in, H, W), and return it."""
+        """Pack the weight for inputs of a shape (N, in, H, W), if necessary, and return the packed weight."""
         with _PACKING:
             known = self._by_shape.get(shape)
             return self._pack(shape) if known is None else known

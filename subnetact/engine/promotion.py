@@ -1,4 +1,8 @@
-"""Which subnets are hot: those pinned, and the most used ones that fit in the budget."""
+"""Promotion: which subnets become fused programs within the memory budget.
+
+Pinned subnets come first. Then a subnet that was used `PROMOTE_AFTER` times becomes a fused program if it
+fits, or if it can evict programs that were not used in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,13 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["PROMOTE_AFTER", "Promoter"]
 
 PROMOTE_AFTER = 32
-"""Uses after which a subnet that is not hot is considered."""
+"""Number of uses after which a subnet that runs as a view is considered for promotion."""
 
 _log = logging.getLogger("subnetact.engine")
 
 
 @dataclass(frozen=True, eq=False)
-class _Fused:
+class _Promoted:
     program: FusedProgram
     bound: Bound
     versions: list[int]
@@ -36,25 +40,29 @@ class _Fused:
         return self.program(x)
 
     def fresh(self, bound: Bound) -> bool:
+        """Tell whether the program was made from the current weights and statistics."""
         return self.bound is bound and bound.versions() == self.versions
 
 
-class _Place:
-    """Keeps room for a program that is being made."""
+class _Reservation:
+    """Stands in the cache for a program that is being made."""
 
 
 class Promoter:
-    """Specialises subnets within a budget, in a thread of its own unless asked to do it now.
+    """Makes fused programs of subnets, in a background thread or, if a subnet is pinned, at once.
+
+    Every new program is run on two random inputs and compared with the view before it is used.
 
     Args:
-        cache: where programs are kept, within its budget.
+        cache: keeps the programs within its budget.
         supernet: binds the views that programs are made of.
-        dtype: what programs compute in.
+        dtype: what programs compute in. If None, they compute in the dtype of the weights.
     """
 
-    KIND = "packed"
+    KIND = "fused"
+    """The kind of the cache's entries."""
     WAIT_S = 1.0
-    """Seconds to wait for a program that was dropped while a call runs through it."""
+    """Seconds to wait for an evicted program until the last call through it has ended."""
 
     def __init__(self, cache: ByteCache, supernet: Supernet, dtype: torch.dtype | None) -> None:
         self._cache = cache
@@ -64,12 +72,18 @@ class Promoter:
         self._pinned: set[int] = set()
         self._warned = False
 
-    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> _Fused | None:
-        """Return a hot subnet's program, or None; count the use."""
-        fused: _Fused | None = self._cache.get((self.KIND, subnet.id))
-        if fused is not None:
-            if fused.fresh(bound):
-                return fused
+    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> _Promoted | None:
+        """Return the fused program of a subnet, or None if there is none now, and count the use.
+
+        Args:
+            subnet: the subnet that is about to run. Its uses are counted; enough of them start its promotion.
+            bound: its current view. A program that was made from older weights is discarded.
+            example: one input without a batch dimension. If None, the subnet is not promoted.
+        """
+        promoted: _Promoted | None = self._cache.get((self.KIND, subnet.id))
+        if promoted is not None:
+            if promoted.fresh(bound):
+                return promoted
             self._cache.drop((self.KIND, subnet.id))
             subnet.uses = PROMOTE_AFTER
         subnet.uses += 1
@@ -77,17 +91,27 @@ class Promoter:
         if wanted and example is not None and not subnet.refused and self._working.acquire(blocking=False):
             since, subnet.since, subnet.uses = subnet.since, self._cache.now, 0
             try:
-                Thread(target=self._later, args=(subnet, bound, example, since), daemon=True).start()
-            except RuntimeError:  # no thread to be had: a later use tries again
+                Thread(target=self._promote, args=(subnet, bound, example, since), daemon=True).start()
+            except RuntimeError:  # The system has no thread left; a later use tries again.
                 self._working.release()
         return None
 
     def pin(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> bool:
-        """Make a subnet hot now and until it is unpinned; tell whether it is."""
+        """Make the fused program of a subnet now and protect it from eviction.
+
+        Args:
+            subnet: the subnet.
+            bound: its current view.
+            example: one input without a batch dimension.
+
+        Returns:
+            Whether the subnet has a fused program now. It has none if the network cannot be fused, or if the
+            budget is too small.
+        """
         with self._working:
             self._pinned.add(subnet.id)
-            fused: _Fused | None = self._cache.get((self.KIND, subnet.id))
-            if fused is not None and fused.fresh(bound):
+            promoted: _Promoted | None = self._cache.get((self.KIND, subnet.id))
+            if promoted is not None and promoted.fresh(bound):
                 self._cache.pin((self.KIND, subnet.id), True)
                 return True
             made = self._make(subnet, bound, example, math.inf)
@@ -96,34 +120,34 @@ class Promoter:
             return made
 
     def unpin(self, subnet: int) -> None:
-        """Let a program make room for others."""
+        """Stop protecting the program of a subnet id from eviction."""
         self._pinned.discard(subnet)
         self._cache.pin((self.KIND, subnet), False)
 
     def drop(self, subnet: int) -> None:
-        """Forget a subnet."""
+        """Remove the program of a subnet id, pinned or not."""
         self._pinned.discard(subnet)
         self._cache.drop((self.KIND, subnet))
 
     def holds(self, subnet: int) -> bool:
-        """Tell whether a subnet is hot."""
+        """Tell whether a subnet id has a fused program now."""
         return (self.KIND, subnet) in self._cache
 
-    def _later(self, subnet: ReadySubnet, bound: Bound, example: Tensor, since: int) -> None:
+    def _promote(self, subnet: ReadySubnet, bound: Bound, example: Tensor, since: int) -> None:
         try:
-            # A program that was used while this subnet earned its place is worth as much: it stays.
+            # A program that was used while this subnet collected its uses is worth as much, so it stays.
             pinned = subnet.id in self._pinned
             self._make(subnet, bound, example, math.inf if pinned else since)
         finally:
             self._working.release()
 
     def _make(self, subnet: ReadySubnet, bound: Bound, example: Tensor, before: float) -> bool:
-        key, place = (self.KIND, subnet.id), (self.KIND, "place")
+        key, place = (self.KIND, subnet.id), (self.KIND, "reservation")
         size = 4 if self._dtype is None else self._dtype.itemsize
         nbytes = size * sum(m.weight.numel() for m in bound.view.modules() if isinstance(m, nn.Conv2d))
         if not self._cache.make_room(nbytes, self.KIND, before, self.WAIT_S):
             return False
-        self._cache.put(place, _Place(), nbytes, self.KIND, before, pinned=True)
+        self._cache.put(place, _Reservation(), nbytes, self.KIND, before, pinned=True)
         try:
             program = self._program(subnet, bound, example)
         finally:
@@ -131,9 +155,9 @@ class Promoter:
         if program is None:
             return False
         program.limit(partial(self._cache.grow, key))
-        fused, pinned = _Fused(program, bound, bound.versions()), subnet.id in self._pinned
-        kept = self._cache.put(key, fused, program.nbytes, self.KIND, before, pinned)
-        if subnet.bound is None:
+        promoted, pinned = _Promoted(program, bound, bound.versions()), subnet.id in self._pinned
+        kept = self._cache.put(key, promoted, program.nbytes, self.KIND, before, pinned)
+        if subnet.bound is None:  # It was removed in the meantime.
             self._cache.drop(key)
         return kept
 
@@ -144,15 +168,16 @@ class Promoter:
         except Exception as error:
             current = bound.current(self._supernet, subnet.spec) and bound.versions() == versions
             if not current:
-                return None  # it changed meanwhile; the next use tries again
+                return None  # Weights or statistics changed in the meantime; the next use tries again.
             subnet.refused = True
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
-            _log.log(level, "%s cannot be specialised and runs as a view: %s", subnet, error)
+            _log.log(level, "%s cannot become a fused program and runs as a view: %s", subnet, error)
             return None
         return program if bound.versions() == versions else None
 
     def _checked(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> FusedProgram:
+        """Make a program and compare its output with the view's, on two random inputs."""
         device = next(bound.view.parameters()).device
         generator = torch.Generator().manual_seed(0)
         batch = torch.stack([example] * 2)
@@ -169,5 +194,5 @@ class Promoter:
             output, expected = program(x), view(x)
         tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
         if not agree(output, expected, *tolerance):
-            raise ValueError("the fused network gives other outputs")
+            raise ValueError("the outputs of the fused program differ from those of the view")
         return program

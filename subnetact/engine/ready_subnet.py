@@ -1,4 +1,4 @@
-"""What an engine knows of one registered subnet."""
+"""ReadySubnet: the callable of one registered subnet, and the view that it currently runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Bound", "ReadySubnet"]
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A subnet's view on one row of the norm table.
+    """The view of a subnet together with the statistics and weights that it was made from.
 
     Attributes:
         view: a view that only the engine uses.
-        row: the statistics it runs on; None = the supernet's shared ones.
-        weights_generation: that of the supernet when the subnet was bound.
-        sources: the tensors it reads, of those that can tell when they change in place.
+        row: the statistics row of the subnet. If None, the view uses the supernet's shared statistics.
+        weights_generation: that of the supernet when the view was made.
+        sources: the tensors that the view reads, except inference tensors, which do not count versions.
     """
 
     view: nn.Module
@@ -34,11 +34,15 @@ class Bound:
 
     @classmethod
     def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
-        """Bind a subnet, with faster layers."""
+        """Bind a subnet to the current weights and statistics, with fast convolutions.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
         generation = supernet.weights_generation
         view, row = supernet.private_view(spec)
         use_fast_convs_(view)
-        # A convolution whose kernel is computed follows these, and its own tensor only when it runs.
+        # A computed kernel is refreshed only when its convolution runs, so watch the tensors it is made of.
         sources: list[Tensor] = []
         for parameter in view.parameters():
             computed = getattr(parameter, "computed", None)
@@ -55,17 +59,21 @@ class Bound:
         return self.row is supernet.norms.get(spec) and self.weights_generation == supernet.weights_generation
 
     def versions(self) -> list[int]:
-        """Return numbers that change when any source changes in place."""
+        """Return the version counters of all sources; they differ after any in-place change."""
         return [tensor._version for tensor in self.sources]
 
 
 class ReadySubnet:
-    """The callable of one registered subnet; it stays valid while the engine evicts and recalibrates.
+    """The callable of one registered subnet. It stays valid when the engine evicts and recalibrates.
 
     Attributes:
         id: the subnet's number in its engine.
         spec: the subnet.
-        accuracy: percent, or None where it is not known.
+        accuracy: in percent, or None if it is not known.
+        bound: the current view, or None after the subnet was removed.
+        uses: the number of calls since promotion was last considered.
+        since: the cache's clock when promotion was last considered.
+        refused: whether the subnet cannot become a fused program.
     """
 
     __slots__ = ("_run", "accuracy", "bound", "id", "refused", "since", "spec", "uses")
@@ -86,5 +94,15 @@ class ReadySubnet:
         return f"ReadySubnet({self.id}: {self.spec})"
 
     def __call__(self, x: Any) -> Any:
-        """Run a batch, x of shape (N, ...) on the engine's device."""
+        """Run a batch through the subnet.
+
+        Args:
+            x: a tensor of shape (N, ...) on the engine's device, or a tuple or dictionary of such tensors.
+
+        Returns:
+            The network's output for the batch.
+
+        Raises:
+            SpecError: the subnet was removed from its engine.
+        """
         return self._run(self, x)

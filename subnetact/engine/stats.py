@@ -1,4 +1,4 @@
-"""What an engine reports of itself."""
+"""EngineStats: the figures that an engine reports about itself."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["EngineStats", "weight_bytes"]
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The state of an engine.
+    """The state of an engine at one moment. All sizes are in bytes.
 
     Attributes:
-        subnets: how many are served.
-        fused: how many of them run as fused programs.
-        actuate_us: median time to choose a ready subnet, microseconds.
-        bind_ms: median time it took to make a subnet ready, ms.
+        subnets: number of subnets that are served.
+        fused: number of them that run as fused programs now.
+        actuate_us: median time to choose a ready subnet, in microseconds.
+        bind_ms: median time to make a subnet ready, in milliseconds.
         weights: bytes of the supernet's parameters and buffers.
         norm_table: bytes of the statistics of all calibrated subnets.
-        fused_bytes: bytes of the tensors of all fused programs.
+        fused_bytes: bytes of the tensors that belong to fused programs.
         graphs: bytes of captured graphs.
-        budget: the most bytes that `fused_bytes` and `graphs` may have together.
-        compiled: how many subnets have code that torch.compile made.
+        budget: the engine's `memory_budget_mb` in bytes. `fused_bytes` and `graphs` together stay below it.
+        compiled: number of subnets that torch.compile has compiled.
     """
 
     subnets: int
@@ -39,7 +39,7 @@ class EngineStats:
 
 
 def weight_bytes(network: nn.Module) -> int:
-    """Return the bytes of a network's parameters and buffers, each storage once."""
+    """Return the bytes of a network's parameters and buffers. Every storage counts once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in (*network.parameters(), *network.buffers())

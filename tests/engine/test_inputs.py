@@ -20,7 +20,7 @@ from subnetact.engine.inputs import (
     shapes,
 )
 from subnetact.engine.outputs import unstack
-from subnetact.errors import InvalidRequest, SpecError
+from subnetact.errors import EngineError, InvalidRequest, SpecError
 from subnetact.supernet.supernet import Supernet
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_outputs_are_given_back_one_by_one() -> None:
     assert [row["a"].tolist() for row in unstack(OrderedDict(a=y, b=None), 3)] == [[0, 1], [2, 3], [4, 5]]
     first, second = unstack((y, [y + 1]), 2)[1]
     assert (first.tolist(), second[0].tolist()) == ([2, 3], [3, 4])
-    with pytest.raises(TypeError, match="returned int"):
+    with pytest.raises(EngineError, match="returned int"):
         unstack(3, 1)
 
 
