@@ -105,7 +105,7 @@ def test_many_event_loops_at_once(a40, engine):
 
 
 def test_the_most_urgent_go_first_in_padded_batches(a40, engine):
-    with Batcher(engine, policy=Fixed(a40, 2)) as batcher:
+    with Batcher(engine, policy=Fixed(a40, 2), slo_ms=36.0) as batcher:
         first = held(engine, batcher)
         others = [batcher.submit(x, FOREVER - 100 * x) for x in range(1, 20)]
         engine.gate.set()
@@ -119,7 +119,7 @@ def test_the_most_urgent_go_first_in_padded_batches(a40, engine):
 
 def test_decisions_are_reported_before_they_run(a40, engine):
     seen = []
-    with Batcher(engine, policy=Fixed(a40, 1), on_decision=seen.append) as batcher:
+    with Batcher(engine, policy=Fixed(a40, 1), slo_ms=36.0, on_decision=seen.append) as batcher:
         first = held(engine, batcher)
         others = [batcher.submit(x, FOREVER) for x in range(3)]
         engine.gate.set()
@@ -128,7 +128,7 @@ def test_decisions_are_reported_before_they_run(a40, engine):
     assert all(0 < d.slack_ms <= FOREVER for d in seen)
 
 
-def test_hopeless_requests_are_answered_at_once_without_running(a40, engine):
+def test_expired_requests_are_answered_at_once_without_running(a40, engine):
     now = [0.0]
     with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), clock_ms=lambda: now[0]) as batcher:
         first = held(engine, batcher)
@@ -158,7 +158,7 @@ def test_late_answers_say_so(a40, engine):
 
 
 def test_only_the_guilty_request_fails(a40, engine):
-    with Batcher(engine, policy=Fixed(a40, 2)) as batcher:
+    with Batcher(engine, policy=Fixed(a40, 2), slo_ms=36.0) as batcher:
         first = held(engine, batcher)
         xs = [1, 2, 3, -4, 5, 6, 7, 8, 9, -10, 11, 12, 13, 14, 15, 16]
         futures = [batcher.submit(x, FOREVER) for x in xs]
@@ -217,7 +217,7 @@ def test_bad_inputs_and_floors_are_refused_at_the_door(a40, engine):
 
 
 def test_floors_are_kept(a40, engine):
-    with Batcher(engine, policy=Fixed(a40, 0)) as batcher:
+    with Batcher(engine, policy=Fixed(a40, 0), slo_ms=36.0) as batcher:
         first = held(engine, batcher)
         demanding = batcher.submit(1, FOREVER, min_accuracy=79.0)
         easy = batcher.submit(2, FOREVER)
@@ -300,13 +300,17 @@ def test_foreign_tables_are_refused(a40, engine):
         Batcher(engine, policy=SlackFit(a40.select([0, 1]), slo_ms=36.0), table=a40)
     with pytest.raises(PolicyError, match="give a policy"):
         Batcher(engine)
-    for changes in ({"workers": 0}, {"max_queue": 0}, {"hopeless": "pray"}):
+    for changes in ({"workers": 0}, {"max_queue": 0}, {"expired": "pray"}, {"hopeless": "pray"}):
         with pytest.raises(PolicyError):
             Batcher(engine, policy=SlackFit(a40, slo_ms=36.0), **changes)
+    with pytest.raises(PolicyError, match="slo_ms: Fixed has none"):
+        Batcher(engine, policy=Fixed(a40, 0))
 
 
-def test_a_table_alone_is_enough(a40, engine):
-    with Batcher(engine, table=a40) as batcher:
+def test_a_table_and_an_slo_are_enough(a40, engine):
+    with pytest.raises(PolicyError, match="a table and slo_ms"):
+        Batcher(engine, table=a40)
+    with Batcher(engine, table=a40, slo_ms=36.0) as batcher:
         assert batcher.submit(3, FOREVER).result(20).output[1] == 6
 
 

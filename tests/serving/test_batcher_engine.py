@@ -57,7 +57,9 @@ def test_every_answer_is_its_own_requests(engine: subnetact.Engine) -> None:
 def test_threads_share_one_batcher(engine: subnetact.Engine) -> None:
     expected = engine(IMAGES, subnet=0)
     wrong: list[int] = []
-    with subnetact.Batcher(engine, policy=subnetact.Fixed(table_of(engine), 0), workers=2) as batcher:
+    with subnetact.Batcher(
+        engine, policy=subnetact.Fixed(table_of(engine), 0), slo_ms=36.0, workers=2
+    ) as batcher:
 
         def client(start: int) -> None:
             futures = [(i, batcher.submit(IMAGES[i], deadline_ms=SLO_MS)) for i in range(start, 40, 4)]
@@ -97,8 +99,10 @@ def test_bad_requests_are_refused_and_harm_nobody(engine: subnetact.Engine) -> N
 def test_a_profile_of_something_else_is_refused(engine: subnetact.Engine, digits: Supernet) -> None:
     other = subnetact.Engine(digits, engine.specs[:2], example=EXAMPLE)
     with pytest.raises(ProfileMismatch, match="3 subnets, but the engine has 2"):
-        subnetact.Batcher(other, table=table_of(engine))
+        subnetact.Batcher(other, table=table_of(engine), slo_ms=SLO_MS)
     with pytest.raises(ProfileMismatch, match="measured on supernet 0123"):
-        subnetact.Batcher(engine, table=table_of(engine, supernet="0123"))
-    with subnetact.Batcher(engine, table=table_of(engine, supernet=engine.fingerprint)) as batcher:
+        subnetact.Batcher(engine, table=table_of(engine, supernet="0123"), slo_ms=SLO_MS)
+    with subnetact.Batcher(
+        engine, table=table_of(engine, supernet=engine.fingerprint), slo_ms=SLO_MS
+    ) as batcher:
         assert batcher.stats().submitted == 0

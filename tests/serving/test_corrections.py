@@ -208,7 +208,7 @@ def test_a_slow_machine_is_learned_and_deadlines_are_met_again(learn: bool) -> N
 def test_a_batcher_that_drops_everything_tries_again() -> None:
     """What was learned under a load that is gone must not refuse every request for ever."""
     engine = Slow(1.0)
-    with Batcher(engine, policy=Fixed(TABLE, 0), clock_ms=lambda: engine.now) as batcher:
+    with Batcher(engine, policy=Fixed(TABLE, 0), slo_ms=36.0, clock_ms=lambda: engine.now) as batcher:
         for _ in range(100):
             batcher.corrections.observe(0, 1, 100.0)
             batcher.corrections.observe(1, 1, 100.0)

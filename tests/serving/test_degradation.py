@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
-from subnetact.serving.live.jobs import Job
 from subnetact.serving.policies import HullFit, SlackFit
 
 SIZES = (1, 2, 4, 8, 16)
@@ -31,13 +31,13 @@ class VirtualServer:
             TABLE,
             workers=workers,
             max_queue=10_000,
-            hopeless="drop",
+            expired="drop",
             slo_ms=36.0,
             clock_ms=lambda: self.now,
             watchdog_ms=None,
             learn=True,
         )
-        self.jobs: dict[int, Job | None] = dict.fromkeys(range(workers))
+        self.jobs: dict[int, BatchJob | None] = dict.fromkeys(range(workers))
         self.dead: set[int] = set()
 
     def serve(self, arrivals_ms: Any) -> tuple[float, float]:
@@ -73,7 +73,7 @@ class VirtualServer:
             self.jobs[worker] = None
             self._give_work()
 
-    def _takes(self, job: Job) -> float:
+    def _takes(self, job: BatchJob) -> float:
         return float(TABLE.latency_ms[job.subnet, TABLE.pad_index[job.size]])
 
     def _give_work(self) -> None:

@@ -45,7 +45,7 @@ class Answers:
 def test_a_wrong_answer_fails_its_requests_only(wrong: Any) -> None:
     with pytest.raises(PolicyError, match="Answers answered"):
         simulate([0.0], TABLE, Answers(wrong), slo_ms=36.0, workers=1, expired="serve")
-    with Batcher(Echo(), policy=Answers(wrong)) as batcher:
+    with Batcher(Echo(), policy=Answers(wrong), slo_ms=36.0) as batcher:
         with pytest.raises(BatchFailed, match="Answers answered"):
             batcher.submit("x", deadline_ms=5000).result(timeout=10)
         assert batcher.submit("y", deadline_ms=5000).result(timeout=10).output == "y"
@@ -60,7 +60,7 @@ def test_an_answer_that_cannot_run_fails_its_requests_only() -> None:
             assert go.wait(10)
             return list(inputs)
 
-    with Batcher(Held(), policy=Answers((0, 1), (1, 2)), max_queue=10) as batcher:
+    with Batcher(Held(), policy=Answers((0, 1), (1, 2)), slo_ms=36.0, max_queue=10) as batcher:
         held = batcher.submit("held", deadline_ms=5000)
         assert began.wait(10)
         queued = [batcher.submit(i, deadline_ms=5000) for i in range(6)]
@@ -73,7 +73,7 @@ def test_an_answer_that_cannot_run_fails_its_requests_only() -> None:
 
 
 def test_numpy_integers_are_answers() -> None:
-    with Batcher(Echo(), policy=Answers((np.int64(1), np.int32(1)))) as batcher:
+    with Batcher(Echo(), policy=Answers((np.int64(1), np.int32(1))), slo_ms=36.0) as batcher:
         assert batcher.submit("x", deadline_ms=5000).result(timeout=10).subnet == 1
 
 
@@ -82,7 +82,7 @@ def test_a_policy_that_cannot_observe_harms_nobody() -> None:
         def observe(self, *_: float) -> None:
             raise RuntimeError("no eyes")
 
-    with Batcher(Echo(), policy=Blind()) as batcher:
+    with Batcher(Echo(), policy=Blind(), slo_ms=36.0) as batcher:
         for i in range(3):
             assert batcher.submit(i, deadline_ms=5000).result(timeout=10).output == i
         assert batcher.stats().met == 3
@@ -93,13 +93,13 @@ def test_a_policy_that_cannot_observe_harms_nobody() -> None:
 )
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
     with pytest.raises(PolicyError, match="policy: "):
-        Batcher(Echo(), policy=policy)
+        Batcher(Echo(), policy=policy, slo_ms=36.0)
     with pytest.raises(PolicyError, match="policy: "):
         simulate([0.0], TABLE, policy, slo_ms=36.0, workers=8, expired="serve")
 
 
 def test_a_closed_batcher_cannot_be_entered_again() -> None:
-    with Batcher(Echo(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Echo(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         pass
     with pytest.raises(BatcherClosed):
         batcher.__enter__()

@@ -17,8 +17,8 @@ from subnetact.errors import (
     WorkerHung,
 )
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
-from subnetact.serving.live.jobs import Job
 from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
 
 TABLE = LatencyTable.from_arrays(
@@ -40,7 +40,7 @@ class OutOfMemoryError(RuntimeError):
 
 def core_of(
     policy: str,
-    hopeless: str,
+    expired: str,
     clock: list[float],
     workers: int = WORKERS,
     watchdog_ms: float | None = WATCHDOG_MS,
@@ -50,7 +50,7 @@ def core_of(
         TABLE,
         workers=workers,
         max_queue=BOUND,
-        hopeless=hopeless,
+        expired=expired,
         slo_ms=20.0,
         clock_ms=lambda: clock[0],
         watchdog_ms=watchdog_ms,
@@ -61,18 +61,16 @@ def core_of(
 class LifeCycle(RuleBasedStateMachine):
     """Submit, cancel, advance; workers answer, raise, hang and die; drain and close."""
 
-    @initialize(
-        policy=st.sampled_from(sorted(POLICIES)), hopeless=st.sampled_from(["drop", "defer", "serve"])
-    )
-    def start(self, policy: str, hopeless: str) -> None:
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), expired=st.sampled_from(["drop", "defer", "serve"]))
+    def start(self, policy: str, expired: str) -> None:
         self.clock = [0.0]
-        self.core = core_of(policy, hopeless, self.clock)
-        self.hopeless = hopeless
+        self.core = core_of(policy, expired, self.clock)
+        self.expired = expired
         self.accepted: dict[Any, Any] = {}
         self.ended: dict[Any, Any] = {}
         self.full = 0
-        self.jobs: dict[int, Job | None] = dict.fromkeys(range(WORKERS))
-        self.zombies: list[Job] = []
+        self.jobs: dict[int, BatchJob | None] = dict.fromkeys(range(WORKERS))
+        self.zombies: list[BatchJob] = []
 
     def collect(self, outcomes: list[Any]) -> None:
         for request, answer, error in outcomes:
@@ -89,7 +87,7 @@ class LifeCycle(RuleBasedStateMachine):
     def count(self, kind: type) -> int:
         return sum(isinstance(outcome, kind) for outcome in self.ended.values())
 
-    def working(self, job: Job | None) -> bool:
+    def working(self, job: BatchJob | None) -> bool:
         return job is not None and bool(job.part) and not job.abandoned
 
     def free(self) -> list[int]:
@@ -409,7 +407,7 @@ def test_a_deferred_request_makes_room_for_a_live_one(clock: list[float]) -> Non
     core = core_of("slackfit", "defer", clock)
     for x in range(BOUND):
         core.admit(x, 5.0, 0.0, 0, None, None)
-    clock[0] = 10.0  # all are hopeless
+    clock[0] = 10.0  # all are expired
     job, _ = core.next_job(0, wait=False)
     assert job is not None
     running = [request.x for request in job.part]

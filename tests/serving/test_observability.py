@@ -54,6 +54,7 @@ def served(**options: Any) -> tuple[Batcher, Timed]:
     batcher = Batcher(
         engine,
         policy=Fixed(TABLE, 1),
+        slo_ms=36.0,
         clock_ms=lambda: engine.now,
         max_queue=8,
         watchdog_ms=math.inf,
@@ -101,7 +102,7 @@ def test_the_snapshot_counts_everything() -> None:
 
 
 def test_a_fresh_batcher_has_a_snapshot_too() -> None:
-    with Batcher(Timed(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         assert math.isnan(batcher.stats().attainment)
         assert json.loads(batcher.stats().to_json())["attainment"] is None
         assert list(text_string_to_metric_families(batcher.prometheus()))
@@ -157,7 +158,7 @@ def test_the_log_tells_every_arrival_and_its_end(tmp_path: Path) -> None:
     batcher, _ = served(decision_log=tmp_path / "log.jsonl")
     batcher.close()
     header, *entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert (header["policy"], header["workers"], header["hopeless"]) == ("Fixed", 1, "drop")
+    assert (header["policy"], header["workers"], header["expired"]) == ("Fixed", 1, "drop")
     ends = [entry["o"] for entry in entries if "o" in entry]
     assert sorted(ends) == ["cancelled", "dropped", "failed", "full"]
     live = LiveRun.load(tmp_path / "log.jsonl")
@@ -175,7 +176,12 @@ def test_a_replay_under_the_same_policy_repeats_the_live_run(tmp_path: Path, cap
     engine, log = Timed(), tmp_path / "log.jsonl"
     rng = np.random.default_rng(0)
     with Batcher(
-        engine, policy=Fixed(TABLE, 0), clock_ms=lambda: engine.now, decision_log=log, learn=False
+        engine,
+        policy=Fixed(TABLE, 0),
+        slo_ms=36.0,
+        clock_ms=lambda: engine.now,
+        decision_log=log,
+        learn=False,
     ) as batcher:
         for gap, slo in zip(rng.uniform(2.0, 5.0, 60), rng.choice([0.5, 1.5, 9.0], 60), strict=True):
             engine.now += float(gap)
@@ -222,7 +228,7 @@ def test_what_is_no_log_is_refused(tmp_path: Path, text: str, match: str, capsys
 
 
 def test_a_log_without_arrivals_cannot_be_replayed(tmp_path: Path) -> None:
-    with Batcher(Timed(), policy=Fixed(TABLE, 0), decision_log=tmp_path / "log.jsonl"):
+    with Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=36.0, decision_log=tmp_path / "log.jsonl"):
         pass
     with pytest.raises(FileFormatError, match="nothing to replay"):
         LiveRun.load(tmp_path / "log.jsonl")

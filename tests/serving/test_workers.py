@@ -67,7 +67,7 @@ def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(wait_for: An
             return "the late one"
         return "the second try"
 
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=60.0) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=60.0) as batcher:
         assert batcher.submit(hang_once, FOREVER).result(20).output == "the second try"
         assert batcher.submit("next", FOREVER).result(20).output == "next"
         stats = batcher.stats()
@@ -80,7 +80,7 @@ def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(wait_for: An
 
 def test_a_request_over_which_every_worker_hangs_fails_with_a_typed_error(wait_for: Any) -> None:
     back = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=60.0) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=60.0) as batcher:
         guilty = batcher.submit(lambda: back.wait(20), FOREVER)
         mates = [batcher.submit(i, FOREVER) for i in range(3)]
         with pytest.raises(WorkerHung, match="raise watchdog_ms"):
@@ -92,7 +92,7 @@ def test_a_request_over_which_every_worker_hangs_fails_with_a_typed_error(wait_f
 
 def test_without_time_for_a_second_try_the_deadline_has_passed(wait_for: Any) -> None:
     back = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=80.0) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=80.0) as batcher:
         with pytest.raises(DeadlinePassed):
             batcher.submit(lambda: back.wait(20), 50.0).result(20)
         back.set()
@@ -107,7 +107,7 @@ def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool, wait_for: A
         began.set()
         back.wait(20)
 
-    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0), watchdog_ms=80.0)
+    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=80.0)
     try:
         future = batcher.submit(hang, 50.0 if not cancel else FOREVER)
         assert began.wait(20)
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_revived() -> None:
     def kill() -> None:
         raise SystemExit("killed")
 
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         with pytest.raises(BatchFailed, match="died over this request, twice: SystemExit") as caught:
             batcher.submit(kill, FOREVER).result(20)
         assert isinstance(caught.value.__cause__, SystemExit)
@@ -165,7 +165,7 @@ def test_a_broken_engine_does_not_spin_and_every_request_ends() -> None:
             raise SystemExit("no device")
 
     engine = Broken()
-    batcher = Batcher(engine, policy=Fixed(TABLE, 0), hopeless="serve")
+    batcher = Batcher(engine, policy=Fixed(TABLE, 0), slo_ms=36.0, expired="serve")
     with pytest.raises(DeadlinePassed):
         batcher.submit(1, 300.0).result(20)
     assert len(engine.threads) < 6
@@ -188,7 +188,7 @@ def test_outputs_that_cannot_be_read_fail_their_requests_only(bad: str) -> None:
                 return iter(inputs)
             return Lazy(inputs) if bad == "lazy" else {str(i): x for i, x in enumerate(inputs)}
 
-    with Batcher(Odd(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Odd(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         with pytest.raises(BatchFailed, match=r"read too late|a mapping"):
             batcher.submit("bad", FOREVER).result(20)
         assert batcher.submit("good", FOREVER).result(20).output == "good"
@@ -198,7 +198,7 @@ def test_outputs_that_cannot_be_read_fail_their_requests_only(bad: str) -> None:
 def test_several_engines_share_one_queue(wait_for: Any) -> None:
     meet = threading.Barrier(3)
     engines = [Engine() for _ in range(3)]
-    with Batcher(engines, policy=Fixed(TABLE, 0), threads_per_worker=2) as batcher:
+    with Batcher(engines, policy=Fixed(TABLE, 0), slo_ms=36.0, threads_per_worker=2) as batcher:
         futures = []
         for _ in range(3):
             futures.append(batcher.submit(lambda: meet.wait(20), FOREVER))
@@ -231,17 +231,17 @@ def test_settings_that_cannot_work_are_refused() -> None:
         (Plain(), {"slo_ms": float("inf")}, "slo_ms"),
     ):
         with pytest.raises(PolicyError, match=match):
-            Batcher(engine, policy=policy, **options)
+            Batcher(engine, policy=policy, **{"slo_ms": 36.0, **options})
     assert threads_of_batchers() == []
 
 
 def test_values_that_are_not_finite_are_refused_on_request() -> None:
     nan = float("nan")
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), check_finite=True) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, check_finite=True) as batcher:
         with pytest.raises(InvalidRequest, match="not finite"):
             batcher.submit(nan, FOREVER)
         assert batcher.submit(1.0, FOREVER).result(20).output == 1.0
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         assert batcher.submit(nan, FOREVER).result(20).met
 
 
@@ -258,7 +258,7 @@ def test_values_that_are_not_finite_are_refused_on_request() -> None:
     ],
 )
 def test_the_door_names_what_is_wrong(arguments: Any, match: str) -> None:
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         with pytest.raises(InvalidRequest, match=match):
             batcher.submit(*arguments)
         assert batcher.stats().refused == 1
@@ -266,7 +266,7 @@ def test_the_door_names_what_is_wrong(arguments: Any, match: str) -> None:
 
 def test_draining_ends_everything_accepted_and_refuses_the_rest() -> None:
     go = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         futures = [batcher.submit(lambda: go.wait(20), FOREVER) for _ in range(9)]
         assert not batcher.drain(timeout=0.05)
         with pytest.raises(BatcherClosed, match="draining"):
@@ -279,7 +279,7 @@ def test_draining_ends_everything_accepted_and_refuses_the_rest() -> None:
 
 def test_cancelling_a_future_makes_room_in_the_queue(wait_for: Any) -> None:
     go = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), max_queue=2) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, max_queue=2) as batcher:
         running = batcher.submit(lambda: go.wait(20), FOREVER)
         wait_for(lambda: batcher.stats().running == 1)
         first, second = batcher.submit(1, FOREVER), batcher.submit(2, FOREVER)
@@ -306,7 +306,7 @@ def test_inputs_and_outputs_are_released(wait_for: Any) -> None:
 
     x = Value()
     seen = weakref.ref(x)
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         future = batcher.submit(x, FOREVER)
         output = weakref.ref(future.result(20).output)
         assert output() is not None
@@ -326,7 +326,7 @@ def test_an_observer_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) 
 
     with (
         caplog.at_level(logging.ERROR),
-        Batcher(Engine(), policy=Fixed(TABLE, 0), on_decision=observer) as batcher,
+        Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, on_decision=observer) as batcher,
     ):
         for i in range(3):
             assert batcher.submit(i, FOREVER).result(20).output == i
@@ -338,7 +338,7 @@ def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -
         raise SystemExit("from a callback")
 
     go = threading.Event()
-    with caplog.at_level(logging.ERROR), Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with caplog.at_level(logging.ERROR), Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         held = batcher.submit(lambda: go.wait(20), FOREVER)
         futures = [batcher.submit(i, FOREVER) for i in range(4)]
         for future in futures:
@@ -363,7 +363,7 @@ def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch
     def kill() -> None:
         raise SystemExit("killed")
 
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         monkeypatch.setattr(threading.Thread, "start", scarce)
         guilty = batcher.submit(kill, FOREVER)
         assert isinstance(guilty.exception(20), BatchFailed)
@@ -373,7 +373,7 @@ def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch
 
 def test_draining_from_a_callback_does_not_block(wait_for: Any) -> None:
     drained: list[bool] = []
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         go = threading.Event()
         future = batcher.submit(lambda: go.wait(20), FOREVER)
         future.add_done_callback(lambda _: drained.append(batcher.drain()))
@@ -383,7 +383,7 @@ def test_draining_from_a_callback_does_not_block(wait_for: Any) -> None:
 
 
 def test_closing_from_a_callback_does_not_block(wait_for: Any) -> None:
-    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0))
+    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0)
     future = batcher.submit(1, FOREVER)
     future.add_done_callback(lambda _: batcher.close())
     assert future.result(20).output == 1
@@ -392,7 +392,7 @@ def test_closing_from_a_callback_does_not_block(wait_for: Any) -> None:
 
 def test_an_event_loop_that_is_gone_harms_nobody() -> None:
     go = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0)) as batcher:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
         batcher.submit(lambda: go.wait(20), FOREVER)
 
         async def leave() -> None:

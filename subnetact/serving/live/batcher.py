@@ -1,4 +1,4 @@
-"""The live batcher: requests with deadlines in, subnets chosen per batch, answers out."""
+"""The live batcher: takes requests with deadlines, chooses a subnet per batch, and answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -24,7 +24,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.decision_log import DecisionLog
-from subnetact.serving.live.prometheus import exposition
+from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.requests import (
     Answer,
     AnswerFuture,
@@ -35,53 +35,68 @@ from subnetact.serving.live.requests import (
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import SlackFit
-from subnetact.serving.scheduling.checks import check_count, check_policy
+from subnetact.serving.scheduling.checks import check_count, check_policy, expired_rule
 from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
 
 
 class Batcher:
-    """Serve subnets under deadlines, from threads and from asyncio, on one engine or on several.
+    """Serves subnets under deadlines, from threads and from asyncio, on one engine or on several.
 
-    Requests wait in one earliest-deadline-first queue. Whenever a worker is idle the policy picks
-    (subnet, batch size), and the most urgent requests run together. Every accepted request gets exactly
-    one outcome: an `Answer`, or a typed error. Use it as a context manager.
+    Requests wait in one earliest-deadline-first queue. Whenever a worker is idle, the policy picks a subnet
+    and a batch size, and the most urgent requests run together. Every accepted request gets exactly one
+    outcome: an `Answer`, or a typed error. Use a batcher as a context manager (`with` or `async with`).
 
-    Faults stay where they are. A batch that raises is split until the guilty request is alone. A worker
-    that hangs or dies is replaced, and its requests get a second try, each alone, if their deadlines
-    allow; what a hung call returns later is discarded. Running out of memory halves the largest batch of
-    that subnet. While a worker is down the policy sees fewer workers, so accuracy gives way first.
+    A request has expired when no subnet can meet its deadline any more. It is refused, that is, never
+    accepted, if it is invalid or the queue is full.
 
-    Its threads are named `subnetact-batcher-0`, `-1` and so on, and `subnetact-batcher-supervisor`.
+    A fault stays with the request that caused it. A batch that raises is split until that request is alone.
+    A worker that hangs or dies is replaced, and each of its requests gets a second try, alone, if its
+    deadline allows; what a hung call returns later is discarded. If a subnet runs out of memory, its largest
+    batch size is halved. While a worker is down, the policy sees fewer workers, so that accuracy gives way
+    before deadlines are missed.
 
-    Latencies are learned: the policy plans with what batches really take here (about the 97th percentile
-    of each subnet and batch size), not with the table alone.
+    The batcher learns latencies: the policy plans with the time that batches really take here (about the
+    97th percentile per subnet and batch size), not with the table alone.
+
+    The threads are named `subnetact-batcher-0`, `-1` and so on, and `subnetact-batcher-supervisor`.
 
     Args:
-        engine: the runner (see `Runner`), or several with the same subnets: one worker each, one queue.
-            Subnet keys must be those of the policy's table.
-        policy: decides; None = SlackFit over `table` with `slo_ms`.
-        max_queue: waiting requests at which `QueueFull` is raised.
-        table: the profile; None = the policy's.
-        workers: threads that run batches at the same time, on one engine. On CUDA two let the copies of one
-            batch overlap with the other's computation.
-        hopeless: requests no subnet can answer in time any more: `drop` (answered at once with
-            `DeadlinePassed`), `defer` (served when nothing live waits) or `serve` (kept at the head).
-        slo_ms: the usual time a request is given; policies that plan ahead use it. None = the policy's own.
-        on_decision: called with a `Decided` before each batch runs, from the worker thread; keep it quick.
-        clock_ms: a monotonic clock, ms.
-        threads_per_worker: CPU threads of each worker, by `engine.enter_worker(threads)`. None = as it is.
-        watchdog_ms: time after which a batch's worker is taken to hang; inf = never; None = 20 times the
-            expected latency, at least 1 s, and 30 s where a subnet runs at a batch size for the first time.
-        check_finite: refuse inputs with values that are not finite, by `engine.check(x, finite=True)`.
+        engine: a `Runner`, for example an `Engine`, or a list of runners with the same subnets: each is one
+            worker, and they share the queue. The keys of the subnets must be those of the policy's table.
+        policy: chooses the subnet and the batch size. If None, `SlackFit` over `table` with `slo_ms`.
+        max_queue: number of waiting requests at which further requests are refused with `QueueFull`.
+        table: the latency table. If None, the policy's.
+        workers: number of threads that run batches at the same time on one engine. On CUDA, with two of them
+            the copies of one batch overlap with the computation of another.
+        expired: what becomes of a request that has expired: `drop` (answered at once with
+            `DeadlinePassed`), `defer` (served when nothing else waits) or `serve` (kept at the head).
+        slo_ms: the usual time that a request is given, in ms; policies that plan ahead use it. If None, the
+            policy's own; a policy without one needs this argument.
+        on_decision: called with a `Decided` before each batch runs, on the worker's thread; keep it short.
+        clock_ms: a monotonic clock, in ms. If None, `time.perf_counter_ns`.
+        threads_per_worker: number of CPU threads of each worker, set by `engine.enter_worker(threads)`. If
+            None, the engine keeps its own number.
+        watchdog_ms: time after which the worker of a batch is taken to hang, in ms; inf turns the watchdog
+            off. If None, 20 times the expected latency, but at least 1 s, and at least 30 s if a worker runs
+            a subnet at a batch size for the first time.
+        check_finite: whether to refuse inputs with values that are not finite, by
+            `engine.check(x, finite=True)`.
         learn: whether the policy plans with learned latencies.
-        decision_log: a file for every arrival and decision, as JSON lines; it is replaced.
+        decision_log: path of a file for every request and decision, as JSON lines; an existing file is
+            replaced. `python -m subnetact.simulate --replay` reads it.
+        hopeless: former name of `expired`.
 
     Raises:
-        ProfileMismatch: the table is of other subnets than the engine.
-        PolicyError: an argument out of range.
-        OSError: the decision log cannot be written.
+        ProfileMismatch: The table is of other subnets, or of another supernet, than the engine.
+        PolicyError: An argument is missing or out of range.
+        OSError: The decision log cannot be written.
+
+    Example:
+        >>> policy = subnetact.SlackFit(table, slo_ms=36.0)
+        >>> with subnetact.Batcher(engine, policy=policy) as batcher:
+        ...     answer = batcher.submit(x, deadline_ms=36.0).result()
     """
 
     def __init__(
@@ -92,7 +107,7 @@ class Batcher:
         max_queue: int = 10_000,
         table: LatencyTable | None = None,
         workers: int = 1,
-        hopeless: str = "drop",
+        expired: str = "drop",
         slo_ms: float | None = None,
         on_decision: Callable[[Decided], None] | None = None,
         clock_ms: Callable[[], float] | None = None,
@@ -101,24 +116,31 @@ class Batcher:
         check_finite: bool = False,
         learn: bool = True,
         decision_log: str | os.PathLike[str] | None = None,
+        hopeless: str | None = None,
     ) -> None:
         if policy is None:
-            if table is None:
-                raise PolicyError("policy: none given; give a policy, or a table to make one from")
-            policy = SlackFit(table, slo_ms=36.0 if slo_ms is None else slo_ms)
+            if table is None or slo_ms is None:
+                raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
+            policy = SlackFit(table, slo_ms=slo_ms)
         check_policy(policy)
+        if slo_ms is None:
+            slo_ms = getattr(policy, "slo_ms", None)
+            if slo_ms is None:
+                raise PolicyError(
+                    f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
+                )
+        if not 0.0 < slo_ms < math.inf:
+            raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
+        expired = expired_rule(expired, hopeless)
         table = table or policy.table
         if table.subnets != policy.table.subnets or table.batch_sizes != policy.table.batch_sizes:
             raise ProfileMismatch(
                 "table: the policy was made for other subnets or batch sizes; make it from this table"
             )
         check_count(max_queue, "max_queue")
-        engines = _one_a_worker(engine, workers)
+        engines = _engine_per_worker(engine, workers)
         for runner in engines:
             _check_runner(runner, table, threads_per_worker, check_finite)
-        usual_slo = slo_ms if slo_ms is not None else getattr(policy, "slo_ms", 36.0)
-        if not 0.0 < usual_slo < math.inf:
-            raise PolicyError(f"slo_ms: {usual_slo} must be finite and > 0")
         if watchdog_ms is not None and not watchdog_ms > 0.0:
             raise PolicyError(f"watchdog_ms: {watchdog_ms} must be > 0; math.inf turns it off")
         check: Any = engines[0].check
@@ -135,43 +157,47 @@ class Batcher:
             table,
             workers=len(engines),
             max_queue=max_queue,
-            hopeless=hopeless,
-            slo_ms=usual_slo,
+            expired=expired,
+            slo_ms=slo_ms,
             clock_ms=clock_ms,
             watchdog_ms=watchdog_ms,
             learn=learn,
         )
         self._log: DecisionLog | None = None
         if decision_log is not None:
-            facts = {"workers": len(engines), "hopeless": hopeless, "slo_ms": usual_slo}
+            facts = {"workers": len(engines), "expired": expired, "slo_ms": slo_ms}
             header = {**facts, "policy": type(policy).__name__, "table": document(table)}
-            self._log = self._core.ledger.log = DecisionLog(decision_log, header, clock_ms())
+            self._log = self._core.outcomes.log = DecisionLog(decision_log, header, clock_ms())
         self._admit = self._core.admit
         self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)
 
     def submit(
         self, x: Any, deadline_ms: float, min_accuracy: float | None = None, priority: int | None = None
     ) -> AnswerFuture:
-        """Queue one input; the future ends with an `Answer` or a typed error.
+        """Queue one input, from any thread.
 
-        Cancelling the future takes the request off the queue, or discards the answer if it runs already.
-        Callbacks of the future are called in a worker's thread: keep them quick.
+        Cancelling the future withdraws the request: it leaves the queue, or its answer is discarded if it
+        already runs. Callbacks of the future are called on a worker's thread; keep them short.
 
         Args:
             x: one input, without a batch dimension, as the engine's `check` accepts it.
-            deadline_ms: time the request is given, from now.
-            min_accuracy: least profiled accuracy, percent, of the subnet that may answer.
-            priority: a whole number, higher is more important; None = 0. Deadlines alone order the queue.
-                Only when not all can be met, requests of lower priority are given up first, by the
-                hopeless rule (under `serve` priority has no effect).
+            deadline_ms: time that the request is given from now, in ms.
+            min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any
+                subnet may answer.
+            priority: a whole number, the higher the more important; 0 if None. The queue is ordered by
+                deadline alone. Only if not all deadlines can be met, requests of lower priority expire first
+                (with `expired="serve"`, priority has no effect).
+
+        Returns:
+            A future of the `Answer`. Its exception is `DeadlinePassed` if the request expired, `BatchFailed`
+            if the engine or the policy raised, `WorkerHung` (a `BatchFailed`) if two workers hung with the
+            request, or `BatcherClosed` if the batcher was closed before the request ran.
 
         Raises:
-            InvalidRequest: a deadline that is not finite and > 0, a floor no subnet reaches, a priority that
-                is no whole number, or an input the engine refuses.
+            InvalidRequest: The deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
+                priority is no whole number, or the engine refuses the input.
             QueueFull: `max_queue` requests wait already.
-            BatcherClosed: the batcher was closed, or is draining.
-
-        The future may end with `DeadlinePassed`, `BatchFailed` (`WorkerHung` is one) or `BatcherClosed`.
+            BatcherClosed: The batcher is closed or draining.
         """
         floor = self._checked(x, deadline_ms, min_accuracy, priority)
         future = AnswerFuture()
@@ -182,14 +208,24 @@ class Batcher:
     async def infer(
         self, x: Any, deadline_ms: float, min_accuracy: float | None = None, priority: int | None = None
     ) -> Answer:
-        """Queue one input and wait for its answer; arguments and errors as for `submit`.
+        """Queue one input and wait for its answer. Cancelling the call withdraws the request.
 
-        Cancelling the call takes the request off the queue.
+        Args:
+            x: one input, without a batch dimension, as the engine's `check` accepts it.
+            deadline_ms: time that the request is given from now, in ms.
+            min_accuracy: minimum profiled accuracy of the answering subnet, in percent, as in `submit`.
+            priority: as in `submit`.
+
+        Returns:
+            The answer.
 
         Raises:
-            DeadlinePassed: no subnet could answer in time any more.
-            BatchFailed: the engine raised on this request; the cause is chained.
-            WorkerHung: two workers hung over this request.
+            InvalidRequest: As in `submit`.
+            QueueFull: `max_queue` requests wait already.
+            DeadlinePassed: The request expired: no subnet could answer in time any more.
+            BatchFailed: The engine or the policy raised; the cause is chained.
+            WorkerHung: Two workers hung with this request.
+            BatcherClosed: The batcher is closed or draining, or was closed before the request ran.
         """
         loop = asyncio.get_running_loop()
         floor = self._checked(x, deadline_ms, min_accuracy, priority)
@@ -202,54 +238,69 @@ class Batcher:
             raise
 
     def stats(self) -> BatcherStats:
-        """A consistent snapshot of counters and histograms."""
+        """Return a consistent snapshot of the counters and histograms."""
         return self._core.stats()
 
     def prometheus(self) -> str:
-        """The snapshot in Prometheus' text format, for a `/metrics` endpoint."""
-        return exposition(self.stats(), self._accuracy)
+        """Return the snapshot in Prometheus' text format, for a `/metrics` endpoint.
+
+        A process that has a registry of its own registers `Collector(batcher)` instead.
+
+        Raises:
+            MissingExtra: prometheus_client is not installed.
+        """
+        return Collector(self).text()
+
+    @property
+    def accuracy(self) -> Mapping[int, float]:
+        """Profiled accuracy per subnet id, in percent."""
+        return self._accuracy
 
     @property
     def corrections(self) -> Corrections:
-        """What was learned about this machine's latencies: look at it, save it, load it."""
+        """The corrections of the table that were learned on this machine; they can be saved and loaded."""
         return self._core.learner.corrections
 
     def replan(self) -> bool:
-        """Plan with what was learned so far at once, for example after `corrections.load(path)`.
+        """Plan at once with what was learned so far, for example after `corrections.load(path)`.
 
         Without this call the batcher does the same by itself, usually within a fraction of a second of the
-        next batch. Any thread may call it, but not a policy while it decides.
+        next batch. Any thread may call this method, except a policy while it decides.
 
         Returns:
-            Whether the policy was given other latencies. It is not if they moved by less than 5 %, or if the
-            batcher has done so by itself just before; `stats().replanned` counts both.
+            Whether the policy was given other latencies. It is not if they changed by less than 5 %, or if
+            the batcher has just done so by itself; `stats().replanned` counts both.
         """
         return self._core.replan(at_once=True)
 
     @property
     def closing(self) -> bool:
-        """Whether new requests are refused, because `drain` or `close` was called."""
+        """Whether new requests are refused because `drain` or `close` was called."""
         return self._core.closing
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests and wait until every accepted one has its outcome.
+        """Refuse new requests and wait until every accepted request has its outcome.
 
-        It blocks: in a coroutine, `await asyncio.to_thread(batcher.drain)`. In a future's callback it does
-        not wait, for the thread that called that has more to deliver.
+        The call blocks; in a coroutine, use `await asyncio.to_thread(batcher.drain)`. In a callback of a
+        future it does not wait, because the thread that runs the callback has more outcomes to deliver.
 
         Args:
-            timeout: seconds to wait at most; None = as long as it takes.
+            timeout: longest time to wait, in s. If None, there is no limit.
 
         Returns:
-            Whether all have. The workers go on; call `close` next.
+            Whether every request has its outcome. The worker threads go on; call `close` next.
         """
         self._core.close_door()
         return self._core.wait_until_drained(0.0 if self._workers.is_current() else timeout)
 
     def close(self, drain: bool = True) -> None:
-        """Take no more requests, finish (or, without `drain`, refuse) those queued, and end the threads.
+        """Refuse new requests, finish those that wait, and end the threads.
 
-        Batches that run are finished. A thread that hangs is not waited for; it ends when its call returns.
+        Batches that run are finished in any case. A thread that hangs is not waited for; it ends when its
+        call returns.
+
+        Args:
+            drain: whether to serve the requests that wait; if False, they end with `BatcherClosed`.
         """
         self._core.close_door()
         if not drain:
@@ -282,7 +333,7 @@ class Batcher:
         await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
 
     def _checked(self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None) -> float:
-        """The accuracy floor of a request that can be accepted."""
+        """Return the floor of a request that can be accepted; refuse the others."""
         try:
             if type(deadline_ms) is not float and not _is_number(deadline_ms):
                 raise InvalidRequest(
@@ -309,16 +360,16 @@ class Batcher:
                 raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
             self._check(x)
         except BaseException:
-            self._core.refused()
+            self._core.count_refused()
             raise
         return floor
 
 
-def _one_a_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runner]:
+def _engine_per_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runner]:
     check_count(workers, "workers")
     if isinstance(engine, (list, tuple)):
         if not engine:
-            raise PolicyError("engine: an empty list; give one engine, or one for each device")
+            raise PolicyError("engine: an empty list; give one engine, or one per device")
         if workers not in (1, len(engine)):
             raise PolicyError(f"workers: {workers} for {len(engine)} engines; each engine is one worker")
         return list(engine)
@@ -329,7 +380,7 @@ def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite:
     if not callable(getattr(engine, "run", None)) or not hasattr(engine, "keys"):
         raise PolicyError(
             f"engine: {type(engine).__name__} has no run(...) and keys; give Engine(supernet, specs), an "
-            "ExportedEngine, or an own one, see help(subnetact.serving.requests.Runner)"
+            "ExportedEngine, or a class of your own, see help(subnetact.serving.Runner)"
         )
     keys = tuple(engine.keys)
     if keys != table.subnets:

@@ -1,4 +1,4 @@
-"""The state of a batcher: every transition of a request or a worker, under one lock, without threads."""
+"""The state of a batcher: every transition of a request or a worker, under one lock and without threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from subnetact.errors import BatcherClosed, BatchFailed
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batch_job import BatchJob, is_out_of_memory
 from subnetact.serving.live.failures import (
     alone_failed,
     policy_failed,
@@ -17,7 +18,6 @@ from subnetact.serving.live.failures import (
     worker_died,
     worker_hung,
 )
-from subnetact.serving.live.jobs import Job, is_out_of_memory
 from subnetact.serving.live.learner import Learner
 from subnetact.serving.live.outcomes import Outcomes
 from subnetact.serving.live.pending_requests import PendingRequests
@@ -33,10 +33,22 @@ _priority = attrgetter("priority")
 
 
 class Core:
-    """Queue, workers and account. The threads of the batcher call it; a test can call it without any.
+    """The queue, the workers and the outcomes of a batcher. Any thread may call the methods.
 
-    A request waits, or belongs to one job. Whoever closes it, under the lock, owes it the one outcome:
-    methods return the outcomes they made, and the caller settles them and then calls `delivered`.
+    A request either waits or belongs to one job. The method that closes a request, under the lock, returns
+    its outcome. The caller then delivers all outcomes that a call returned and calls `delivered` once.
+
+    Args:
+        policy: chooses the subnet and the batch size.
+        table: the profile.
+        workers: number of workers.
+        max_queue: number of waiting requests from which on requests are refused.
+        expired: what becomes of expired requests: `drop`, `defer` or `serve`, as in `Batcher`.
+        slo_ms: the usual time that a request is given, in ms.
+        clock_ms: a monotonic clock, in ms.
+        watchdog_ms: time after which a batch's worker is taken to hang, in ms; if None, 20 times the expected
+            latency, but at least 1 s, and 30 s if the worker has not run this subnet at this size before.
+        learn: whether the policy plans with learned latencies.
     """
 
     def __init__(
@@ -46,37 +58,37 @@ class Core:
         *,
         workers: int,
         max_queue: int,
-        hopeless: str,
+        expired: str,
         slo_ms: float,
         clock_ms: Callable[[], float],
         watchdog_ms: float | None,
         learn: bool,
     ) -> None:
         self.clock_ms = clock_ms
-        self.ledger = Outcomes()
-        self.roster = WorkerStates(workers)
+        self.outcomes = Outcomes()
+        self.worker_states = WorkerStates(workers)
         self.closing = False
         self.lock = Lock()
         self._max_queue = max_queue
         self._accuracy = table.known_accuracy()
         self._watchdog_ms = watchdog_ms
-        self._given_up: list[Request] = []
-        self._evicted: list[Outcome] = []
+        self._expired: list[Request] = []  # taken off the queue by the dispatcher, without an outcome yet
+        self._left_to_supervisor: list[Outcome] = []
         self._dispatcher: Dispatcher[Request] = Dispatcher(
-            policy, self.roster.free_at_ms, slo_ms, hopeless, self._given_up.extend, table
+            policy, self.worker_states.free_at_ms, slo_ms, expired, self._expired.extend, table
         )
         self._queue = self._dispatcher.queue
         self._arrived = self._dispatcher.arrivals.append
-        self._defers = hopeless == "defer"
-        self._seen = self.ledger.seen
-        self.waiting = PendingRequests(self._dispatcher)
+        self._drops, self._defers = expired == "drop", expired == "defer"
+        self._counters = self.outcomes.counters
+        self.pending = PendingRequests(self._dispatcher)
         self.learner = Learner(table, policy, self._dispatcher, self.lock, clock_ms, learn)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, BatchJob] = {}
         self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
         self._idle = 0
         self._watch = Condition(self.lock)
-        self._unwatched = self._calm = False
+        self._supervisor_sleeps = self._was_calm = False
         self._drained = Condition(self.lock)
 
     # -- clients ---------------------------------------------------------------------------------
@@ -84,11 +96,22 @@ class Core:
     def admit(
         self, x: Any, deadline_ms: float, floor: float, priority: int, future: Any, loop: Any
     ) -> Request:
-        """Queue one request that was checked.
+        """Queue one request whose arguments were checked.
+
+        Args:
+            x: the input.
+            deadline_ms: time that the request is given from now, in ms.
+            floor: the minimum accuracy, in percent.
+            priority: the higher, the more important.
+            future: the future of the client.
+            loop: the event loop of the future; None for an `AnswerFuture`.
+
+        Returns:
+            The queued request.
 
         Raises:
-            QueueFull: the bound is reached.
-            BatcherClosed: it is closing.
+            QueueFull: `max_queue` requests wait already.
+            BatcherClosed: The batcher is closed or draining.
         """
         with self.lock:
             now = self.clock_ms()
@@ -96,126 +119,171 @@ class Core:
                 raise BatcherClosed("the batcher is closed or draining; open another one")
             deadline = now + deadline_ms
             request = Request(x, now, deadline, floor, priority, future, loop)
-            if (len(self.waiting) if self._defers else len(self._queue)) >= self._max_queue:
+            if (len(self.pending) if self._defers else len(self._queue)) >= self._max_queue:
                 if not self._dispatcher.deferred:
-                    self.ledger.full(request)
+                    self.outcomes.refuse_full(request)
                     raise queue_full(self._max_queue)
-                self._evict(now)
+                self._drop_first_deferred(now)
             if priority:
                 self._dispatcher.priority = _priority
             self._queue.push(deadline, request, floor)
             self._arrived(now)
-            self._seen.submitted += 1
+            self._counters.submitted += 1
             if self._idle:
                 self._work.notify()
-            if self._unwatched:
-                self._unwatched = False
+            if self._supervisor_sleeps:
+                self._supervisor_sleeps = False
                 self._watch.notify()
         return request
 
-    def refused(self) -> None:
-        """Count a request that was refused at the door."""
+    def count_refused(self) -> None:
+        """Count a request that is refused because its arguments are invalid."""
         with self.lock:
-            self._seen.refused += 1
+            self._counters.refused += 1
 
     def withdraw(self, request: Request) -> bool:
-        """Close a request whose client has cancelled; False when it had an outcome already."""
+        """Close a request that its client has cancelled.
+
+        Args:
+            request: the request.
+
+        Returns:
+            Whether the request had no outcome yet.
+        """
         with self.lock:
             if not request.open:
                 return False
-            self.waiting.remove(request)
-            self.ledger.cancel(request)
+            self.pending.remove(request)
+            self.outcomes.cancel(request)
             self._wake_if_settled()
             return True
 
     # -- workers ---------------------------------------------------------------------------------
 
-    def next_job(self, worker: int, wait: bool = True) -> tuple[Job | None, list[Outcome]]:
-        """What a worker shall do: a job, outcomes to settle, both, or (neither) end.
+    def next_job(self, worker: int, wait: bool = True) -> tuple[BatchJob | None, list[Outcome]]:
+        """Decide what an idle worker does next.
 
-        With `wait=False` neither may also mean that there is nothing to do now.
+        Args:
+            worker: number of the worker.
+            wait: whether to wait until there is something to do.
+
+        Returns:
+            The job to run, if there is one, and the outcomes to deliver. If there is neither, the worker
+            ends; with `wait=False` there may also just be nothing to do now.
         """
         with self.lock:
             while True:
                 outcomes: list[Outcome] = []
-                job = self._decide(worker, outcomes) if len(self.waiting) else None
+                job = self._decide(worker, outcomes) if len(self.pending) else None
                 if job is not None or outcomes:
-                    return job, self.ledger.owed(outcomes)
+                    return job, self.outcomes.owe(outcomes)
                 if not wait or self._finished():
                     return None, []
                 self._idle += 1
-                self._work.wait(timeout=0.05 if len(self.waiting) else None)
+                self._work.wait(timeout=0.05 if len(self.pending) else None)
                 self._idle -= 1
 
-    def answered(self, job: Job, outputs: Any) -> list[Outcome]:
-        """The current part ran and gave one output for each request; go on to the next."""
+    def answered(self, job: BatchJob, outputs: Any) -> list[Outcome]:
+        """Answer the part of a job that ran, and go on to its next part.
+
+        Args:
+            job: the job.
+            outputs: one output per request of the part.
+
+        Returns:
+            The outcomes to deliver.
+        """
         now = self.clock_ms()
         with self.lock:
             if job.abandoned:
                 return []
-            outcomes = self.ledger.answer(job, outputs, self._accuracy[job.subnet], now)
+            outcomes = self.outcomes.answer(job, outputs, self._accuracy[job.subnet], now)
             self.learner.observe(job, now - job.started_ms)
-            self.roster.succeeded(job.worker)
+            self.worker_states.succeeded(job.worker)
             self._ran.add((job.worker, job.subnet, job.size))
             self._advance(job, now)
             return outcomes
 
-    def raised(self, job: Job, error: Exception) -> list[Outcome]:
-        """The current part raised: split it, or fail the one request it held."""
+    def raised(self, job: BatchJob, error: Exception) -> list[Outcome]:
+        """Split the part of a job that raised, or fail its request if it had only one.
+
+        Args:
+            job: the job.
+            error: what the engine raised.
+
+        Returns:
+            The outcomes to deliver.
+        """
         now = self.clock_ms()
         outcomes: list[Outcome] = []
         with self.lock:
             if job.abandoned:
                 return outcomes
-            seen, part = self._seen, [r for r in job.part if r.open]
+            counters, part = self._counters, [r for r in job.part if r.open]
             most = (len(part) + 1) // 2
             exhausted = is_out_of_memory(error)
             if exhausted:
-                seen.out_of_memory += 1
+                counters.out_of_memory += 1
                 most = self.learner.limit(job.subnet, job.size, len(part))
             if len(part) > 1:
-                seen.bisected += not exhausted
+                counters.bisected += not exhausted
                 job.split(part, most)
             elif part:
-                outcomes.append(self.ledger.fail(part[0], alone_failed(job, error)))
+                outcomes.append(self.outcomes.fail(part[0], alone_failed(job, error)))
             self._advance(job, now)
-            return self.ledger.owed(outcomes)
+            return self.outcomes.owe(outcomes)
 
-    def died(self, worker: int, job: Job | None, error: BaseException) -> list[Outcome]:
-        """The worker's thread is about to end because of an exception that is no `Exception`."""
+    def died(self, worker: int, job: BatchJob | None, error: BaseException) -> list[Outcome]:
+        """Give the requests of a worker whose thread ends a second try.
+
+        Args:
+            worker: number of the worker.
+            job: the job that it ran, if any.
+            error: the exception that ends the thread; it is no `Exception`.
+
+        Returns:
+            The outcomes to deliver.
+        """
         now = self.clock_ms()
         outcomes: list[Outcome] = []
         with self.lock:
             if job is not None and job.abandoned:
-                self.roster.came_back(worker)
+                self.worker_states.hung_thread_ended(worker)
                 return outcomes
-            self._seen.died += 1
-            self.roster.down(worker, now)
+            self._counters.died += 1
+            self.worker_states.died(worker, now)
             if self._jobs.pop(worker, None) is not None and job is not None:
                 for request in job.requests():
                     self._retry(request, job, now, worker_died(error), outcomes)
             self._wake_all()
-            return self.ledger.owed(outcomes)
+            return self.outcomes.owe(outcomes)
 
-    def returned(self, job: Job) -> None:
-        """A worker that was replaced came back after all; its thread ends."""
+    def returned(self, job: BatchJob) -> None:
+        """Note that a call that hung has returned although its worker was replaced; its thread ends.
+
+        Args:
+            job: the abandoned job.
+        """
         with self.lock:
-            self.roster.came_back(job.worker)
+            self.worker_states.hung_thread_ended(job.worker)
             self._wake_all()
 
     def delivered(self) -> None:
-        """The outcomes of one call were settled."""
+        """Note that the outcomes of one call were delivered."""
         with self.lock:
-            self.ledger.delivering -= 1
+            self.outcomes.undelivered -= 1
             self._wake_if_settled()
 
     # -- supervisor ------------------------------------------------------------------------------
 
     def tick(self) -> tuple[list[int], list[Outcome]]:
-        """What time alone brings about: (workers to start again, outcomes).
+        """Do what the passage of time alone requires.
 
-        Workers past their limit are given up, requests that became hopeless are answered although no
-        worker is idle, and workers that are down come back.
+        Workers that ran past their limit are replaced, expired requests are dropped although no worker is
+        idle, and workers whose pause is over are brought back.
+
+        Returns:
+            The numbers of the workers to start again, and the outcomes to deliver.
         """
         with self.lock:
             now = self.clock_ms()
@@ -224,80 +292,112 @@ class Core:
                 if now > job.limit_ms:
                     self._abandon(job, now, outcomes)
                 elif now > job.started_ms + max(50.0, 5.0 * job.expected_ms):
-                    self.roster.free_at_ms[job.worker] = math.inf
-            revived = [] if self._finished() else self.roster.due(now)
-            self._seen.revived += len(revived)
-            if self._dispatcher.expired == "drop":
+                    self.worker_states.free_at_ms[job.worker] = math.inf
+            revived = [] if self._finished() else self.worker_states.restart(now)
+            self._counters.revived += len(revived)
+            if self._drops:
                 self._dispatcher.remove_expired(now)
-                self._answer_given_up(now, outcomes)
-            if not self.roster.up():
-                self._nobody_serves(now, outcomes)
-            if self._evicted:
-                outcomes += self._evicted
-                self._evicted.clear()
+                self._drop_expired(now, outcomes)
+            if not self.worker_states.up():
+                self._end_those_without_worker(now, outcomes)
+            if self._left_to_supervisor:
+                outcomes += self._left_to_supervisor
+                self._left_to_supervisor.clear()
                 return revived, outcomes
-            return revived, self.ledger.owed(outcomes)
+            return revived, self.outcomes.owe(outcomes)
 
     def wait_until_watched(self, timeout_s: float) -> bool:
-        """Sleep for one tick, or until there is something to watch; False when everything has ended."""
+        """Sleep for one tick of the supervisor, or until there is something to supervise.
+
+        Args:
+            timeout_s: length of a tick, in s.
+
+        Returns:
+            Whether the supervisor goes on; False if the batcher is closed and everything has ended.
+        """
         with self.lock:
             if self._finished() and not self._jobs:
                 return False
-            calm = not (len(self.waiting) or self._evicted or self._jobs or self.roster.any_down())
-            self._unwatched, self._calm = calm and self._calm, calm  # one more tick after the last batch
-            self._watch.wait(None if self._unwatched else timeout_s)
-            self._unwatched = False
+            calm = not (
+                len(self.pending) or self._left_to_supervisor or self._jobs or self.worker_states.any_down()
+            )
+            # one more tick follows the last batch, so that what it taught is applied
+            self._supervisor_sleeps, self._was_calm = calm and self._was_calm, calm
+            self._watch.wait(None if self._supervisor_sleeps else timeout_s)
+            self._supervisor_sleeps = False
             return not self._finished() or bool(self._jobs)
 
     # -- ending ----------------------------------------------------------------------------------
 
     def close_door(self) -> None:
-        """Take no more requests."""
+        """Refuse all further requests."""
         with self.lock:
             self.closing = True
             self._wake_all()
 
     def wait_until_drained(self, timeout_s: float | None) -> bool:
-        """Wait until every accepted request has its outcome; False when that takes longer."""
+        """Wait until every accepted request has its outcome.
+
+        Args:
+            timeout_s: longest time to wait, in s; if None, there is no limit.
+
+        Returns:
+            Whether every request has its outcome.
+        """
         with self.lock:
-            return self._drained.wait_for(lambda: self.ledger.settled, timeout_s)
+            return self._drained.wait_for(lambda: self.outcomes.settled, timeout_s)
 
     def hangs(self, worker: int) -> bool:
-        """Whether the thread of a worker hangs and was given up."""
+        """Return whether a worker is down and one of its threads hangs.
+
+        Args:
+            worker: number of the worker.
+        """
         with self.lock:
-            return self.roster.hangs(worker)
+            return self.worker_states.hangs(worker)
 
     def abandon_queue(self) -> list[Outcome]:
-        """Close every request that waits."""
+        """Close every request that waits.
+
+        Returns:
+            The outcomes to deliver.
+        """
         with self.lock:
-            outcomes = [self.ledger.refuse(request) for request in self.waiting.take_all()]
+            outcomes = [self.outcomes.close(request) for request in self.pending.take_all()]
             self._wake_all()
-            return self.ledger.owed(outcomes)
+            return self.outcomes.owe(outcomes)
 
     # -- at any time -----------------------------------------------------------------------------
 
     def stats(self) -> BatcherStats:
-        """Return a consistent snapshot of counters and histograms."""
+        """Return a consistent snapshot of the counters and histograms."""
         correction, drifted = self.learner.corrections.drift()
         with self.lock:
-            return self._seen.snapshot(
-                queued=len(self.waiting),
+            return self._counters.snapshot(
+                queued=len(self.pending),
                 running=sum(len(job.requests()) for job in self._jobs.values()),
                 replanned=self.learner.replanned,
-                workers=len(self.roster.free_at_ms),
-                workers_up=self.roster.up(),
+                workers=len(self.worker_states.free_at_ms),
+                workers_up=self.worker_states.up(),
                 batch_limits=dict(self._dispatcher.limits),
                 correction=correction,
                 drifted=drifted,
             )
 
     def replan(self, at_once: bool = False) -> bool:
-        """Let the policy plan with what was learned, as `Learner.refresh` does; tell whether it changed."""
+        """Let the policy plan with what was learned, as `Learner.refresh` does.
+
+        Args:
+            at_once: whether to do so even if the last time is not long ago.
+
+        Returns:
+            Whether the policy was given other latencies.
+        """
         return self.learner.refresh(at_once)
 
     # -- under the lock --------------------------------------------------------------------------
 
-    def _decide(self, worker: int, outcomes: list[Outcome]) -> Job | None:
+    def _decide(self, worker: int, outcomes: list[Outcome]) -> BatchJob | None:
         now = self.clock_ms()
         job = self._second_try(worker, now, outcomes)
         if job is not None:
@@ -307,37 +407,37 @@ class Core:
             batch = self._dispatcher.next_batch(now, worker)
         except Exception as error:
             taken, self._dispatcher.taken = self._dispatcher.taken, []
-            for request in taken + self.waiting.take_all():
-                outcomes.append(self.ledger.fail(request, policy_failed(error)))
-        if self._given_up:
-            self._answer_given_up(now, outcomes)
+            for request in taken + self.pending.take_all():
+                outcomes.append(self.outcomes.fail(request, policy_failed(error)))
+        if self._expired:
+            self._drop_expired(now, outcomes)
         if batch is None:
             return None
-        seen = self._seen
-        seen.batches += 1
-        seen.slack_ms.add(batch.slack_ms)
-        seen.queue_depth.add(batch.queued)
-        seen.batch.add(len(batch.items))
-        job = Job(worker, batch.subnet, batch.items, batch.queued, batch.slack_ms)
+        counters = self._counters
+        counters.batches += 1
+        counters.slack_ms.add(batch.slack_ms)
+        counters.queue_depth.add(batch.queued)
+        counters.batch.add(len(batch.items))
+        job = BatchJob(worker, batch.subnet, batch.items, batch.queued, batch.slack_ms)
         self._start(job, now)
-        seen.decision_ms.add(self.clock_ms() - now)
+        counters.decision_ms.add(self.clock_ms() - now)
         return job
 
-    def _second_try(self, worker: int, now: float, outcomes: list[Outcome]) -> Job | None:
-        free = self.roster.free_at_ms
+    def _second_try(self, worker: int, now: float, outcomes: list[Outcome]) -> BatchJob | None:
+        free = self.worker_states.free_at_ms
         others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
-        while (suspect := self.waiting.next_suspect(worker, others)) is not None:
+        while (suspect := self.pending.next_suspect(worker, others)) is not None:
             request, subnet = suspect
             if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
                 outcomes.append(self._drop(request, now))
                 continue
-            job = Job(worker, subnet, [request], len(self.waiting) + 1, request.deadline_ms - now)
-            self._seen.batches += 1
+            job = BatchJob(worker, subnet, [request], len(self.pending) + 1, request.deadline_ms - now)
+            self._counters.batches += 1
             self._start(job, now)
             return job
         return None
 
-    def _start(self, job: Job, now: float) -> None:
+    def _start(self, job: BatchJob, now: float) -> None:
         """Book the job's current part on its worker."""
         count = len(job.part)
         job.size = self._dispatcher.padded(job.subnet, count)
@@ -350,70 +450,70 @@ class Core:
             known = (job.worker, job.subnet, job.size) in self._ran
             patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
-        self.roster.free_at_ms[job.worker] = now + job.expected_ms
+        self.worker_states.free_at_ms[job.worker] = now + job.expected_ms
         self._jobs[job.worker] = job
 
-    def _advance(self, job: Job, now: float) -> None:
+    def _advance(self, job: BatchJob, now: float) -> None:
         job.advance()
         if job.part:
             self._start(job, now)
             return
         del self._jobs[job.worker]
-        self.roster.free_at_ms[job.worker] = now
+        self.worker_states.free_at_ms[job.worker] = now
 
-    def _abandon(self, job: Job, now: float, outcomes: list[Outcome]) -> None:
+    def _abandon(self, job: BatchJob, now: float, outcomes: list[Outcome]) -> None:
         job.abandoned = True
         del self._jobs[job.worker]
-        self._seen.hung += 1
-        self.roster.hung(job.worker, now)
+        self._counters.hung += 1
+        self.worker_states.hung(job.worker, now)
         for request in job.requests():
             self._retry(request, job, now, worker_hung(job, now), outcomes)
         self._wake_all()
 
     def _retry(
-        self, request: Request, job: Job, now: float, failure: BatchFailed, outcomes: list[Outcome]
+        self, request: Request, job: BatchJob, now: float, failure: BatchFailed, outcomes: list[Outcome]
     ) -> None:
-        """Give a request whose worker was lost a second try, alone, if it had none and there is time."""
+        """Give a request whose worker was lost a second try, if this is its first loss and time is left."""
         if request.deadline_ms < now + self._dispatcher.expected_ms(job.subnet, 1):
             outcomes.append(self._drop(request, now))
         elif request.retried:
-            outcomes.append(self.ledger.fail(request, failure))
+            outcomes.append(self.outcomes.fail(request, failure))
         else:
             request.retried = True
-            self._seen.retried += 1
-            self.waiting.suspect(request, job.subnet, job.worker)
+            self._counters.retried += 1
+            self.pending.add_suspect(request, job.subnet, job.worker)
 
-    def _nobody_serves(self, now: float, outcomes: list[Outcome]) -> None:
-        """No worker is up: nobody else would tell those whose deadline passes."""
-        if self.closing and not self.roster.hope():
-            outcomes += [self.ledger.refuse(request) for request in self.waiting.take_all()]
+    def _end_those_without_worker(self, now: float, outcomes: list[Outcome]) -> None:
+        """End requests while all workers are down: those past their deadline, or all if none will return."""
+        if self.closing and not self.worker_states.any_returns():
+            outcomes += [self.outcomes.close(request) for request in self.pending.take_all()]
             return
-        for request in self.waiting.requests():
+        for request in self.pending.requests():
             if request.deadline_ms < now:
-                self.waiting.remove(request)
+                self.pending.remove(request)
                 outcomes.append(self._drop(request, now))
 
-    def _answer_given_up(self, now: float, outcomes: list[Outcome]) -> None:
-        outcomes += [self._drop(request, now) for request in self._given_up]
-        self._given_up.clear()
+    def _drop_expired(self, now: float, outcomes: list[Outcome]) -> None:
+        outcomes += [self._drop(request, now) for request in self._expired]
+        self._expired.clear()
 
-    def _evict(self, now: float) -> None:
-        """Give up the oldest deferred request to make room; the supervisor delivers, for clients do not."""
-        _, [oldest] = self._dispatcher.deferred.take(1)
-        first = not self._evicted
-        self._evicted.append(self._drop(oldest, now))
+    def _drop_first_deferred(self, now: float) -> None:
+        """Make room in a full queue; the supervisor delivers the outcome, because clients deliver none."""
+        _, [request] = self._dispatcher.deferred.take(1)
+        first = not self._left_to_supervisor
+        self._left_to_supervisor.append(self._drop(request, now))
         if first:
-            self.ledger.owed(self._evicted)
+            self.outcomes.owe(self._left_to_supervisor)
 
     def _drop(self, request: Request, now: float) -> Outcome:
-        self.learner.starving = True
-        return self.ledger.drop(request, now, self._dispatcher.least_ms(request.floor))
+        self.learner.dropping = True
+        return self.outcomes.drop(request, now, self._dispatcher.least_ms(request.floor))
 
     def _finished(self) -> bool:
-        return self.closing and not self._seen.unfinished and not self._evicted
+        return self.closing and not self._counters.unfinished and not self._left_to_supervisor
 
     def _wake_if_settled(self) -> None:
-        if self.ledger.settled:
+        if self.outcomes.settled:
             self._drained.notify_all()
             if self.closing:
                 self._wake_all()

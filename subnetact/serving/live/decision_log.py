@@ -1,4 +1,4 @@
-"""The decision log: every arrival with its outcome and every batch, as JSON lines."""
+"""The decision log: every batch and every request that was not answered, as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, TextIO
 
 from subnetact.documents import DocumentFormat
-from subnetact.serving.live.jobs import Job
+from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.requests import Request
 
 __all__ = ["DECISION_LOG", "DecisionLog"]
@@ -22,21 +22,26 @@ DECISION_LOG = DocumentFormat(
 
 
 class DecisionLog:
-    """Collects entries in memory on the request path; `flush` writes them, from another thread.
+    """Collects entries in memory while requests are served; `flush` writes them, from another thread.
 
-    The first line is a header: the table, workers, policy and hopeless rule. Every further line is a batch
-    (start `t`, worker `w`, subnet `s`, padded size `b`, duration `ms`, how many were in time `met`; what the
-    policy saw: `queued`, `slack`; and its requests) or a request that ended otherwise (`o`, the outcome).
-    Requests are lists: arrival `a`, time given `d`, and where any has one, accuracy floor `f` and priority
-    `p`. Times are ms since the log was opened.
+    The first line is a header with the table, the number of workers, the policy's name and the rule for
+    expired requests. Every further line is one of two kinds; times are in ms since the log was opened.
+
+    * A batch: start `t`, worker `w`, subnet `s`, padded size `b`, duration `ms`, number of requests that were
+      met `met`; what the policy saw: number of waiting requests `queued`, slack of the most urgent one
+      `slack`; and its requests.
+    * A request that was not answered: its outcome `o`, and the request.
+
+    Requests are stored as lists: arrival `a`, time given `d`, and, if any request has one, minimum accuracy
+    `f` and priority `p`.
 
     Args:
-        path: the file; replaced if there is one.
+        path: the file; an existing file is replaced.
         header: facts for the first line.
-        start_ms: what the clock says now.
+        start_ms: current time of the batcher's clock, in ms.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
@@ -46,8 +51,15 @@ class DecisionLog:
         self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
         self._file.write(json.dumps({**DECISION_LOG.header, **header}, allow_nan=False) + "\n")
 
-    def batch(self, job: Job, requests: Sequence[Request], took_ms: float, met: int) -> None:
-        """Record a part of a job that ran; `met` of its requests were in time."""
+    def batch(self, job: BatchJob, requests: Sequence[Request], took_ms: float, met: int) -> None:
+        """Record a part of a job that ran.
+
+        Args:
+            job: the job, still at this part.
+            requests: the requests of the part that were answered.
+            took_ms: time that the part took, in ms.
+            met: how many of the requests were met.
+        """
         entry = {
             "t": job.started_ms - self._start_ms,
             "w": job.worker,
@@ -61,13 +73,18 @@ class DecisionLog:
         self._entries.append({**entry, **self._described(requests)})
 
     def outcome(self, outcome: str, request: Request) -> None:
-        """Record a request that was not answered."""
+        """Record a request that was not answered.
+
+        Args:
+            outcome: why: `dropped`, `failed`, `cancelled`, `closed`, or `full` if it was refused.
+            request: the request.
+        """
         self._entries.append({"o": outcome, **self._described([request])})
 
     def flush(self) -> None:
-        """Write what was collected."""
+        """Write the collected entries."""
         with self._writing:
-            collected = self._entries  # others append meanwhile
+            collected = self._entries  # other threads append meanwhile
             entries = [collected.popleft() for _ in range(len(collected))]
             if self._file is not None and entries:
                 lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
@@ -75,7 +92,7 @@ class DecisionLog:
                 self._file.flush()
 
     def close(self) -> None:
-        """Write the rest and close the file."""
+        """Write the remaining entries and close the file."""
         self.flush()
         with self._writing:
             if self._file is not None:

@@ -1,15 +1,9 @@
-"""The errors that requests end with, each with what happened, what was allowed, and what to do."""
+"""The errors that requests end with. Each says what happened, what was allowed, and what to do next."""
 
 from __future__ import annotations
 
-from subnetact.errors import (
-    BatcherClosed,
-    BatchFailed,
-    DeadlinePassed,
-    QueueFull,
-    WorkerHung,
-)
-from subnetact.serving.live.jobs import Job
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung
+from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.requests import Request
 
 __all__ = [
@@ -23,15 +17,16 @@ __all__ = [
 ]
 
 
-def queue_full(bound: int) -> QueueFull:
-    """At the door."""
+def queue_full(max_queue: int) -> QueueFull:
+    """The error of a request that is refused because `max_queue` requests already wait."""
     return QueueFull(
-        f"queue: {bound} requests wait already, as many as max_queue allows; retry later, or raise max_queue"
+        f"queue: {max_queue} requests wait already, as many as max_queue allows; retry later, or raise "
+        "max_queue"
     )
 
 
 def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> DeadlinePassed:
-    """Given up by the hopeless rule."""
+    """The error of a dropped request, whose fastest subnet needs `fastest_ms`."""
     given_ms = request.deadline_ms - request.accepted_ms
     return DeadlinePassed(
         f"deadline_ms: {given_ms:g} ms were given, after {now_ms - request.accepted_ms:.1f} ms no subnet "
@@ -39,8 +34,8 @@ def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> Deadl
     )
 
 
-def alone_failed(job: Job, cause: BaseException) -> BatchFailed:
-    """The engine raised on this request and no other."""
+def alone_failed(job: BatchJob, cause: BaseException) -> BatchFailed:
+    """The error of a request on which the engine raised although the request was alone in its batch."""
     error = BatchFailed(
         f"subnet {job.subnet} failed on this request, alone in its batch: {type(cause).__name__}: {cause}; "
         "look at the input and the engine"
@@ -50,14 +45,16 @@ def alone_failed(job: Job, cause: BaseException) -> BatchFailed:
 
 
 def policy_failed(cause: BaseException) -> BatchFailed:
-    """The policy raised, or gave an answer that cannot run."""
-    error = BatchFailed(f"the policy failed: {type(cause).__name__}: {cause}; mend it, or give another one")
+    """The error of all requests that wait when the policy raises or returns an answer that cannot run."""
+    error = BatchFailed(
+        f"the policy failed: {type(cause).__name__}: {cause}; correct the policy, or give another one"
+    )
     error.__cause__ = cause
     return error
 
 
 def worker_died(cause: BaseException) -> BatchFailed:
-    """The second worker ended over this request, too."""
+    """The error of a request with which a second worker died."""
     error = BatchFailed(
         f"a worker died over this request, twice: {type(cause).__name__}: {cause}; look at the input and the "
         "engine"
@@ -66,15 +63,15 @@ def worker_died(cause: BaseException) -> BatchFailed:
     return error
 
 
-def worker_hung(job: Job, now_ms: float) -> WorkerHung:
-    """The second worker did not come back from this request, either."""
+def worker_hung(job: BatchJob, now_ms: float) -> WorkerHung:
+    """The error of a request with which a second worker hung."""
     return WorkerHung(
         f"subnet {job.subnet}: a worker hung over this request, twice; the last was replaced after "
-        f"{now_ms - job.started_ms:.0f} ms, where {job.expected_ms:.1f} ms were expected; look at the input "
+        f"{now_ms - job.started_ms:.0f} ms, but {job.expected_ms:.1f} ms were expected; look at the input "
         "and the engine, or raise watchdog_ms"
     )
 
 
 def never_ran() -> BatcherClosed:
-    """Closed without draining, or with no worker left."""
+    """The error of a request that waits when the batcher is closed without draining or without a worker."""
     return BatcherClosed("the batcher was closed before this request ran; open another one")

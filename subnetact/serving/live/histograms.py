@@ -1,4 +1,4 @@
-"""Histograms with fixed edges: cheap to fill, exact to export."""
+"""Histograms with fixed bucket edges, for the counters of a batcher."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 __all__ = ["COUNTS", "MILLISECONDS", "Histogram", "HistogramSnapshot"]
 
+#: edges for times: 0.01, 0.02, 0.05, 0.1 ... 5000 ms
 MILLISECONDS = tuple(m * 10.0**e for e in range(-2, 4) for m in (1.0, 2.0, 5.0))
+#: edges for counts: 1, 2, 4 ... 16384
 COUNTS = tuple(float(2**i) for i in range(15))
 
 
 @dataclass(frozen=True)
 class HistogramSnapshot:
-    """A histogram at one moment.
+    """The state of a histogram at one moment.
 
     Attributes:
-        edges: upper edges, inclusive, ascending; one more bucket holds what lies above the last.
-        counts: values in each bucket; one more than edges.
+        edges: upper edges of the buckets, inclusive and ascending. One more bucket has no upper edge.
+        counts: number of values in each bucket; one more entry than `edges`.
         total: sum of all values.
     """
 
@@ -29,16 +31,23 @@ class HistogramSnapshot:
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """Number of values."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """Mean of the values; NaN when there are none."""
+        """Mean of the values; NaN without values."""
         return self.total / self.count if self.count else math.nan
 
     def quantile(self, share: float) -> float:
-        """The upper edge of the bucket that holds this quantile; inf above the last, NaN without values."""
+        """Return an upper bound of a quantile.
+
+        Args:
+            share: the quantile, from 0 to 1.
+
+        Returns:
+            The upper edge of the bucket that holds the quantile; inf in the last bucket, NaN without values.
+        """
         wanted, seen = share * self.count, 0
         for edge, count in zip((*self.edges, math.inf), self.counts, strict=True):
             seen += count
@@ -48,7 +57,11 @@ class HistogramSnapshot:
 
 
 class Histogram:
-    """Counts values into buckets (previous edge, edge]. Its owner locks."""
+    """Counts values in buckets (previous edge, edge]. The owner holds the lock.
+
+    Args:
+        edges: upper edges of the buckets, ascending.
+    """
 
     __slots__ = ("_counts", "_edges", "_total")
 
@@ -58,17 +71,25 @@ class Histogram:
         self._total = 0.0
 
     def add(self, value: float) -> None:
-        """Count one value."""
+        """Count one value.
+
+        Args:
+            value: the value.
+        """
         self._counts[bisect_left(self._edges, value)] += 1
         self._total += value
 
     def add_all(self, values: Sequence[float]) -> None:
-        """Count many values."""
+        """Count several values.
+
+        Args:
+            values: the values.
+        """
         edges, counts = self._edges, self._counts
         for value in values:
             counts[bisect_left(edges, value)] += 1
         self._total += sum(values)
 
     def snapshot(self) -> HistogramSnapshot:
-        """Return a copy."""
+        """Return a copy that does not change any more."""
         return HistogramSnapshot(self._edges, tuple(self._counts), self._total)

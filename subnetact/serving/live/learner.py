@@ -1,4 +1,4 @@
-"""Feeds what batches really took back into the policy and the dispatcher, off the request path."""
+"""Gives the latencies that batches really take back to the policy and the dispatcher."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from subnetact.errors import SubnetActError
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.corrections import Corrections
-from subnetact.serving.live.jobs import Job
 from subnetact.serving.live.requests import Request
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Dispatcher
@@ -22,24 +22,31 @@ from subnetact.serving.scheduling.dispatch import Dispatcher
 __all__ = ["Learner"]
 
 _log = logging.getLogger(__name__)
-_MOVED = math.log(1.05)
+_LEAST_CHANGE = math.log(1.05)
 _LEAST_PAUSE_MS = 200.0
-_COST_SHARE = 50.0
+_PAUSE_OVER_COST = 50.0
 
 
 class Learner:
-    """Keeps the corrections, and remakes the policy when they moved by more than 5 %.
+    """Keeps the corrections, and makes the policy anew if they changed by more than 5 %.
 
-    The policy plans with a slow batch's latency, the dispatcher books workers and tells the hopeless with
-    the typical one. A policy is remade by its method `retabled(table)`; one without it keeps its table.
+    The policy plans with the latency of a slow batch. The dispatcher uses the typical latency to book workers
+    and to tell whether a request has expired. The policy is made anew by its method `retabled(table)`; a
+    policy without this method keeps its table. The supervisor's thread calls `refresh`, so that no
+    request waits for planning.
 
     Args:
         table: the profile.
-        policy: the policy as it was given.
+        policy: the policy as the user gave it.
         dispatcher: gets the corrected latencies.
-        lock: held by whoever uses the dispatcher.
-        clock_ms: the time.
-        learn: whether corrections are used, or only kept.
+        lock: held by every thread that uses the dispatcher.
+        clock_ms: a monotonic clock, in ms.
+        learn: whether the corrections are used, or only collected.
+
+    Attributes:
+        corrections: what was learned.
+        dropping: whether requests were dropped since the last refresh.
+        replanned: how often the policy and the dispatcher were given other latencies.
     """
 
     def __init__(
@@ -52,11 +59,9 @@ class Learner:
         learn: bool,
     ) -> None:
         self.corrections = Corrections(table)
-        #: set when a request is dropped
-        self.starving = False
-        #: how often the policy and the dispatcher were given other latencies
+        self.dropping = False
         self.replanned = 0
-        self._turn = RLock()  # the supervisor and a client may ask at the same time
+        self._refreshing = RLock()  # the supervisor and a client may refresh at the same time
         self._table = table
         self._policy = policy
         self._dispatcher = dispatcher
@@ -64,15 +69,20 @@ class Learner:
         self._clock_ms = clock_ms
         self._learn = learn
         self._observe: Any = getattr(policy, "observe", None)
-        self._used = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
-        self._said: deque[tuple[str, tuple[object, ...], Exception | None]] = deque()
+        self._applied = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
+        self._messages: deque[tuple[str, tuple[object, ...], Exception | None]] = deque()
         self._batches = 0
         self._seen = 0, 0
         self._limits_changed = False
         self._next_ms = 0.0
 
-    def observe(self, job: Job, took_ms: float) -> None:
-        """Learn from a part that ran. Called under the lock."""
+    def observe(self, job: BatchJob, took_ms: float) -> None:
+        """Learn from a part of a job that ran. The caller holds the lock.
+
+        Args:
+            job: the job, still at this part.
+            took_ms: time that the part took, in ms.
+        """
         self._batches += 1
         self.corrections.observe(job.subnet, job.size, took_ms)
         if self._observe is not None:
@@ -80,41 +90,47 @@ class Learner:
                 profiled_ms = float(self._table.latency_ms[job.subnet, self._table.pad_index[job.size]])
                 self._observe(job.subnet, job.size, profiled_ms, took_ms)
             except Exception as error:
-                self._said.append(("the policy's observe(...) raised; it is not called again", (), error))
+                self._messages.append(("the policy's observe(...) raised; it is not called again", (), error))
                 self._observe = None
 
     def limit(self, subnet: int, size: int, count: int) -> int:
-        """A batch of `size`, `count` of them requests, ran out of memory; the largest from now on.
+        """Limit the batch size of a subnet that ran out of memory. The caller holds the lock.
 
-        Called under the lock.
+        Args:
+            subnet: id of the subnet.
+            size: the padded size of the batch that did not fit.
+            count: number of its requests.
+
+        Returns:
+            The largest batch size of this subnet from now on.
         """
         smaller = [b for b in self._table.batch_sizes if b <= size // 2]
         most = smaller[-1] if smaller else max(1, count // 2)
         limits = self._dispatcher.limits
         limits[subnet] = most = min(most, limits.get(subnet, most))
         self._limits_changed = True
-        said = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
-        self._said.append((said, (subnet, size, most), None))
+        message = "subnet %s ran out of memory at batch size %d; it gets %d from now on"
+        self._messages.append((message, (subnet, size, most), None))
         return most
 
     def report(self) -> None:
-        """Log what there is to say: not under the lock, for a handler may take its time."""
-        with self._turn:
-            while self._said:
-                text, arguments, error = self._said.popleft()
+        """Log the messages that were collected. The caller does not hold the lock: handlers may be slow."""
+        with self._refreshing:
+            while self._messages:
+                text, arguments, error = self._messages.popleft()
                 _log.log(logging.ERROR if error else logging.WARNING, text, *arguments, exc_info=error)
 
     def refresh(self, at_once: bool = False) -> bool:
-        """Apply what was learned, if it moved by more than 5 % since it was last applied.
+        """Apply what was learned, if it differs by more than 5 % from what was applied before.
 
         Args:
-            at_once: whether to do so even if the last time is not long enough ago.
+            at_once: whether to do so even if the last time is not long ago.
 
         Returns:
             Whether the policy and the dispatcher were given other latencies.
         """
         self.report()
-        with self._turn:
+        with self._refreshing:
             return self._refresh(at_once)
 
     def _refresh(self, at_once: bool) -> bool:
@@ -122,9 +138,9 @@ class Learner:
         if started < self._next_ms and not at_once:
             return False
         self._next_ms = started + _LEAST_PAUSE_MS
-        learned, starving = (self._batches, self.corrections.loads), self.starving
-        self.starving = False
-        if starving and learned == self._seen:
+        learned, dropping = (self._batches, self.corrections.loads), self.dropping
+        self.dropping = False
+        if dropping and learned == self._seen:
             self.corrections.relax()
         elif learned == self._seen and not self._limits_changed:
             return False
@@ -133,7 +149,7 @@ class Learner:
         if not self._learn and not self._limits_changed:
             return False
         applied = self._apply()
-        self._next_ms += _COST_SHARE * (self._clock_ms() - started)
+        self._next_ms += _PAUSE_OVER_COST * (self._clock_ms() - started)
         return applied
 
     def _apply(self) -> bool:
@@ -141,8 +157,8 @@ class Learner:
         ones = np.ones(now.mean.shape)
         ratios = (now.mean, now.planned) if self._learn else (ones, ones)
         logs = np.log(ratios[0]), np.log(ratios[1])
-        moved = max(float(np.abs(new - old).max()) for new, old in zip(logs, self._used, strict=True))
-        if moved < _MOVED and not self._limits_changed:
+        change = max(float(np.abs(new - old).max()) for new, old in zip(logs, self._applied, strict=True))
+        if change < _LEAST_CHANGE and not self._limits_changed:
             return False
         self._limits_changed = False
         expected = self._corrected(ratios[0])
@@ -151,12 +167,12 @@ class Learner:
         if retabled is not None:
             try:
                 policy = retabled(self._corrected(ratios[1]))
-            except SubnetActError as error:  # every option is beyond the SLO now, for example
+            except SubnetActError as error:  # for example, no subnet is within the SLO any more
                 _log.warning("the policy cannot plan with what was learned, and keeps its plan: %s", error)
         with self._lock:
             self._dispatcher.adopt(policy, expected)
             self.replanned += 1
-        self._policy, self._used = policy, logs
+        self._policy, self._applied = policy, logs
         return True
 
     def _corrected(self, ratios: Any) -> LatencyTable:

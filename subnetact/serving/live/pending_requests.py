@@ -1,4 +1,4 @@
-"""Everything that waits in a batcher: the queue, the deferred, and the suspects."""
+"""All requests that wait in a batcher: the queue, the deferred requests, and those that lost their worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["PendingRequests"]
 
 
 class PendingRequests:
-    """The requests that have no outcome and are on no worker. Its owner locks.
+    """The requests that have no outcome and are on no worker. The owner holds the lock.
 
-    Suspects are requests whose worker hung or died. Each gets a second try alone, on the same subnet and on
-    another worker where one is at hand, before the queue goes on: a guilty one can then harm nobody, and
-    there are no more than one batch holds.
+    A suspect is a request whose worker hung or died. Each suspect gets a second try before the queue goes on.
+    It runs alone, on the same subnet, and on another worker if there is one, so that a request that breaks
+    its worker harms no other. There are never more suspects than requests in the batches that were lost.
 
     Args:
         dispatcher: holds the queue and the deferred requests.
@@ -26,23 +26,38 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._dispatcher) + len(self._suspects)
 
-    def suspect(self, request: Request, subnet: int, lost: int) -> None:
-        """Let a request wait for its second try; the worker `lost` was lost over it."""
-        self._suspects.append((request, subnet, lost))
+    def add_suspect(self, request: Request, subnet: int, lost_worker: int) -> None:
+        """Let a request wait for its second try.
+
+        Args:
+            request: the suspect.
+            subnet: id of the subnet that ran.
+            lost_worker: number of the worker that hung or died.
+        """
+        self._suspects.append((request, subnet, lost_worker))
 
     def next_suspect(self, worker: int, others: bool) -> tuple[Request, int] | None:
-        """Remove and return the first suspect for a worker, and its subnet.
+        """Remove and return the first suspect that a worker may run.
 
-        While there are other workers, it is not given those over which it was lost itself.
+        Args:
+            worker: number of the idle worker.
+            others: whether another worker is up; if so, the worker gets no suspect that it was lost with.
+
+        Returns:
+            The request and its subnet; None if there is no such suspect.
         """
-        for at, (request, subnet, lost) in enumerate(self._suspects):
-            if lost != worker or not others:
+        for at, (request, subnet, lost_worker) in enumerate(self._suspects):
+            if lost_worker != worker or not others:
                 del self._suspects[at]
                 return request, subnet
         return None
 
     def remove(self, request: Request) -> None:
-        """Remove a request from wherever it waits, if it does."""
+        """Remove a request from wherever it waits; a request that does not wait is ignored.
+
+        Args:
+            request: the request.
+        """
         dispatcher = self._dispatcher
         if not dispatcher.queue.remove(request.deadline_ms, request):
             dispatcher.deferred.remove(request.deadline_ms, request)
@@ -50,13 +65,13 @@ class PendingRequests:
             self._suspects = [entry for entry in self._suspects if entry[0] is not request]
 
     def requests(self) -> list[Request]:
-        """All that wait."""
+        """Return all requests that wait."""
         queue, deferred = self._dispatcher.queue, self._dispatcher.deferred
         entries = queue.entries(len(queue)) + deferred.entries(len(deferred))
         return [request for _, request in entries] + [request for request, _, _ in self._suspects]
 
     def take_all(self) -> list[Request]:
-        """Remove and return all that wait."""
+        """Remove and return all requests that wait."""
         requests, dispatcher = self.requests(), self._dispatcher
         dispatcher.queue.take(len(dispatcher.queue))
         dispatcher.deferred.take(len(dispatcher.deferred))

@@ -1,4 +1,4 @@
-"""The counters of a batcher in Prometheus' text exposition format, version 0.0.4."""
+"""The counters of a batcher as metrics of `prometheus_client`."""
 
 from __future__ import annotations
 
@@ -6,122 +6,112 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
+from subnetact.errors import MissingExtra
 from subnetact.serving.live.histograms import HistogramSnapshot
 from subnetact.serving.live.stats import OUTCOMES, BatcherStats
 
-__all__ = ["Collector", "exposition"]
+__all__ = ["Collector"]
 
 _COUNTERS = {
     "submitted": "Requests accepted.",
-    "refused": "Requests refused at the door: invalid, or the queue was full.",
+    "refused": "Requests never accepted: invalid, or the queue was full.",
     "full": "Requests refused because the queue was full.",
     "batches": "Batches started.",
     "bisected": "Batches that raised and were split.",
     "out_of_memory": "Batches that ran out of memory and were split.",
-    "hung": "Workers replaced because they hung.",
+    "hung": "Workers that hung and were replaced.",
     "died": "Workers that died.",
     "revived": "Worker threads started again.",
-    "retried": "Requests given a second try after a worker was lost.",
+    "retried": "Requests given a second try after their worker was lost.",
     "replanned": "Times the policy was given other latencies.",
 }
 _GAUGES = {
     "queued": "Requests waiting.",
     "running": "Requests on a worker.",
-    "workers": "Workers there should be.",
+    "workers": "Workers of the batcher.",
     "workers_up": "Workers that are up.",
     "correction": "Measured latency over the table's, typical batch.",
 }
 _HISTOGRAMS = {
-    "latency_ms": ("latency_seconds", "From submission to answer.", 1e-3),
+    "latency_ms": ("latency_seconds", "Time from submission to answer.", 1e-3),
     "slack_ms": ("slack_seconds", "Slack of the most urgent request at each decision.", 1e-3),
     "decision_ms": ("decision_seconds", "Time a decision took.", 1e-3),
     "run_ms": ("run_seconds", "Time a batch took.", 1e-3),
     "queue_depth": ("queue_depth", "Requests waiting at each decision.", 1.0),
-    "batch": ("batch_requests", "Requests in a batch.", 1.0),
+    "batch": ("batch_requests", "Requests per batch.", 1.0),
 }
 
 
-def exposition(stats: BatcherStats, accuracy: Mapping[int, float], prefix: str = "subnetact_") -> str:
-    """Return the snapshot as text.
+class _HasStats(Protocol):
+    @property
+    def accuracy(self) -> Mapping[int, float]: ...
 
-    Args:
-        stats: the snapshot.
-        accuracy: of each subnet, percent.
-        prefix: of every metric's name.
-    """
-    lines: list[str] = []
-
-    def metric(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> None:
-        lines.append(f"# HELP {prefix}{name} {text}")
-        lines.append(f"# TYPE {prefix}{name} {kind}")
-        lines.extend(f"{prefix}{name}{suffix} {_number(value)}" for suffix, value in samples)
-
-    outcomes = [(f'{{outcome="{name}"}}', getattr(stats, name)) for name in OUTCOMES]
-    metric("requests_total", "counter", "Accepted requests by outcome.", outcomes)
-    for name, text in _COUNTERS.items():
-        metric(f"{name}_total", "counter", text, [("", getattr(stats, name))])
-    for name, text in _GAUGES.items():
-        metric(name, "gauge", text, [("", getattr(stats, name))])
-    drifted = _by_subnet(stats.drifted)
-    metric("drifted", "gauge", "Measured latency over the table's, subnets beyond the threshold.", drifted)
-    limits = _by_subnet(stats.batch_limits)
-    metric("batch_limit", "gauge", "Largest batch of subnets that ran out of memory.", limits)
-    served = _by_subnet(stats.served_by)
-    metric("served_total", "counter", "Requests answered by subnet.", served)
-    percents = _by_subnet(accuracy)
-    metric("subnet_accuracy_percent", "gauge", "Profiled accuracy of each subnet.", percents)
-    metric(
-        "accuracy_percent_sum_total",
-        "counter",
-        "Sum of profiled accuracy over requests that met their deadline.",
-        [("", stats.accuracy_sum)],
-    )
-    for name, (shown, text, unit) in _HISTOGRAMS.items():
-        metric(shown, "histogram", text, _histogram(stats.histograms[name], unit))
-    return "\n".join(lines) + "\n"
-
-
-class _Exposed(Protocol):
-    def prometheus(self) -> str: ...
+    def stats(self) -> BatcherStats: ...
 
 
 class Collector:
-    """A batcher's metrics for a registry of `prometheus_client`: `REGISTRY.register(Collector(batcher))`.
+    """Offers a batcher's metrics to a registry: `REGISTRY.register(Collector(batcher))`.
 
     Args:
         batcher: a `Batcher`.
+        prefix: first part of the name of every metric.
+
+    Raises:
+        MissingExtra: prometheus_client is not installed.
     """
 
-    def __init__(self, batcher: _Exposed) -> None:
+    def __init__(self, batcher: _HasStats, prefix: str = "subnetact_") -> None:
+        try:
+            self._library: Any = import_module("prometheus_client")
+        except ImportError as error:
+            raise MissingExtra("metrics need prometheus_client; pip install 'subnetact[serve]'") from error
         self._batcher = batcher
+        self._prefix = prefix
+
+    def text(self) -> str:
+        """Return the current metrics in Prometheus' text format, version 0.0.4."""
+        return str(self._library.generate_latest(self).decode())
 
     def collect(self) -> Iterable[Any]:
-        """Return the metrics as they are now.
+        """Yield the current metrics as families of `prometheus_client`; a registry calls this method."""
+        core: Any = self._library.core
+        stats, prefix = self._batcher.stats(), self._prefix
 
-        Raises:
-            ImportError: prometheus_client is not installed.
-        """
-        parser: Any = import_module("prometheus_client.parser")
-        return list(parser.text_string_to_metric_families(self._batcher.prometheus()))
+        def by_label(kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]) -> Any:
+            family = kind(prefix + name, text, labels=[label])
+            for key, value in values.items():
+                family.add_metric([str(key)], value)
+            return family
+
+        counter, gauge = core.CounterMetricFamily, core.GaugeMetricFamily
+        outcomes = {name: getattr(stats, name) for name in OUTCOMES}
+        yield by_label(counter, "requests", "Accepted requests by outcome.", "outcome", outcomes)
+        for name, text in _COUNTERS.items():
+            yield counter(prefix + name, text, getattr(stats, name))
+        for name, text in _GAUGES.items():
+            yield gauge(prefix + name, text, getattr(stats, name))
+        text = "Measured latency over the table's, subnets beyond the threshold."
+        yield by_label(gauge, "drifted", text, "subnet", stats.drifted)
+        text = "Largest batch of subnets that ran out of memory."
+        yield by_label(gauge, "batch_limit", text, "subnet", stats.batch_limits)
+        yield by_label(counter, "served", "Requests answered by subnet.", "subnet", stats.served_by)
+        text = "Profiled accuracy of each subnet."
+        yield by_label(gauge, "subnet_accuracy_percent", text, "subnet", self._batcher.accuracy)
+        text = "Sum of profiled accuracy over requests that met their deadline."
+        yield counter(prefix + "accuracy_percent_sum", text, stats.accuracy_sum)
+        for name, (shown, text, unit) in _HISTOGRAMS.items():
+            values = stats.histograms[name]
+            yield core.HistogramMetricFamily(
+                prefix + shown, text, _buckets(values, unit), values.total * unit
+            )
 
 
-def _by_subnet(values: Mapping[int, float]) -> list[tuple[str, float]]:
-    return [(f'{{subnet="{i}"}}', value) for i, value in values.items()]
-
-
-def _histogram(histogram: HistogramSnapshot, unit: float) -> list[tuple[str, float]]:
-    samples: list[tuple[str, float]] = []
+def _buckets(histogram: HistogramSnapshot, unit: float) -> list[tuple[str, int]]:
+    """Upper edge and number of values up to it, for every bucket."""
+    edges = [*(f"{edge * unit:.12g}" for edge in histogram.edges), "+Inf"]
     seen = 0
-    for edge, count in zip(histogram.edges, histogram.counts, strict=False):
+    buckets: list[tuple[str, int]] = []
+    for edge, count in zip(edges, histogram.counts, strict=True):
         seen += count
-        samples.append((f'_bucket{{le="{edge * unit:.12g}"}}', seen))
-    return [
-        *samples,
-        ('_bucket{le="+Inf"}', histogram.count),
-        ("_sum", histogram.total * unit),
-        ("_count", histogram.count),
-    ]
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.12g}"
+        buckets.append((edge, seen))
+    return buckets

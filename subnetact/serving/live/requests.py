@@ -1,4 +1,4 @@
-"""What goes into the batcher and what comes out: requests, answers, and how they reach who waits."""
+"""Requests, their answers, and the way an answer gets from a worker's thread to the client that waits."""
 
 from __future__ import annotations
 
@@ -15,39 +15,55 @@ __all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "Request", "Runner", 
 
 
 class Runner(Protocol):
-    """What the batcher needs from an engine. Called from worker threads.
+    """What the batcher needs of an engine. `Engine` and `ExportedEngine` are runners.
 
-    Optional further members, honoured where present: `fingerprint` (compared with the table's stamp),
-    `enter_worker(threads)` (called once in every worker thread; needed for `threads_per_worker`).
+    `check` is called by the thread that submits a request, `run` by the worker threads. A runner may have
+    two more members: `fingerprint`, which must equal the fingerprint in the table's stamp, and
+    `enter_worker(threads)`, which is called once in every worker thread and which `threads_per_worker` needs.
     """
 
     @property
     def keys(self) -> Sequence[str]:
-        """Subnet keys in id order."""
+        """The key of every subnet, in the order of the subnet ids."""
         ...
 
     def check(self, x: Any) -> None:
-        """Refuse one input at the door by raising `InvalidRequest`.
+        """Refuse one input that cannot run, before it is queued.
 
-        With `check_finite` it is called as `check(x, finite=True)`.
+        If the batcher was opened with `check_finite=True`, the call is `check(x, finite=True)`.
+
+        Args:
+            x: one input, without a batch dimension.
+
+        Raises:
+            InvalidRequest: The input cannot run.
         """
         ...
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:
-        """One output per input; `batch_size` >= len(inputs) is the size to pad to."""
+        """Run one batch.
+
+        Args:
+            subnet: id of the subnet.
+            inputs: the inputs of the batch, each without a batch dimension.
+            batch_size: the size to pad the batch to, at least `len(inputs)`.
+
+        Returns:
+            One output per input, in the same order.
+        """
         ...
 
 
 class Answer(NamedTuple):
-    """The result of one request.
+    """The answer to one request.
 
     Attributes:
-        output: what the runner returned for this input.
+        output: the runner's output for this input.
         subnet: id of the subnet that ran.
-        accuracy: profiled accuracy of that subnet, percent.
-        latency_ms: from submission to answer.
-        met: whether that was within the deadline.
-        batch_size: the size the batch was padded to.
+        accuracy: profiled accuracy of that subnet, in percent.
+        latency_ms: time from the submission to the answer, in ms.
+        met: whether the answer came within the deadline.
+        batch_size: the size that the batch was padded to.
     """
 
     output: Any
@@ -59,7 +75,16 @@ class Answer(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """One decision, for `on_decision`: k requests of `queued` run on `subnet`, padded to `batch_size`."""
+    """One decision of the policy, as `on_decision` gets it.
+
+    Attributes:
+        t_ms: time of the decision on the batcher's clock, in ms.
+        queued: number of requests that waited.
+        slack_ms: time that was left until the deadline of the most urgent one, in ms.
+        subnet: id of the subnet that was chosen.
+        batch_size: the size that the batch is padded to.
+        k: number of requests in the batch.
+    """
 
     t_ms: float
     queued: int
@@ -70,11 +95,18 @@ class Decided(NamedTuple):
 
 
 class Request:
-    """One accepted input and who waits for it: an event loop, or (loop None) threads.
+    """One accepted input and the future of its client.
 
     Attributes:
-        open: whether it has no outcome yet; set to False exactly once, under the batcher's lock.
-        retried: whether a worker hung or died over it before.
+        x: the input; None once the request has its outcome.
+        accepted_ms: time of the submission on the batcher's clock, in ms.
+        deadline_ms: time by which the answer is due on the same clock, in ms.
+        floor: the minimum accuracy, in percent; 0 accepts every subnet.
+        priority: the higher, the more important.
+        future: an `AnswerFuture`, or the future of an event loop; None once the request has its outcome.
+        loop: the event loop of `future`; None for an `AnswerFuture`.
+        open: whether the request has no outcome yet. It becomes False exactly once, under the batcher's lock.
+        retried: whether a worker has hung or died with this request before.
     """
 
     __slots__ = (
@@ -111,41 +143,54 @@ class Request:
 
 
 class AnswerFuture(concurrent.futures.Future[Answer]):
-    """The future of `submit`: cancelling it also takes the request off the queue."""
+    """The future that `Batcher.submit` returns. Cancelling the future withdraws the request."""
 
     def cancel(self) -> bool:
-        """Cancel; an answer that is being computed is discarded. False when it is answered already."""
+        """Cancel the request: it leaves the queue, or its answer is discarded if it already runs.
+
+        Returns:
+            Whether the request is cancelled; False if it already had its outcome.
+        """
         if not super().cancel():
             return False
-        withdraw = self.__dict__.pop("withdraw", None)  # by the first of several who cancel
+        withdraw = self.__dict__.pop("withdraw", None)  # only the first of several calls finds the callback
         if withdraw is not None:
             withdraw()
             self.set_running_or_notify_cancel()
         return True
 
     def on_cancel(self, withdraw: Callable[[], object]) -> None:
-        """Call `withdraw` when this is cancelled."""
+        """Set the function that `cancel` calls.
+
+        Args:
+            withdraw: takes the request off the queue.
+        """
         self.__dict__["withdraw"] = withdraw
 
 
 _log = logging.getLogger(__name__)
-_making = Lock()
+_mailboxes_lock = Lock()
+#: a request, and either its answer or its error
 Outcome = tuple[Request, Answer | None, BaseException | None]
 
 
 def settle(outcomes: Iterable[Outcome]) -> None:
-    """Hand outcomes to their waiters: threads directly, each event loop in one call."""
+    """Deliver outcomes to the clients: directly to threads, and with one call to every event loop.
+
+    Args:
+        outcomes: requests that were closed, each with its answer or its error.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for outcome in outcomes:
         request, answer, error = outcome
-        request.x = None  # who keeps the future need not keep the input
+        request.x = None  # a client that keeps the future must not keep the input alive
         loop = request.loop
         if loop is not None:
-            waiting = by_loop.get(loop)
-            if waiting is None:
+            for_loop = by_loop.get(loop)
+            if for_loop is None:
                 by_loop[loop] = [outcome]
             else:
-                waiting.append(outcome)
+                for_loop.append(outcome)
             continue
         future, request.future = request.future, None
         try:
@@ -154,15 +199,15 @@ def settle(outcomes: Iterable[Outcome]) -> None:
             else:
                 future.set_exception(error)
         except concurrent.futures.InvalidStateError:
-            continue  # cancelled meanwhile
-        except BaseException:  # a callback of the client; the others shall get their answers
+            continue  # the client has cancelled in the meantime
+        except BaseException:  # a client's callback raised; the other clients must still get their answers
             _log.exception("a callback of a request's future raised")
     for loop, settled in by_loop.items():
         _mailbox_of(loop).post(settled)
 
 
 class _Mailbox:
-    """Outcomes on their way to one event loop; it is woken once for all that arrive until it looks."""
+    """Outcomes on their way to one event loop, which is woken once for all that it has not seen yet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
@@ -177,12 +222,12 @@ class _Mailbox:
         self._woken = True
         try:
             loop.call_soon_threadsafe(self._empty)
-        except RuntimeError:  # the loop was closed, and its waiters with it
+        except RuntimeError:  # the loop was closed, so nobody waits for these answers any more
             self._posted.clear()
             self._woken = False
 
     def _empty(self) -> None:
-        self._woken = False  # before looking: what is posted from now on wakes the loop again
+        self._woken = False  # reset before the queue is read, so that later outcomes wake the loop again
         while self._posted:
             for request, answer, error in self._posted.popleft():
                 future, request.future = request.future, None
@@ -200,6 +245,6 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = wea
 def _mailbox_of(loop: asyncio.AbstractEventLoop) -> _Mailbox:
     mailbox = _mailboxes.get(loop)
     if mailbox is None:
-        with _making:
+        with _mailboxes_lock:
             mailbox = _mailboxes.setdefault(loop, _Mailbox(loop))
     return mailbox

@@ -1,4 +1,4 @@
-"""What a batcher counts of itself, and the snapshot it gives out."""
+"""The counters of a batcher, and `BatcherStats`, the snapshot of them that users get."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from subnetact.serving.live.histograms import (
-    COUNTS,
-    MILLISECONDS,
-    Histogram,
-    HistogramSnapshot,
-)
+from subnetact.serving.live.histograms import COUNTS, MILLISECONDS, Histogram, HistogramSnapshot
 
-__all__ = ["OUTCOMES", "BatcherStats", "Observation"]
+__all__ = ["OUTCOMES", "BatcherStats", "Counters"]
 
 #: every accepted request ends in exactly one of these
 OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
@@ -24,39 +19,44 @@ OUTCOMES = ("met", "late", "dropped", "failed", "cancelled", "closed")
 
 @dataclass(frozen=True)
 class BatcherStats:
-    """A snapshot of the counters: submitted = the six outcomes + queued + running.
+    """A snapshot of a batcher's counters.
+
+    Always, `submitted` is the sum of the six outcomes (`met`, `late`, `dropped`, `failed`, `cancelled` and
+    `closed`), `queued` and `running`.
 
     Attributes:
-        submitted: requests accepted.
-        met: answered at or before the deadline.
-        late: answered after it.
-        dropped: ended with `DeadlinePassed`.
-        failed: ended with `BatchFailed`.
-        cancelled: cancelled by the client.
-        closed: ended with `BatcherClosed`.
-        refused: not accepted: invalid, or the queue was full.
-        full: how many of those because the queue was full.
-        queued: waiting now.
-        running: on a worker now.
-        batches: batches started.
+        submitted: requests that were accepted.
+        met: requests that were answered at or before their deadline.
+        late: requests that were answered after their deadline.
+        dropped: requests that expired and ended with `DeadlinePassed`.
+        failed: requests that ended with `BatchFailed`.
+        cancelled: requests that their client cancelled.
+        closed: requests that ended with `BatcherClosed`.
+        refused: requests that were never accepted, because they were invalid or the queue was full.
+        full: how many of these were refused because the queue was full.
+        queued: requests that wait now, deferred ones included.
+        running: requests that are on a worker now.
+        batches: batches that were started.
         bisected: batches that raised and were split.
         out_of_memory: batches that ran out of memory and were split.
-        hung: workers replaced because they hung.
-        died: workers that ended by an exception that is no `Exception`.
-        revived: worker threads started again.
-        retried: requests given a second try after a worker hung or died.
-        replanned: times the policy was given other latencies, because those it planned with were found to be
+        hung: workers that hung and were replaced.
+        died: workers that ended because of an exception that is no `Exception`.
+        revived: worker threads that were started again.
+        retried: requests that got a second try after their worker hung or died.
+        replanned: how often the policy was given other latencies, because those that it planned with were
             more than 5 % wrong or because a subnet ran out of memory.
-        workers: workers there should be.
-        workers_up: workers that can take a batch, now or after the one they run.
-        accuracy_sum: sum over met requests of the profiled accuracy of their subnet, percent.
-        served_by: requests answered, by subnet.
-        batch_sizes: batches answered, by the size they were padded to.
-        batch_limits: largest batch a subnet still gets, where it ran out of memory.
-        correction: how much slower (> 1) or faster than the table this machine is; the median batch.
-        drifted: the same of each subnet beyond the threshold of drift.
-        histograms: latency_ms, slack_ms (of the head, at each decision), decision_ms, run_ms, queue_depth
-            and batch (requests in one).
+        workers: number of workers of the batcher.
+        workers_up: workers that can take a batch now or after the one that they run.
+        accuracy_sum: sum over all met requests of the profiled accuracy of their subnet, in percent.
+        correction: latency of the typical batch divided by its latency in the table; above 1, this machine
+            is slower than the table.
+        served_by: number of answered requests per subnet id.
+        batch_sizes: number of answered batches per size that they were padded to.
+        batch_limits: largest batch size of every subnet that ran out of memory.
+        drifted: the correction of every subnet beyond the drift threshold (see `Corrections`).
+        histograms: `latency_ms` of the answers, `slack_ms` of the most urgent request at each decision,
+            `decision_ms` and `run_ms` per batch, `queue_depth` at each decision, and `batch`, the number of
+            requests per batch.
     """
 
     submitted: int = 0
@@ -90,29 +90,29 @@ class BatcherStats:
 
     @property
     def attainment(self) -> float:
-        """Share of finished requests that met their deadline; NaN before the first."""
+        """Share, 0 to 1, of the met requests among those met, late, dropped or failed; NaN without any."""
         done = self.met + self.late + self.dropped + self.failed
         return self.met / done if done else math.nan
 
     @property
     def mean_accuracy(self) -> float:
-        """Mean profiled accuracy over met requests, percent; NaN before the first."""
+        """Mean profiled accuracy over the met requests, in percent; NaN before the first."""
         return self.accuracy_sum / self.met if self.met else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """The snapshot as plain numbers, strings, lists and dictionaries with string keys."""
+        """Return the snapshot as numbers, strings, lists and dictionaries with string keys."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         plain["attainment"] = None if math.isnan(self.attainment) else self.attainment
         plain["mean_accuracy"] = None if math.isnan(self.mean_accuracy) else self.mean_accuracy
         return plain
 
     def to_json(self) -> str:
-        """The snapshot as JSON."""
+        """Return the snapshot as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
 
-class Observation:
-    """The running counters behind `BatcherStats`. Its owner locks."""
+class Counters:
+    """The running counters behind `BatcherStats`, with the same names. The owner holds the lock."""
 
     def __init__(self) -> None:
         self.submitted = self.met = self.late = self.dropped = self.failed = self.cancelled = 0
@@ -130,12 +130,16 @@ class Observation:
 
     @property
     def unfinished(self) -> int:
-        """Accepted requests without an outcome."""
+        """Number of accepted requests without an outcome."""
         ended = self.met + self.late + self.dropped + self.failed + self.cancelled + self.closed
         return self.submitted - ended
 
     def snapshot(self, **more: Any) -> BatcherStats:
-        """A copy, completed by what the owner knows."""
+        """Return a copy of the counters.
+
+        Args:
+            **more: the fields of `BatcherStats` that are not counted here.
+        """
         values: dict[str, Any] = {
             k: v.snapshot() if isinstance(v, Histogram) else v for k, v in vars(self).items()
         }

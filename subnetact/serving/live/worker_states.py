@@ -1,4 +1,4 @@
-"""Which workers there are, when each is free, and when one that was lost comes back."""
+"""The state of every worker: when it is free, and when a worker that was lost is started again."""
 
 from __future__ import annotations
 
@@ -8,70 +8,105 @@ __all__ = ["WorkerStates"]
 
 _FIRST_PAUSE_MS = 100.0
 _LONGEST_PAUSE_MS = 10_000.0
-_MOST_STUCK = 4
+_MOST_HUNG_THREADS = 4
 
 
 class WorkerStates:
-    """The workers of one batcher, by number. Its owner locks.
+    """The workers of one batcher, by number. The owner holds the lock.
 
-    A worker that hung or died comes back at once the first time; after every further loss without a batch
-    in between it pauses twice as long, from 0.1 to 10 s. While four of its threads hang, it stays down.
+    A worker that hung or died is started again at once the first time. After every further loss without a
+    successful batch in between, the pause before the restart doubles, from 0.1 s to at most 10 s. A worker
+    stays down while four of its threads hang.
+
+    Args:
+        workers: number of workers.
 
     Attributes:
-        free_at_ms: when each is expected to be free; inf for one that is down or seems to hang.
+        free_at_ms: when each worker is expected to be free, in ms; inf for one that is down or seems to hang.
     """
 
     def __init__(self, workers: int) -> None:
         self.free_at_ms = [0.0] * workers
-        self._back_ms: dict[int, float] = {}
+        self._back_at_ms: dict[int, float] = {}
         self._losses = [0] * workers
-        self._stuck = [0] * workers
+        self._hung_threads = [0] * workers
 
     def up(self) -> int:
-        """How many are up."""
-        return len(self.free_at_ms) - len(self._back_ms)
+        """Return the number of workers that are up."""
+        return len(self.free_at_ms) - len(self._back_at_ms)
 
     def any_down(self) -> bool:
-        """Whether one is down."""
-        return bool(self._back_ms)
+        """Return whether a worker is down."""
+        return bool(self._back_at_ms)
 
-    def hope(self) -> bool:
-        """Whether one is up, or will come back by itself."""
-        return self.up() > 0 or any(self._stuck[worker] < _MOST_STUCK for worker in self._back_ms)
+    def any_returns(self) -> bool:
+        """Return whether a worker is up or will be started again after its pause."""
+        return self.up() > 0 or any(
+            self._hung_threads[worker] < _MOST_HUNG_THREADS for worker in self._back_at_ms
+        )
 
     def succeeded(self, worker: int) -> None:
-        """A batch came back from it."""
+        """Note that a worker finished a batch.
+
+        Args:
+            worker: number of the worker.
+        """
         self._losses[worker] = 0
 
-    def down(self, worker: int, now_ms: float) -> None:
-        """Its thread ended."""
+    def died(self, worker: int, now_ms: float) -> None:
+        """Note that a worker's thread ended; the worker is down until `restart` returns it.
+
+        Args:
+            worker: number of the worker.
+            now_ms: the time, in ms.
+        """
         losses = self._losses[worker]
         pause_ms = min(_FIRST_PAUSE_MS * 2.0 ** (losses - 1), _LONGEST_PAUSE_MS) if losses else 0.0
         self._losses[worker] = losses + 1
-        self._back_ms[worker] = now_ms + pause_ms
+        self._back_at_ms[worker] = now_ms + pause_ms
         self.free_at_ms[worker] = math.inf
 
     def hung(self, worker: int, now_ms: float) -> None:
-        """Its thread does not come back."""
-        self._stuck[worker] += 1
-        self.down(worker, now_ms)
+        """Note that a worker's thread hangs; the worker is down until `restart` returns it.
+
+        Args:
+            worker: number of the worker.
+            now_ms: the time, in ms.
+        """
+        self._hung_threads[worker] += 1
+        self.died(worker, now_ms)
 
     def hangs(self, worker: int) -> bool:
-        """Whether it is down and a thread of it hangs."""
-        return worker in self._back_ms and self._stuck[worker] > 0
+        """Return whether a worker is down and one of its threads hangs.
 
-    def came_back(self, worker: int) -> None:
-        """A thread that hung has ended."""
-        self._stuck[worker] -= 1
+        Args:
+            worker: number of the worker.
+        """
+        return worker in self._back_at_ms and self._hung_threads[worker] > 0
 
-    def due(self, now_ms: float) -> list[int]:
-        """Bring back the workers whose pause is over."""
+    def hung_thread_ended(self, worker: int) -> None:
+        """Note that a thread of a worker that hung has ended after all.
+
+        Args:
+            worker: number of the worker.
+        """
+        self._hung_threads[worker] -= 1
+
+    def restart(self, now_ms: float) -> list[int]:
+        """Mark the workers whose pause is over as up and free.
+
+        Args:
+            now_ms: the time, in ms.
+
+        Returns:
+            The numbers of these workers; the caller starts their threads.
+        """
         back = [
             worker
-            for worker, back_ms in self._back_ms.items()
-            if back_ms <= now_ms and self._stuck[worker] < _MOST_STUCK
+            for worker, back_at_ms in self._back_at_ms.items()
+            if back_at_ms <= now_ms and self._hung_threads[worker] < _MOST_HUNG_THREADS
         ]
         for worker in back:
-            del self._back_ms[worker]
+            del self._back_at_ms[worker]
             self.free_at_ms[worker] = now_ms
         return back

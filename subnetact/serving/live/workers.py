@@ -1,4 +1,4 @@
-"""The threads of a batcher: one a worker, and the supervisor that replaces lost ones."""
+"""The threads of a batcher: one per worker, and a supervisor that replaces workers that hang or die."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
-from subnetact.serving.live.jobs import Job
-from subnetact.serving.live.requests import (
-    Decided,
-    Outcome,
-    Runner,
-    settle,
-)
+from subnetact.serving.live.requests import Decided, Outcome, Runner, settle
 
 __all__ = ["Workers"]
 
@@ -24,14 +19,14 @@ _TICK_S = 0.02
 
 
 class Workers:
-    """Run the jobs that the core hands out.
+    """Starts the threads, which run the jobs that the core hands out.
 
     Args:
-        core: the state.
-        engines: one a worker.
-        on_decision: told of every batch before it runs.
-        threads: given to `engine.enter_worker(threads)` in every new thread; None = not called.
-        log: flushed at every tick.
+        core: the state of the batcher.
+        engines: one engine per worker; several workers may share one.
+        on_decision: called with a `Decided` before every batch runs.
+        threads: argument of `engine.enter_worker(threads)`, which is called once in every worker thread.
+        log: the decision log; the supervisor flushes it at every tick.
     """
 
     def __init__(
@@ -56,20 +51,20 @@ class Workers:
         self._supervisor.start()
 
     def join(self) -> None:
-        """Wait for the end of all threads but those that hang, once the core is closed and empty."""
+        """Wait until all threads end, except those that hang. The core has to be closed."""
         if self.is_current():
-            return  # closed by a callback: the thread it runs on has to end first
+            return  # a callback closed the batcher, and the thread that it runs on cannot wait for itself
         self._supervisor.join()
         for worker, thread in list(self._current.items()):
             if not self._core.hangs(worker):
                 thread.join()
 
     def is_current(self) -> bool:
-        """Whether the caller runs on one of these threads: a callback of a future, or of the engine."""
+        """Return whether the caller runs on one of these threads, as callbacks of futures do."""
         return threading.current_thread() in self.threads()
 
     def threads(self) -> list[threading.Thread]:
-        """The supervisor and the current thread of every worker."""
+        """Return the supervisor and the current thread of every worker."""
         return [self._supervisor, *self._current.values()]
 
     def _start(self, worker: int) -> None:
@@ -82,7 +77,7 @@ class Workers:
     def _start_again(self, worker: int) -> None:
         try:
             self._start(worker)
-        except RuntimeError as error:  # the system has no thread left: try later
+        except RuntimeError as error:  # the system has no thread left; try again after a pause
             self._deliver(self._core.died(worker, None, error))
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
@@ -94,7 +89,7 @@ class Workers:
 
     def _work(self, worker: int) -> None:
         core = self._core
-        job: Job | None = None
+        job: BatchJob | None = None
         try:
             enter: Any = getattr(self._engines[worker], "enter_worker", None)
             if enter is not None:
@@ -110,11 +105,11 @@ class Workers:
                     if job.abandoned:
                         core.returned(job)
                         return
-        except BaseException as error:  # SystemExit from an engine, for example: the worker is revived
+        except BaseException as error:  # for example SystemExit from an engine; the worker is started again
             _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
             self._deliver(core.died(worker, job, error))
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: BatchJob) -> None:
         core, engine = self._core, self._engines[job.worker]
         if self._on_decision is not None:
             self._tell(job)
@@ -122,8 +117,8 @@ class Workers:
             try:
                 outputs: Any = engine.run(job.subnet, [request.x for request in job.part], job.size)
                 if isinstance(outputs, Mapping):
-                    raise TypeError("the engine returned a mapping; run() returns one output an input")
-                outputs = list(outputs)  # here, where what it raises is the batch's failure
+                    raise TypeError("the engine returned a mapping; run() returns one output per input")
+                outputs = list(outputs)  # a generator that raises makes the batch fail, not the worker
                 if len(outputs) != len(job.part):
                     raise ValueError(
                         f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
@@ -134,7 +129,7 @@ class Workers:
             else:
                 self._deliver(core.answered(job, outputs))
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: BatchJob) -> None:
         tell = self._on_decision
         if tell is None:
             return

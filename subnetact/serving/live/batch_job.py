@@ -1,4 +1,4 @@
-"""One batch on one worker: its parts, and how they are split when they fail."""
+"""A batch on a worker. A batch that fails is split into parts, which run one after the other."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ from collections.abc import Sequence
 
 from subnetact.serving.live.requests import Request
 
-__all__ = ["Job", "is_out_of_memory"]
+__all__ = ["BatchJob", "is_out_of_memory"]
 
 
-class Job:
-    """A batch that a worker was given. It runs part by part: one, unless a part raises and is split.
+class BatchJob:
+    """One batch that a worker was given. It has one part, unless that part raises and is split.
 
     Attributes:
-        worker: who runs it.
+        worker: number of the worker that runs the batch.
         subnet: id of the subnet.
-        part: what runs now; empty when the job is done.
-        size: what that is padded to.
-        started_ms: since when it runs; the first part counts from the decision.
-        expected_ms: how long it should take.
-        limit_ms: when the worker is taken to hang.
-        queued: requests that waited at the decision.
-        slack_ms: slack of the most urgent one then.
-        first: whether no part has ended yet.
-        abandoned: whether the worker was replaced; whatever it returns is discarded.
+        part: the requests that run now; empty when the job is done.
+        size: the batch size that the part is padded to.
+        started_ms: start of the part on the batcher's clock, in ms. The first part starts at the decision.
+        expected_ms: expected latency of the part, in ms.
+        limit_ms: time on the same clock after which the worker is taken to hang, in ms.
+        queued: number of requests that waited at the decision.
+        slack_ms: time that was left at the decision until the deadline of the most urgent one, in ms.
+        abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
     """
 
     __slots__ = (
         "_todo",
         "abandoned",
         "expected_ms",
-        "first",
         "limit_ms",
         "part",
         "queued",
@@ -52,26 +50,33 @@ class Job:
         self._todo: list[list[Request]] = []
         self.size = 0
         self.started_ms = self.expected_ms = self.limit_ms = 0.0
-        self.first = True
         self.abandoned = False
 
     def split(self, requests: Sequence[Request], most: int) -> None:
-        """Run these later, `most` at a time."""
+        """Run requests again, in smaller parts.
+
+        Args:
+            requests: the requests of the part that failed.
+            most: the largest number of requests per part.
+        """
         parts = [list(requests[i : i + most]) for i in range(0, len(requests), most)]
         self._todo += reversed(parts)
 
     def advance(self) -> None:
-        """Go on to the next part that somebody still waits for."""
-        self.first = False
+        """Go on to the next part with a request that has no outcome yet."""
         self.part = []
         while self._todo and not self.part:
             self.part = [r for r in self._todo.pop() if r.open]
 
     def requests(self) -> list[Request]:
-        """All that have no outcome yet."""
+        """Return all requests of the job that have no outcome yet."""
         return [r for part in (self.part, *reversed(self._todo)) for r in part if r.open]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell by the names of its classes whether torch or Python ran out of memory."""
+    """Return whether an error says that torch or Python ran out of memory; its class name tells.
+
+    Args:
+        error: what a runner raised.
+    """
     return any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
