@@ -2,7 +2,8 @@
 
     python examples/threaded_server.py
 
-The same addresses, requests and answers as `fastapi_server.py`; it needs nothing but this package.
+The addresses, requests and answers are those of `fastapi_server.py`, but this server needs no web framework.
+/metrics needs prometheus_client (`pip install 'subnetact[serve]'`); without it, /metrics returns 501.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from service import (
     reply,
 )
 
-from subnetact.errors import InvalidRequest, RequestError
+from subnetact.errors import InvalidRequest, MissingExtra, RequestError
 
 LARGEST_BODY = 2**24
 
@@ -74,7 +75,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer /metrics and /healthz."""
         if self.path == "/metrics":
-            text = self.server.service.batcher.prometheus()
+            try:
+                text = self.server.service.batcher.prometheus()
+            except MissingExtra as error:
+                return self._send(501, {"error": "MissingExtra", "message": str(error)})
             return self._send(200, text, {"Content-Type": "text/plain; version=0.0.4"})
         if self.path == "/healthz":
             return self._send(*health(self.server.service, self.server.closing.is_set()))

@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
+    from subnetact.serving.live.corrections import Corrections, CorrectionsSnapshot
+    from subnetact.serving.live.histograms import HistogramSnapshot
+    from subnetact.serving.live.prometheus import Collector
+    from subnetact.serving.live.requests import AnswerFuture
     from subnetact.serving.planning.herd import Grouping, Stream, group_streams
     from subnetact.serving.planning.planner import Plan, plan, standard_candidates
     from subnetact.serving.planning.tuner import Tuner, arrival_envelope
@@ -62,6 +66,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "live.batcher": ("Answer", "Batcher", "BatcherStats", "Decided", "Runner"),
+    "live.corrections": ("Corrections", "CorrectionsSnapshot"),
+    "live.histograms": ("HistogramSnapshot",),
+    "live.prometheus": ("Collector",),
+    "live.requests": ("AnswerFuture",),
     "planning.herd": ("Grouping", "Stream", "group_streams"),
     "planning.planner": ("Plan", "plan", "standard_candidates"),
     "planning.tuner": ("Tuner", "arrival_envelope"),
@@ -97,18 +105,23 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "TRACES",
     "Answer",
+    "AnswerFuture",
     "ArrivalMeter",
     "Batcher",
     "BatcherStats",
     "CheapestFeasible",
     "CoRunner",
     "Coarse",
+    "Collector",
     "Context",
+    "Corrections",
+    "CorrectionsSnapshot",
     "Decided",
     "Decision",
     "Fixed",
     "Flex",
     "Grouping",
+    "HistogramSnapshot",
     "HullFit",
     "LiveRun",
     "MaxAcc",

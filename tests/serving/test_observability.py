@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from subnetact.errors import DeadlinePassed, FileFormatError, QueueFull
+from subnetact.errors import DeadlinePassed, FileFormatError, MissingExtra, QueueFull
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.histograms import Histogram
@@ -143,6 +144,16 @@ def test_a_registry_takes_the_batcher_as_a_collector() -> None:
     assert registry.get_sample_value("subnetact_latency_seconds_count") == 6
 
 
+def test_without_prometheus_client_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "prometheus_client.core")
+    with (
+        Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher,
+        pytest.raises(MissingExtra, match=r"subnetact\[serve\]"),
+    ):
+        batcher.prometheus()
+
+
 def test_histogram_edges_are_inclusive() -> None:
     histogram = Histogram([1.0, 2.0])
     for value in (0.5, 1.0, 1.5, 2.0, 7.0):
@@ -198,6 +209,15 @@ def test_a_replay_under_the_same_policy_repeats_the_live_run(tmp_path: Path, cap
     target = tmp_path / "out.json"
     assert main(["--replay", str(log), "--policy", "fixed:0", "--json", str(target)]) == 0
     assert json.loads(target.read_text())["policies"]["fixed:0"]["requests"] == 60
+
+
+def test_a_log_with_the_former_name_of_the_rule_is_read(tmp_path: Path) -> None:
+    batcher, _ = served(decision_log=tmp_path / "log.jsonl", hopeless="drop")
+    batcher.close()
+    text = (tmp_path / "log.jsonl").read_text()
+    assert '"expired": "drop"' in text
+    (tmp_path / "former.jsonl").write_text(text.replace('"expired"', '"hopeless"'))
+    assert LiveRun.load(tmp_path / "former.jsonl").expired == "drop"
 
 
 def test_a_log_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path: Path) -> None:

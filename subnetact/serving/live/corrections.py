@@ -1,4 +1,4 @@
-"""Learned corrections of a latency table: what this machine really takes, per subnet and batch size."""
+"""Learned corrections of a latency table: how long batches really take, per subnet and batch size."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = ["Corrections", "CorrectionsSnapshot"]
 CORRECTIONS = DocumentFormat(
     "corrections", "subnetact.corrections", 1, "give a file that Corrections.save() wrote, or remove it"
 )
-_MEMORY = 64
-_PRIOR = 8.0
-_CLIP = 5.0
-_DEVIATIONS = 2.0
-_ENOUGH = 16
+_MEMORY = 64  # observations that an average goes back
+_PRIOR = 8.0  # weight of the average one level up, in observations
+_CLIP = 5.0  # largest absolute log ratio that counts
+_DEVIATIONS = 2.0  # a slow batch is so many standard deviations above the mean
+_ENOUGH = 16  # observations before a subnet may drift
 _log = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class CorrectionsSnapshot:
-    """Measured latency over the table's, arrays of shape (subnets, batch sizes).
+    """Ratios of measured latency to the table's; arrays of shape (subnets, batch sizes).
 
     Attributes:
-        mean: of the typical batch (geometric mean).
-        planned: of a slow one, two standard deviations above (about the 97th percentile).
-        observations: how many batches each cell has seen, up to the memory of 64.
+        mean: the ratio of the typical batch (geometric mean).
+        planned: the ratio of a slow batch, two standard deviations above (about the 97th percentile).
+        observations: number of batches seen per cell of the table, at most 64.
     """
 
     mean: Floats
@@ -48,7 +48,7 @@ class CorrectionsSnapshot:
 
 
 class _Running:
-    """Mean and variance of log(measured / table), older observations fading."""
+    """Running mean and variance of log(measured / table), in which older observations fade."""
 
     __slots__ = ("mean", "n", "variance")
 
@@ -57,27 +57,35 @@ class _Running:
 
     def add(self, x: float) -> None:
         self.n = n = self.n + 1 if self.n < _MEMORY else _MEMORY
-        away = x - self.mean
-        self.mean += away / n
-        self.variance = (1.0 - 1.0 / n) * (self.variance + away * away / n)
+        deviation = x - self.mean
+        self.mean += deviation / n
+        self.variance = (1.0 - 1.0 / n) * (self.variance + deviation * deviation / n)
 
     def towards(self, mean: float, variance: float) -> tuple[float, float]:
-        """(mean, variance), drawn to the given ones where there are few observations."""
+        """Return mean and variance, shrunk towards the given ones if there are few observations."""
         weight = self.n / (self.n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
 
 
 class Corrections:
-    """How much longer than the table batches take, learned while serving.
+    """How much longer than the table batches take, learned while serving. Threads may share one object.
 
-    Every batch adds log(measured / table) to its cell, its subnet and the whole; each is an average over
-    about the last 64. A cell with few observations is drawn to its subnet, a subnet to the whole, and the
-    whole to the table. Safe to use from many threads.
+    Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
+    the whole table. Each goes back about 64 batches. With few observations, the estimate of a cell is shrunk
+    towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no correction).
 
     Args:
-        table: the profile that is corrected.
-        threshold: a subnet whose typical batch takes more than this many times the table's latency, or
-            less than its inverse, has drifted; logged once when it does.
+        table: the latency table that is corrected.
+        threshold: a subnet has drifted if its typical batch takes more than this many times the table's
+            latency, or less than the inverse. The drift is logged once when it begins.
+
+    Raises:
+        PolicyError: The threshold is not finite and > 1.
+
+    Attributes:
+        table: the latency table.
+        threshold: the threshold of drift.
+        loads: how often `load` replaced what was learned.
     """
 
     def __init__(self, table: LatencyTable, threshold: float = 1.5) -> None:
@@ -87,7 +95,6 @@ class Corrections:
         self.threshold = threshold
         self._base: list[list[float]] = table.latency_ms.tolist()
         self._pad = table.pad_index
-        #: how often `load` replaced what was learned
         self.loads = 0
         self._lock = Lock()
         self._all = _Running()
@@ -96,7 +103,13 @@ class Corrections:
         self._drifted: set[int] = set()
 
     def observe(self, subnet: int, batch_size: int, measured_ms: float) -> None:
-        """Learn from one batch that was padded to `batch_size`."""
+        """Learn from one batch.
+
+        Args:
+            subnet: id of the subnet.
+            batch_size: the size that the batch was padded to; one of the table's.
+            measured_ms: time that the batch took, in ms.
+        """
         column = self._pad[batch_size]
         expected = self._base[subnet][column]
         if not (measured_ms > 0.0 and expected > 0.0):
@@ -112,7 +125,7 @@ class Corrections:
             self._all.add(x)
 
     def snapshot(self) -> CorrectionsSnapshot:
-        """The ratios as they are now."""
+        """Return the ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
         seen = np.zeros(shape, dtype=np.int64)
         with self._lock:
@@ -127,7 +140,12 @@ class Corrections:
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
 
     def drift(self) -> tuple[float, dict[int, float]]:
-        """(the whole machine's ratio, the ratio of each subnet beyond the threshold)."""
+        """Find the subnets that have drifted, and log those that newly do.
+
+        Returns:
+            The ratio of measured latency to the table's over all batches, and that of every drifted subnet
+            by its id.
+        """
         crossed: list[int] = []
         with self._lock:
             overall = self._all.towards(0.0, 0.0)
@@ -145,7 +163,7 @@ class Corrections:
                 elif away < 0.8 * limit:
                     self._drifted.discard(i)
             drifted = {i: ratios[i] for i in sorted(self._drifted) if i in ratios}
-        for i in crossed:  # not under the lock: a handler may take its time
+        for i in crossed:  # not under the lock, because log handlers may be slow
             _log.warning(
                 "subnet %s takes %.2f times the latency of its table (threshold %.2f); profile this machine "
                 "again",
@@ -156,14 +174,21 @@ class Corrections:
         return math.exp(overall[0]), drifted
 
     def relax(self) -> None:
-        """Halve what was learned to be slow: for when nothing runs any more that could correct it."""
+        """Halve the learned slowness; used when all requests are dropped and no batch runs to correct it."""
         with self._lock:
             for running in (self._all, *self._subnets.values(), *self._cells.values()):
                 running.mean = min(running.mean, 0.5 * running.mean)
                 running.variance *= 0.25
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON; an interrupted write leaves any earlier file intact."""
+        """Write what was learned as JSON; an interrupted write leaves an earlier file intact.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         with self._lock:
             document = {
                 "table": _fingerprint(self.table),
@@ -174,11 +199,14 @@ class Corrections:
         CORRECTIONS.write(path, document)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save` wrote; what was learned here before is replaced.
+        """Replace what was learned by the content of a file that `save` wrote.
+
+        Args:
+            path: the file.
 
         Raises:
-            FileFormatError: truncated, foreign, or of a newer schema.
-            ProfileMismatch: learned on another table.
+            FileFormatError: The file is truncated, of another kind, or of a newer schema.
+            ProfileMismatch: The corrections were learned on another table.
         """
         document = CORRECTIONS.read(path)
         if document.get("table") != _fingerprint(self.table):

@@ -62,7 +62,8 @@ class Collector:
 
     def __init__(self, batcher: _HasStats, prefix: str = "subnetact_") -> None:
         try:
-            self._library: Any = import_module("prometheus_client")
+            self._families: Any = import_module("prometheus_client.core")
+            self._text_of: Any = import_module("prometheus_client").generate_latest
         except ImportError as error:
             raise MissingExtra("metrics need prometheus_client; pip install 'subnetact[serve]'") from error
         self._batcher = batcher
@@ -70,11 +71,11 @@ class Collector:
 
     def text(self) -> str:
         """Return the current metrics in Prometheus' text format, version 0.0.4."""
-        return str(self._library.generate_latest(self).decode())
+        return str(self._text_of(self).decode())
 
     def collect(self) -> Iterable[Any]:
         """Yield the current metrics as families of `prometheus_client`; a registry calls this method."""
-        core: Any = self._library.core
+        families: Any = self._families
         stats, prefix = self._batcher.stats(), self._prefix
 
         def by_label(kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]) -> Any:
@@ -83,7 +84,7 @@ class Collector:
                 family.add_metric([str(key)], value)
             return family
 
-        counter, gauge = core.CounterMetricFamily, core.GaugeMetricFamily
+        counter, gauge = families.CounterMetricFamily, families.GaugeMetricFamily
         outcomes = {name: getattr(stats, name) for name in OUTCOMES}
         yield by_label(counter, "requests", "Accepted requests by outcome.", "outcome", outcomes)
         for name, text in _COUNTERS.items():
@@ -101,9 +102,8 @@ class Collector:
         yield counter(prefix + "accuracy_percent_sum", text, stats.accuracy_sum)
         for name, (shown, text, unit) in _HISTOGRAMS.items():
             values = stats.histograms[name]
-            yield core.HistogramMetricFamily(
-                prefix + shown, text, _buckets(values, unit), values.total * unit
-            )
+            buckets, total = _buckets(values, unit), values.total * unit
+            yield families.HistogramMetricFamily(prefix + shown, text, buckets, total)
 
 
 def _buckets(histogram: HistogramSnapshot, unit: float) -> list[tuple[str, int]]:
