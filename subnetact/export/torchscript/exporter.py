@@ -165,7 +165,7 @@ def _policy(
     if type(policy) is not SlackFit:
         raise ExportError(
             f"policy: `choose` decides as SlackFit does, got {type(policy).__name__}; give "
-            "subnetact.SlackFit(table), or leave it out and decide outside"
+            "subnetact.SlackFit(table, slo_ms), or leave it out and decide outside"
         )
     if policy.table.subnets != tuple(keys):
         raise ProfileMismatch(

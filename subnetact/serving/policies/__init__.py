@@ -1,4 +1,12 @@
-"""Every scheduling policy of the library, and a registry of their names for command lines."""
+"""Every scheduling policy of the library, and their names for command lines (`make_policy`).
+
+A policy decides which subnet and batch size an idle worker runs next. One file per policy or pair of
+policies:
+
+* `slackfit`: SlackFit; `hullfit`: HullFit, with `hull_table`, `time_price` and `floor_planner`.
+* `fixed_subnet`: Fixed and CheapestFeasible; `greedy`: MaxBatch and MaxAcc.
+* `model_switching`: ModelSwitching and Coarse; `flex`: Flex; `veltair`: Veltair.
+"""
 
 from subnetact.serving.policies.fixed_subnet import CheapestFeasible, Fixed
 from subnetact.serving.policies.flex import Flex, RunningBatch

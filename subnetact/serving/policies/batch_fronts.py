@@ -1,4 +1,4 @@
-"""Look-ups shared by the policies that choose by the slack of the most urgent request."""
+"""The Pareto-optimal subnets of every batch size, for policies that choose by slack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ __all__ = ["BatchFronts", "FrontsByFloor"]
 
 
 class BatchFronts:
-    """The Pareto-optimal subnets of every batch size, from least to most latency."""
+    """The Pareto-optimal subnets of every batch size, by ascending latency.
+
+    Args:
+        table: the latency table.
+        floor: minimum accuracy, percent; less accurate subnets are left out.
+
+    Attributes:
+        options: for each batch size, its Pareto-optimal subnets.
+        latencies: for each batch size, the latencies of those subnets, ms.
+        cheapest: the subnet with the least time per request.
+        last_resort: (that subnet, its largest batch size), which runs if nothing finishes in time.
+    """
 
     def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
         columns = range(len(table.batch_sizes))
@@ -30,16 +41,24 @@ class BatchFronts:
         self.last_resort = self.cheapest, largest_batch(table, self.cheapest)
 
     def column_for(self, queued: int) -> int:
-        """Column of the profiled batch size that `queued` requests round up to."""
+        """Return the column of the profiled batch size that `queued` requests round up to."""
         return self.pad[queued] if queued < len(self.pad) else len(self.sizes) - 1
 
     def most_accurate(self, column: int, within_ms: float) -> Option | None:
-        """The most accurate subnet that finishes one batch of that column in time."""
+        """Return the most accurate subnet whose batch of that column takes at most `within_ms`, if any."""
         at = bisect_right(self.latencies[column], within_ms)
         return self.options[column][at - 1] if at else None
 
     def largest_batch(self, column: int, within_ms: float) -> Option | None:
-        """The largest batch up to `column` that fits in time, on the most accurate such subnet."""
+        """Return the largest batch that takes at most `within_ms`, on the most accurate such subnet.
+
+        Args:
+            column: the column of the largest batch size to consider.
+            within_ms: the time.
+
+        Returns:
+            The option, or None if no batch finishes in time.
+        """
         while column >= 0:
             option = self.most_accurate(column, within_ms)
             if option is not None:
@@ -49,23 +68,31 @@ class BatchFronts:
 
 
 class FrontsByFloor:
-    """Prepared look-ups for each accuracy floor that was seen; floors share them between two accuracies."""
+    """Makes the fronts of each floor once; floors that demand the same subnets share them.
+
+    Args:
+        table: the latency table.
+    """
 
     def __init__(self, table: LatencyTable) -> None:
         self._table = table
-        self._levels = sorted(set(table.accuracy))
+        self._accuracies = sorted(set(table.accuracy))
         self._made: dict[float, BatchFronts] = {}
 
     def __call__(self, context: Context) -> BatchFronts:
-        """The look-ups for the floor of the most urgent request."""
+        """Return the fronts for the floor of the most urgent request.
+
+        Raises:
+            PolicyError: no subnet meets that floor.
+        """
         floor = context.floor
         made = self._made.get(floor)
         return made if made is not None else self._make(floor)
 
     def _make(self, floor: float) -> BatchFronts:
-        level = next((level for level in self._levels if level >= floor), None)
-        if level is None:
-            raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._levels[-1]} %")
-        made = self._made.get(level) or BatchFronts(self._table, level)
-        self._made[level] = self._made[floor] = made
+        demanded = next((accuracy for accuracy in self._accuracies if accuracy >= floor), None)
+        if demanded is None:
+            raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._accuracies[-1]} %")
+        made = self._made.get(demanded) or BatchFronts(self._table, demanded)
+        self._made[demanded] = self._made[floor] = made
         return made

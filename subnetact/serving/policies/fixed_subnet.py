@@ -1,4 +1,4 @@
-"""One subnet for every request: what a server without a supernet does."""
+"""Policies without a choice of accuracy: one subnet for all requests, or the cheapest accurate enough."""
 
 from __future__ import annotations
 
@@ -15,12 +15,24 @@ __all__ = ["CheapestFeasible", "Fixed"]
 
 
 class Fixed:
-    """Always one subnet, with the largest batch that finishes within the slack of the most urgent request.
+    """Always runs one subnet, as a server without a supernet does.
 
-    When no batch does, the largest batch. This is Clipper+ of SuperServe (NSDI'25, section 6.1).
+    The batch is the largest one that finishes within the slack of the most urgent request, or the largest of
+    all if none does.
+
+    Args:
+        table: the latency table.
+        subnet: index of the subnet in the table, or its key.
+
+    Attributes:
+        subnet: index of the subnet.
 
     Raises:
-        PolicyError: the table has no such subnet, or it can run at no batch size.
+        PolicyError: the table has no such subnet, or the subnet can run at no batch size.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        The baseline Clipper+ of SuperServe (NSDI'25, section 6.1).
     """
 
     def __init__(self, table: LatencyTable, subnet: int | str) -> None:
@@ -35,18 +47,28 @@ class Fixed:
         self._limits, self._sizes = batch_limits(table, index)
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (the fixed subnet, batch size)."""
+        """Return (the fixed subnet, batch size); see `Policy.decide`."""
         return self.subnet, largest_within(self._limits, self._sizes, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> Fixed:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         return Fixed(table, self.subnet)
 
 
 class CheapestFeasible:
-    """The cheapest subnet that meets the floor of the most urgent request (INFaaS, ATC'21, section 4.1).
+    """Runs the subnet with the least time per request that meets the floor of the most urgent request.
 
-    Without a floor that is the cheapest of all. The batch is the largest that finishes within the slack.
+    A request without a floor gets the cheapest subnet of all. The batch is the largest one that finishes
+    within the slack of the most urgent request, or the largest of all if none does.
+
+    Args:
+        table: the latency table.
+
+    Raises:
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        INFaaS (ATC'21, section 4.1).
     """
 
     def __init__(self, table: LatencyTable) -> None:
@@ -54,7 +76,11 @@ class CheapestFeasible:
         self._plans: dict[float, tuple[int, list[float], list[int]]] = {}
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
+
+        Raises:
+            PolicyError: no subnet meets the floor of the most urgent request.
+        """
         plan = self._plans.get(context.floor)
         if plan is None:
             if context.floor > max(self.table.accuracy):
@@ -65,19 +91,29 @@ class CheapestFeasible:
         return subnet, largest_within(limits, sizes, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> CheapestFeasible:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         return CheapestFeasible(table)
 
 
 def batch_limits(table: LatencyTable, subnet: int) -> tuple[list[float], list[int]]:
-    """(latencies ascending, the largest batch size within each), ms, of one subnet.
+    """Return the batch sizes of one subnet that are worth running, by latency.
 
-    A larger batch that is no slower hides the smaller ones.
+    A batch size is left out if a larger one is no slower.
+
+    Args:
+        table: the latency table.
+        subnet: index of the subnet.
+
+    Returns:
+        (latencies in ms, ascending; the batch size that each latency belongs to, ascending).
+
+    Raises:
+        PolicyError: the subnet can run at no batch size.
     """
     limits: list[float] = []
     sizes: list[int] = []
-    row = table.latency_ms[subnet].tolist()
-    for latency, size in zip(reversed(row), reversed(table.batch_sizes), strict=True):
+    latencies = table.latency_ms[subnet].tolist()
+    for latency, size in zip(reversed(latencies), reversed(table.batch_sizes), strict=True):
         if not math.isnan(latency) and (not limits or latency < limits[-1]):
             limits.append(latency)
             sizes.append(size)
@@ -87,6 +123,12 @@ def batch_limits(table: LatencyTable, subnet: int) -> tuple[list[float], list[in
 
 
 def largest_within(limits: list[float], sizes: list[int], within_ms: float) -> int:
-    """The largest batch size that finishes within `within_ms`; the largest of all when none does."""
+    """Return the largest batch size that finishes within `within_ms`, or the largest of all if none does.
+
+    Args:
+        limits: latencies from `batch_limits`, ms.
+        sizes: batch sizes from `batch_limits`.
+        within_ms: the time.
+    """
     at = bisect_right(limits, within_ms)
     return sizes[at - 1] if at else sizes[-1]

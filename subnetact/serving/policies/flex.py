@@ -1,4 +1,4 @@
-"""FLEX: preempt a running batch when a waiting one is worth much more (Shepherd, NSDI'23, section 4.2)."""
+"""Flex: a waiting batch may preempt a running one that holds far fewer requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ __all__ = ["Flex", "RunningBatch"]
 
 
 class RunningBatch(NamedTuple):
-    """A batch on a worker, as `preempt` sees it: k requests, expected to end at `free_at_ms`."""
+    """A batch that runs on a worker, as `Flex.preempt` sees it.
+
+    Attributes:
+        worker: index of the worker.
+        subnet: index of the subnet.
+        k: number of requests in the batch.
+        started_ms: when the batch started.
+        free_at_ms: when the batch is expected to end.
+    """
 
     worker: int
     subnet: int
@@ -27,21 +35,25 @@ class RunningBatch(NamedTuple):
 
 
 class Flex:
-    """The largest batch that meets the most urgent deadline; a waiting batch may preempt a running one.
+    """Runs one subnet; a waiting batch may preempt a running one that holds far fewer requests.
 
-    The worth of a batch is its number of requests (each met request counts one, Shepherd's goodput). When
-    all workers are busy and the batch that could be formed now is worth `factor` times the least worthy
-    running one, that one is preempted: its work is lost and its requests wait again, or (an option of the
-    simulator) it is resumed later. A waiting batch never preempts when it could as well wait for the
-    running one to end.
+    The batch is the largest one that meets the deadline of the most urgent request. If all workers are busy
+    and the batch that could be formed now holds at least `factor` times as many requests as the smallest
+    running batch, that batch is preempted. Its work is lost and its requests return to the queue, unless
+    the simulator is told to resume it later. A waiting batch does not preempt if it meets its deadline
+    after the running batch that ends first.
 
     Args:
-        table: the profile.
-        subnet: the subnet that serves; None = the cheapest.
-        factor: Shepherd's lambda, > 1; the paper proves a bound for 3.03 and uses it.
+        table: the latency table.
+        subnet: index of the subnet that serves. If None, the one with the least time per request.
+        factor: the factor above, > 1. It is called lambda in the paper, which proves a bound for 3.03.
 
     Raises:
-        PolicyError: an argument out of range.
+        PolicyError: an argument is out of range.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        The algorithm FLEX of Shepherd (NSDI'23, section 4.2).
     """
 
     def __init__(self, table: LatencyTable, subnet: int | None = None, factor: float = 3.03) -> None:
@@ -55,19 +67,22 @@ class Flex:
         self._limits, self._sizes = batch_limits(table, self.subnet)
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
         return self.subnet, largest_within(self._limits, self._sizes, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> Flex:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         return Flex(table, self.subnet, self.factor)
 
     def preempt(self, context: Context, running: Sequence[RunningBatch]) -> int | None:
-        """The worker whose batch shall make way for one formed now; None for no one.
+        """Choose the running batch that a batch formed now replaces.
 
         Args:
-            context: as for `decide`, when no worker is idle.
-            running: what every busy worker runs, at least one.
+            context: the state of the server, as for `decide`, while no worker is idle.
+            running: the batch of every busy worker; at least one.
+
+        Returns:
+            The worker whose batch is preempted, or None if no batch is.
         """
         size = largest_within(self._limits, self._sizes, context.slack_ms)
         worth = min(size, context.queued)

@@ -1,4 +1,8 @@
-"""HullFit for queues in which some requests demand a least accuracy."""
+"""HullFit for queues in which some requests demand a minimum accuracy.
+
+All requests with the same floor form a class. The header of `subnetact.serving.policies.hullfit` explains the
+method for one class.
+"""
 
 from __future__ import annotations
 
@@ -16,108 +20,120 @@ from subnetact.serving.scheduling.frontier import Option
 __all__ = ["FloorPlanner"]
 
 _FORGET = 0.02
+"""Weight of the present queue in the learned share of each class."""
 _GONE = 1e-3
-#: share of the workers' time that is planned; the rest pays for batches that mix classes
+"""If every class with a floor has a smaller share than this, all shares are forgotten."""
 _PLANNED = 0.8
+"""Share of the workers' time that is planned; the rest is spent on batches that mix classes."""
 
 
 class FloorPlanner:
-    """One decision at a time over classes of requests, a class being all requests of one floor.
+    """Decides for a queue with several classes of requests.
 
-    A batch on a subnet holds the first requests, in order of deadline, whose floor it meets. Every class
-    has its own hull and so its own value of a request; the load is weighed with the share of each class,
-    learned from the queue; the drain test lets every class leave on its own cheapest subnet.
+    A batch on a subnet holds the most urgent requests whose floors the subnet meets. The differences from
+    HullFit without floors are:
+
+    * Every class has its own hull, of the subnets that meet its floor, and so its own value of a request.
+    * The time per request of a point is the mean over the classes, weighted by their shares of the queue,
+      which are learned.
+    * The drain guard assumes that every class leaves on its own cheapest subnet.
+
+    Args:
+        table: the latency table.
+        time_price: the time that may be spent; its hulls are those of all subnets.
     """
 
-    def __init__(self, table: LatencyTable, pricing: TimePrice) -> None:
+    def __init__(self, table: LatencyTable, time_price: TimePrice) -> None:
         self._table = table
-        self._pricing = pricing
-        self._levels = [0.0, *sorted(set(table.accuracy))]
-        self._markets: dict[float, HullTable] = {0.0: pricing.market}
-        self._level_of: dict[float, float] = {}
+        self._time_price = time_price
+        self._floors = [0.0, *sorted(set(table.accuracy))]
+        self._hulls: dict[float, HullTable] = {0.0: time_price.hulls}
+        self._known: dict[float, float] = {}
         self._shares: dict[float, float] = {}
 
     @property
     def active(self) -> bool:
-        """Whether requests with floors came recently."""
+        """Whether requests with floors were in the queue recently."""
         return bool(self._shares)
 
     def remember(self, other: FloorPlanner) -> None:
-        """Go on with the shares of the classes that another planner has learned."""
+        """Continue with the shares of the classes that another planner has learned."""
         self._shares = dict(other._shares)
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
-        pricing = self._pricing
-        waiting = [(deadline, self._level(floor)) for deadline, floor in context.queue.classes()]
-        levels = sorted({level for _, level in waiting})
+        """Return (subnet, batch size); see `Policy.decide`."""
+        time_price = self._time_price
+        waiting = [(deadline, self._effective_floor(floor)) for deadline, floor in context.queue.classes()]
+        floors = sorted({floor for _, floor in waiting})
         self._learn(waiting)
-        others = pricing.others_free(context)
-        point = pricing.pick_point(context, _PLANNED * (len(others) + 1), self._mixed_tau)
-        price = pricing.market.prices[point]
-        values = {level: self._value(self._market(level), price) for level in levels}
+        others = time_price.others_free(context)
+        point = time_price.pick_point(context, _PLANNED * (len(others) + 1), self._mixed_tau)
+        price = time_price.hulls.prices[point]
+        values = {floor: self._value(self._hulls_of(floor), price) for floor in floors}
         tau = self._mixed_tau(0)
-        spare = pricing.surge_spare(context, others, tau)
+        spare = time_price.surge_spare(context, others, tau)
         candidates: list[tuple[float, float, int, int, Option]] = []
-        for level in levels:
-            market = self._market(level)
-            eligible = [entry for entry in waiting if entry[1] <= level]
-            worth = [0.0, *accumulate(values[own] for _, own in eligible[: market.sizes[-1]])]
-            limit = pricing.time_limit(eligible[0][0] - context.now_ms)
-            for column in range(market.column_for(len(eligible)) + 1):
-                k = min(market.sizes[column], len(eligible))
-                option = market.best(column, k, price, limit, spare + k * tau)
+        for floor in floors:
+            hulls = self._hulls_of(floor)
+            eligible = [entry for entry in waiting if entry[1] <= floor]
+            worth = [0.0, *accumulate(values[own] for _, own in eligible[: hulls.sizes[-1]])]
+            limit = time_price.time_limit(eligible[0][0] - context.now_ms)
+            for column in range(hulls.column_for(len(eligible)) + 1):
+                k = min(hulls.sizes[column], len(eligible))
+                option = hulls.best(column, k, price, limit, spare + k * tau)
                 if option is not None:
                     gain = k * option.accuracy - worth[k] - price * option.latency_ms
-                    candidates.append((gain, level, column, k, option))
+                    candidates.append((gain, floor, column, k, option))
         for _, _, _, k, option in sorted(candidates, reverse=True):
             if self._drains(context.now_ms, waiting, others, k, option):
                 return option.subnet, option.batch_size
         if context.may_expire:
-            context.expire(self._in_the_way(context, self._market(self._level(context.floor))))
+            context.expire(self._in_the_way(context, self._hulls_of(self._effective_floor(context.floor))))
             waiting = waiting[len(waiting) - context.queued :]
         return self._rescue(context.now_ms, waiting)
 
     def _rescue(self, now_ms: float, waiting: list[tuple[float, float]]) -> tuple[int, int]:
-        """The class whose cheapest subnet wastes the least time on requests that demand less.
+        """Return the option that runs if none passes the guards.
 
-        Equals go by the earliest head.
+        Each class offers a batch on its cheapest subnet. The offer that spends the least extra time on
+        requests of less demanding classes wins; among equals, the one with the most urgent request.
         """
         best: tuple[float, float] | None = None
-        answer = (self._pricing.market.cheap, self._pricing.market.full_size)
-        for level in sorted({own for _, own in waiting}):
-            market = self._market(level)
-            eligible = [entry for entry in waiting if entry[1] <= level][: market.full_size]
+        answer = (self._time_price.hulls.cheapest, self._time_price.hulls.full_size)
+        for floor in sorted({own for _, own in waiting}):
+            hulls = self._hulls_of(floor)
+            eligible = [entry for entry in waiting if entry[1] <= floor][: hulls.full_size]
             head = eligible[0][0]
-            subnet, size = market.rescue(head - now_ms)
+            subnet, size = hulls.rescue(head - now_ms)
             members = eligible[:size]
-            needed = sum(self._market(own).taus[0] for _, own in members)
-            takes = market.drain_ms(len(members))
+            needed = sum(self._hulls_of(own).taus[0] for _, own in members)
+            takes = hulls.drain_ms(len(members))
             rank = (needed / takes, -head)
             if best is None or rank > best:
                 best, answer = rank, (subnet, size)
         return answer
 
     def _learn(self, waiting: list[tuple[float, float]]) -> None:
+        """Update the share of each class with the present queue."""
         shares = self._shares
         weight = _FORGET if shares else 1.0
-        for level in shares:
-            shares[level] *= 1.0 - weight
-        for _, level in waiting:
-            shares[level] = shares.get(level, 0.0) + weight / len(waiting)
-        if all(level == 0.0 or share < _GONE for level, share in shares.items()):
+        for floor in shares:
+            shares[floor] *= 1.0 - weight
+        for _, floor in waiting:
+            shares[floor] = shares.get(floor, 0.0) + weight / len(waiting)
+        if all(floor == 0.0 or share < _GONE for floor, share in shares.items()):
             shares.clear()
 
     def _mixed_tau(self, point: int) -> float:
-        """Mean time per request, ms, over the classes when time has the price of that point."""
-        price = self._pricing.market.prices[point]
+        """Return the mean time per request, ms, over the classes at the price of that point."""
+        price = self._time_price.hulls.prices[point]
         if not self._shares:
-            return self._pricing.market.taus[point]
+            return self._time_price.hulls.taus[point]
         total = sum(self._shares.values())
         mixed = 0.0
-        for level, share in self._shares.items():
-            market = self._market(level)
-            mixed += share * market.taus[market.point_at(price)]
+        for floor, share in self._shares.items():
+            hulls = self._hulls_of(floor)
+            mixed += share * hulls.taus[hulls.point_at(price)]
         return mixed / total
 
     def _drains(
@@ -128,24 +144,24 @@ class FloorPlanner:
         k: int,
         option: Option,
     ) -> bool:
-        """Whether every class can leave in time, chunk by chunk, after a batch of k on `option`."""
+        """Return whether all other requests can leave in time after a batch of k on `option`."""
         chunks: list[tuple[float, float]] = []
         open_chunk: dict[float, tuple[float, int]] = {}
-        reserve = self._pricing.drain_margin_ms
-        for deadline, level in waiting:
-            if k and level <= option.accuracy:
+        reserve = self._time_price.drain_margin_ms
+        for deadline, floor in waiting:
+            if k and floor <= option.accuracy:
                 k -= 1
                 continue
-            market = self._market(level)
-            head, count = open_chunk.get(level, (deadline, 0))
+            hulls = self._hulls_of(floor)
+            head, count = open_chunk.get(floor, (deadline, 0))
             count += 1
-            if count == market.full_size:
-                chunks.append((head - reserve, market.full_ms))
-                open_chunk.pop(level, None)
+            if count == hulls.full_size:
+                chunks.append((head - reserve, hulls.full_ms))
+                open_chunk.pop(floor, None)
             else:
-                open_chunk[level] = (head, count)
-        for level, (head, count) in open_chunk.items():
-            chunks.append((head - reserve, self._market(level).drain_ms(count)))
+                open_chunk[floor] = (head, count)
+        for floor, (head, count) in open_chunk.items():
+            chunks.append((head - reserve, self._hulls_of(floor).drain_ms(count)))
         free = [*others, now_ms + option.latency_ms]
         heapify(free)
         for due, takes in sorted(chunks):
@@ -155,27 +171,30 @@ class FloorPlanner:
             heapreplace(free, finish)
         return True
 
-    def _in_the_way(self, context: Context, market: HullTable) -> int:
-        count, spare = 0, context.queued - market.full_size
-        while count < spare and context.queue.deadline(count) < context.now_ms + market.full_ms:
+    def _in_the_way(self, context: Context, hulls: HullTable) -> int:
+        """Return how many requests cannot wait for a full batch of the cheapest subnet, while one remains."""
+        count, spare = 0, context.queued - hulls.full_size
+        while count < spare and context.queue.deadline(count) < context.now_ms + hulls.full_ms:
             count += 1
         return count
 
-    def _value(self, market: HullTable, price: float) -> float:
-        point = market.point_at(price)
-        return market.values[point] - price * market.taus[point]
+    def _value(self, hulls: HullTable, price: float) -> float:
+        """Return the value of a request of one class, percent."""
+        point = hulls.point_at(price)
+        return hulls.values[point] - price * hulls.taus[point]
 
-    def _market(self, level: float) -> HullTable:
-        market = self._markets.get(level)
-        if market is None:
-            market = self._markets[level] = HullTable(self._table, level)
-        return market
+    def _hulls_of(self, floor: float) -> HullTable:
+        hulls = self._hulls.get(floor)
+        if hulls is None:
+            hulls = self._hulls[floor] = HullTable(self._table, floor)
+        return hulls
 
-    def _level(self, floor: float) -> float:
-        level = self._level_of.get(floor)
-        if level is None:
-            at = bisect_left(self._levels, floor)
-            if at == len(self._levels):
-                raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._levels[-1]} %")
-            level = self._level_of[floor] = self._levels[at]
-        return level
+    def _effective_floor(self, floor: float) -> float:
+        """Return the accuracy of the least accurate subnet that meets `floor`; 0 if every subnet does."""
+        known = self._known.get(floor)
+        if known is None:
+            at = bisect_left(self._floors, floor)
+            if at == len(self._floors):
+                raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._floors[-1]} %")
+            known = self._known[floor] = self._floors[at]
+        return known

@@ -1,4 +1,4 @@
-"""The two greedy extremes that SuperServe (NSDI'25, section 6.5) compares SlackFit with."""
+"""The two greedy policies: the largest batch first (MaxBatch), or the highest accuracy first (MaxAcc)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ __all__ = ["MaxAcc", "MaxBatch"]
 
 
 class MaxBatch:
-    """The largest batch that the cheapest subnet finishes within the slack, then the most accurate subnet.
+    """Chooses the largest batch first, and then the most accurate subnet for it.
 
-    The batch is at most the profiled size that the queue rounds up to. When nothing fits: the cheapest
-    subnet and the largest batch.
+    The batch is the largest one that the cheapest subnet finishes within the slack of the most urgent
+    request, and at most the profiled size that the queue rounds up to. The subnet is the most accurate one
+    that finishes this batch within the slack. If none does, the cheapest subnet runs its largest batch.
+
+    Args:
+        table: the latency table.
+
+    Raises:
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        SuperServe (NSDI'25, section 6.5).
     """
 
     def __init__(self, table: LatencyTable) -> None:
@@ -24,7 +34,11 @@ class MaxBatch:
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
+
+        Raises:
+            PolicyError: no subnet meets the floor of the most urgent request.
+        """
         fronts = self._fronts(context)
         small = fronts.cheapest
         limits, sizes = self._limits.get(small) or self._limits.setdefault(
@@ -36,14 +50,25 @@ class MaxBatch:
         return (option.subnet, option.batch_size) if option else fronts.last_resort
 
     def retabled(self, table: LatencyTable) -> MaxBatch:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         return MaxBatch(table)
 
 
 class MaxAcc:
-    """The most accurate subnet that finishes one request within the slack, then its largest batch in time.
+    """Chooses the most accurate subnet first, and then the largest batch for it.
 
-    When nothing fits: the cheapest subnet and the largest batch.
+    The subnet is the most accurate one that finishes one request within the slack of the most urgent
+    request. The batch is the largest one that this subnet finishes within the slack. If no subnet finishes
+    one request in time, the cheapest subnet runs its largest batch.
+
+    Args:
+        table: the latency table.
+
+    Raises:
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        SuperServe (NSDI'25, section 6.5).
     """
 
     def __init__(self, table: LatencyTable) -> None:
@@ -52,7 +77,11 @@ class MaxAcc:
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
+
+        Raises:
+            PolicyError: no subnet meets the floor of the most urgent request.
+        """
         fronts = self._fronts(context)
         option = fronts.most_accurate(0, context.slack_ms)
         if option is None:
@@ -64,5 +93,5 @@ class MaxAcc:
         return subnet, largest_within(limits, sizes, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> MaxAcc:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         return MaxAcc(table)

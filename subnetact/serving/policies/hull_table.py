@@ -1,4 +1,7 @@
-"""The table as HullFit shops in it: hulls of accuracy over time, per request and per batch."""
+"""Concave hulls of accuracy over time, per request and per batch size, as HullFit uses them.
+
+The header of `subnetact.serving.policies.hullfit` explains the method.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,31 @@ __all__ = ["HullTable"]
 
 
 class HullTable:
-    """Look-ups over the subnets of at least `floor` percent.
+    """The hulls of the subnets whose accuracy is at least `floor`.
 
-    Points are the vertices of the upper concave hull of (time per request, accuracy), from cheap to
-    accurate. `prices[i]` is the price of time, percent per ms, at which vertex i is the best buy.
+    The points are the vertices of the upper concave hull of (time per request, accuracy), in ascending
+    order of both. `prices[i]` is the price of time at which point i yields the most per request.
+
+    Args:
+        table: the latency table.
+        floor: minimum accuracy, percent.
 
     Attributes:
         taus: time per request of each point, ms.
         values: accuracy of each point, percent.
-        batch_ms: latency of each point's most efficient batch.
-        cheap: the subnet of the first point.
-        cheap_row: its latency per batch size, ms; inf where it cannot run.
-        full_ms: its latency at its largest batch size.
+        prices: price of time at each point, percent per ms, descending.
+        batch_ms: latency of each point at the batch size that has the least time per request, ms.
+        sizes: the batch sizes of the table.
+        pad: for each number of requests, the column of the batch size that it is padded to.
+        cheapest: the subnet of the first point, which has the least time per request.
+        cheapest_ms: its latency per batch size, ms; inf if it cannot run there.
+        full_ms: its latency at its largest batch size, ms.
         full_size: that batch size.
-        fastest_ms: the least latency of any cell of the table.
-        least_ms: the least latency of any cell of each column; inf where nothing runs.
+        fastest_ms: the least latency of the table, ms.
+        least_ms: the least latency at each batch size, ms; inf if no subnet can run there.
+
+    Raises:
+        PolicyError: no subnet that can run reaches `floor`.
     """
 
     def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
@@ -61,12 +74,12 @@ class HullTable:
 
         self.sizes = table.batch_sizes
         self.pad = table.pad_index
-        self.cheap = hull[0][2]
-        row = table.latency_ms[self.cheap].tolist()
-        self.cheap_row = [math.inf if math.isnan(latency) else latency for latency in row]
+        self.cheapest = hull[0][2]
+        latencies = table.latency_ms[self.cheapest].tolist()
+        self.cheapest_ms = [math.inf if math.isnan(latency) else latency for latency in latencies]
         self.full_ms, self.full_size = next(
             (latency, size)
-            for latency, size in zip(self.cheap_row[::-1], self.sizes[::-1], strict=True)
+            for latency, size in zip(self.cheapest_ms[::-1], self.sizes[::-1], strict=True)
             if latency < math.inf
         )
         self.fastest_ms = table.fastest_ms
@@ -84,48 +97,65 @@ class HullTable:
         self._hull_falls = [[-(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(chain)] for chain in chains]
 
     def column_for(self, queued: int) -> int:
-        """Column of the profiled batch size that `queued` requests round up to."""
+        """Return the column of the profiled batch size that `queued` requests round up to."""
         return self.pad[queued] if queued < len(self.pad) else len(self.sizes) - 1
 
     def point_at(self, price: float) -> int:
-        """The point that is worth most when a ms costs `price` percent."""
+        """Return the point with the greatest accuracy - price * time per request.
+
+        Args:
+            price: price of time, percent per ms.
+        """
         return bisect_right(self._falls, -price)
 
     def drain_ms(self, k: int) -> float:
-        """Latency of the cheapest subnet on k requests, ms."""
-        return self.cheap_row[self.pad[k]]
+        """Return the latency of the cheapest subnet on k requests, ms."""
+        return self.cheapest_ms[self.pad[k]]
 
-    def best(self, column: int, k: int, price: float, limit_ms: float, luxury_ms: float) -> Option | None:
-        """The subnet with the greatest k * accuracy - price * latency at one batch size.
+    def best(
+        self, column: int, k: int, price: float, limit_ms: float, surge_limit_ms: float
+    ) -> Option | None:
+        """Return the subnet with the greatest k * accuracy - price * latency at one batch size.
 
         Args:
-            column: of the batch size.
-            k: requests in the batch.
-            price: of time, percent per ms.
-            limit_ms: every subnet must be this fast.
-            luxury_ms: every subnet but the cheapest must be this fast, too.
+            column: the column of the batch size.
+            k: number of requests in the batch.
+            price: price of time, percent per ms.
+            limit_ms: the longest latency allowed.
+            surge_limit_ms: a further limit on the latency of every subnet except the cheapest.
+
+        Returns:
+            The subnet at this batch size, or None if none is fast enough.
         """
-        within = limit_ms if limit_ms < luxury_ms else luxury_ms
+        within = limit_ms if limit_ms < surge_limit_ms else surge_limit_ms
         hull = self._hulls[column]
         if not hull:
             return None
-        free_choice = hull[bisect_right(self._hull_falls[column], -price / k)]
-        if free_choice.latency_ms <= within:
-            return free_choice
+        unlimited = hull[bisect_right(self._hull_falls[column], -price / k)]
+        if unlimited.latency_ms <= within:
+            return unlimited
         at = bisect_right(self._front_ms[column], within) - 1
         if at >= 0:
             nearest = self._fronts[column][at]
             vertex = hull[bisect_right(self._hull_ms[column], within) - 1]
             gain = k * (nearest.accuracy - vertex.accuracy) - price * (nearest.latency_ms - vertex.latency_ms)
             return nearest if gain > 0 else vertex
-        latency = self.cheap_row[column]
+        latency = self.cheapest_ms[column]
         if latency <= limit_ms:
-            return Option(latency, self.values[0], self.cheap, self.sizes[column])
+            return Option(latency, self.values[0], self.cheapest, self.sizes[column])
         return None
 
     def rescue(self, slack_ms: float) -> tuple[int, int]:
-        """The cheapest subnet with the largest batch within the slack; with the largest of all if none is."""
-        for latency, size in zip(self.cheap_row[::-1], self.sizes[::-1], strict=True):
+        """Return what runs if no option passes the guards.
+
+        Args:
+            slack_ms: the slack of the most urgent request.
+
+        Returns:
+            The cheapest subnet with its largest batch that finishes within the slack, or with its largest
+            batch of all if none does.
+        """
+        for latency, size in zip(self.cheapest_ms[::-1], self.sizes[::-1], strict=True):
             if latency <= slack_ms:
-                return self.cheap, size
-        return self.cheap, self.full_size
+                return self.cheapest, size
+        return self.cheapest, self.full_size

@@ -1,4 +1,32 @@
-"""HullFit: a price of worker time from the load, and the batch that is worth most at that price."""
+"""HullFit: the load sets a price of worker time, and the batch that is worth most at that price runs.
+
+The method, step by step:
+
+1. **Hull.** The time per request of a subnet is its least latency / batch size over all batch sizes. The
+   points of the method are the vertices of the upper concave hull of (time per request, accuracy), from the
+   cheapest to the most accurate subnet (`HullTable`).
+2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted; a
+   larger one is worked off within `Tuning.shrink_ms`, a smaller one may grow within `Tuning.grow_ms`. The
+   number of workers divided by the load is the time that may be spent per request. It selects a point of the
+   hull, or alternates between two neighbours (`TimePrice.pick_point`).
+3. **Price.** The slope of the hull at that point is the price of time: so many percent of accuracy could be
+   gained elsewhere with one ms. The value of a request is what it yields at that point: its accuracy minus
+   the price of its time.
+4. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency: the accuracy
+   of the batch, minus what the same requests would yield at the point of the hull, minus the price of the
+   time that the batch takes. The subnet and batch size with the greatest gain that passes all guards runs.
+   At one batch size that subnet lies on the concave hull of (latency, accuracy), so that it is found by
+   bisection over the slopes of that hull (`HullTable.best`).
+5. **Guards.** A batch must pass three guards. The most urgent request meets its deadline with a safety margin
+   (`TimePrice.time_limit`). The rest of the queue can still leave in time in full batches of the cheapest
+   subnet (`HullFit._drain_limit`). If the batch is not on the cheapest subnet, there is also time for a
+   surge, that is, for arrivals at the rate of the last few ms during one SLO (`TimePrice.surge_spare`).
+6. **Rescue.** If no batch passes the guards, requests that stand in the way of a full batch are treated as
+   expired (if the rule for expired requests allows this), and the cheapest subnet runs.
+
+If some requests demand a minimum accuracy, `subnetact.serving.policies.floor_planner` applies the same steps
+to every class of requests with the same floor.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +45,31 @@ from subnetact.serving.scheduling.frontier import Option
 __all__ = ["HullFit", "Tuning"]
 
 _MANY_CHUNKS = 10
+"""With more chunks than this, the drain limit is computed with arrays, which is faster."""
 
 
 class HullFit:
-    """Buy accuracy with worker time where it is worth most, and never beyond what deadlines allow.
+    """Spends worker time where it yields the most accuracy, as far as all deadlines permit.
 
-    The load (recent rate, and backlog against the backlog that one SLO can hold) gives the time that may be
-    spent per request. On the hull of (time per request, accuracy) that time gives a price of time and the
-    value of a served request; between two neighbours of the hull the decisions alternate. Among all
-    (subnet, batch size) the policy takes the one whose accuracy is worth most beyond its time, if
-
-    * the batch meets the most urgent deadline with a safety margin,
-    * the rest of the queue can still be drained by the cheapest subnet in time, and
-    * (for all but the cheapest subnet) a surge at the rate of the last milliseconds could be absorbed.
-
-    When nothing passes, it gives up requests that stand in the way of a full batch (where the queue's
-    hopeless rule allows it) and serves the cheapest subnet. Requests with accuracy floors are planned
-    per class; see `subnetact.serving.policies.floor_planner`.
+    The load sets a price of worker time. Among all pairs (subnet, batch size) the policy takes the one whose
+    accuracy is worth the most beyond the price of its time, if the most urgent request, the rest of the
+    queue and a surge of arrivals can still meet their deadlines. The header of the module
+    `subnetact.serving.policies.hullfit` explains the method.
 
     Args:
-        table: the profile.
-        slo_ms: the usual time a request is given.
-        margin: share by which every latency is assumed longer than profiled.
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, ms.
+        margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
         margin_ms: further reserve before the most urgent deadline, ms.
         drain_margin_ms: reserve before the deadlines of the rest of the queue, ms.
-        tuning: further constants.
+        tuning: further constants. If None, `Tuning()`.
 
     Raises:
-        PolicyError: an argument out of range, or an SLO below the fastest option.
+        PolicyError: an argument is out of range, or the SLO is below the fastest option.
+        TableError: the accuracy of a subnet is not known.
+
+    Example:
+        `result = simulate(arrivals_ms, table, HullFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
 
     def __init__(
@@ -58,7 +83,7 @@ class HullFit:
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
-        self.pricing = TimePrice(
+        self._time_price = TimePrice(
             HullTable(table),
             self.slo_ms,
             check_margin(margin, "margin"),
@@ -66,61 +91,62 @@ class HullFit:
             check_margin(drain_margin_ms, "drain_margin_ms"),
             tuning or Tuning(),
         )
-        self._floors = FloorPlanner(table, self.pricing)
+        self._floor_planner = FloorPlanner(table, self._time_price)
 
     def retabled(self, table: LatencyTable) -> HullFit:
-        """The same policy for other latencies of the same subnets and batch sizes."""
-        old = self.pricing
+        """Return the same policy, with its state, for other latencies of the same subnets and batch sizes."""
+        old = self._time_price
         made = HullFit(table, self.slo_ms, old.margin, old.margin_ms, old.drain_margin_ms, old.tuning)
-        made.pricing.credit = old.credit
-        made._floors.remember(self._floors)
+        made._time_price.credit = old.credit
+        made._floor_planner.remember(self._floor_planner)
         return made
 
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
-        self.pricing.credit = 0.0
-        self._floors = FloorPlanner(self.table, self.pricing)
+        self._time_price.credit = 0.0
+        self._floor_planner = FloorPlanner(self.table, self._time_price)
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
-        if context.queue.demanding or self._floors.active:
-            return self._floors.decide(context)
-        pricing, now = self.pricing, context.now_ms
-        market = pricing.market
-        others = pricing.others_free(context)
-        point = pricing.pick_point(context, len(others) + 1, market.taus.__getitem__)
-        price = market.prices[point]
-        value = market.values[point] - price * market.taus[point]
-        spare = pricing.surge_spare(context, others, market.taus[0])
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
+        if context.queue.demanding or self._floor_planner.active:
+            return self._floor_planner.decide(context)
+        time_price, now = self._time_price, context.now_ms
+        hulls = time_price.hulls
+        others = time_price.others_free(context)
+        point = time_price.pick_point(context, len(others) + 1, hulls.taus.__getitem__)
+        price = hulls.prices[point]
+        value = hulls.values[point] - price * hulls.taus[point]
+        spare = time_price.surge_spare(context, others, hulls.taus[0])
         option = self._best_offer(context, others, price, value, spare)
         if option is not None:
             return option.subnet, option.batch_size
         if context.may_expire:
-            context.expire(self._in_the_way(context, now + market.full_ms))
-        return market.rescue(context.slack_ms)
+            context.expire(self._in_the_way(context, now + hulls.full_ms))
+        return hulls.rescue(context.slack_ms)
 
     def _best_offer(
         self, context: Context, others: list[float], price: float, value: float, spare: float
     ) -> Option | None:
-        """The option of greatest gain, k * (accuracy - value) - price * latency, that passes every guard.
+        """Return the option with the greatest gain that passes every guard, or None.
 
-        Batch sizes are looked at from the largest; one whose gain cannot exceed the best found is skipped.
+        Batch sizes are examined from the largest; one whose gain cannot exceed the best found so far is
+        skipped.
         """
-        market, queued = self.pricing.market, context.queued
-        top = market.column_for(queued)
-        counts = [size if size < queued else queued for size in market.sizes[: top + 1]]
+        hulls, queued = self._time_price.hulls, context.queued
+        top = hulls.column_for(queued)
+        counts = [size if size < queued else queued for size in hulls.sizes[: top + 1]]
         drains = {counts[top]: self._drain_limit(context, others, counts[top])}
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
-        limit = min(self.pricing.time_limit(context.slack_ms), drains[counts[top]])
-        if limit < market.fastest_ms:
+        limit = min(self._time_price.time_limit(context.slack_ms), drains[counts[top]])
+        if limit < hulls.fastest_ms:
             return None
-        tau, most = market.taus[0], market.values[-1] - value
-        bounds = [k * most - price * least for k, least in zip(counts, market.least_ms, strict=False)]
+        tau, most = hulls.taus[0], hulls.values[-1] - value
+        bounds = [k * most - price * least for k, least in zip(counts, hulls.least_ms, strict=False)]
         offers: dict[int, Option] = {}
 
-        def look(column: int, within: float, luxury: float) -> None:
+        def look(column: int, within: float, surge_limit: float) -> None:
             k = counts[column]
-            option = market.best(column, k, price, within, luxury)
+            option = hulls.best(column, k, price, within, surge_limit)
             if option is None:
                 bounds[column] = -math.inf
                 offers.pop(column, None)
@@ -147,20 +173,21 @@ class HullFit:
             look(at, allowed, min(spare + k * tau, allowed))
 
     def _drain_limit(self, context: Context, others: list[float], k: int) -> float:
-        """The longest latency of a batch of k after which the rest of the queue still drains in time.
+        """Return the longest latency, ms, of a batch of k after which the rest still meets its deadlines.
 
-        The rest leaves in full batches of the cheapest subnet, all of one length c, so worker j offers
-        starts at free_j + m c. Chunk i has a seat if enough of them lie before its latest start; otherwise
-        this worker must offer the missing ones.
+        The rest of the queue leaves in full batches ("chunks") of the cheapest subnet, which all take the
+        same time c. So worker j can start chunks at free_j + m c, for m = 0, 1, 2 and so on. Chunk i meets
+        its deadline if at least i + 1 such starts lie before its latest start. If the other workers offer
+        fewer, this worker must offer the missing ones, which limits the latency of its batch.
         """
-        market, now, reserve = self.pricing.market, context.now_ms, self.pricing.drain_margin_ms
+        hulls, now, reserve = self._time_price.hulls, context.now_ms, self._time_price.drain_margin_ms
         rest = context.queued - k
         if rest <= 0:
             return math.inf
-        full, size = market.full_ms, market.full_size
+        full, size = hulls.full_ms, hulls.full_size
         due = context.queue.deadlines(k, size)
         chunks = len(due)
-        tail_ms = market.drain_ms(rest - (chunks - 1) * size)
+        tail_ms = hulls.drain_ms(rest - (chunks - 1) * size)
         limit = math.inf
         if chunks > _MANY_CHUNKS:
             latest = np.array(due)
@@ -188,8 +215,8 @@ class HullFit:
         return limit
 
     def _in_the_way(self, context: Context, finish_ms: float) -> int:
-        """How many heads cannot wait for a full batch of the cheapest subnet, while a full one remains."""
-        count, spare = 0, context.queued - self.pricing.market.full_size
+        """Return how many requests cannot wait for a full batch of the cheapest subnet, while one remains."""
+        count, spare = 0, context.queued - self._time_price.hulls.full_size
         while count < spare and context.queue.deadline(count) < finish_ms:
             count += 1
         return count

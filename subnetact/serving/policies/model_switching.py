@@ -1,4 +1,4 @@
-"""Policies that switch the whole server to another model now and then."""
+"""Policies that switch the whole server to another subnet when the arrival rate changes."""
 
 from __future__ import annotations
 
@@ -17,24 +17,33 @@ __all__ = ["Coarse", "ModelSwitching"]
 
 
 class ModelSwitching:
-    """The most accurate subnet whose sustainable throughput covers the recent rate (HotCloud'20, section 4).
+    """Runs the most accurate subnet whose sustainable throughput covers the recent arrival rate.
 
-    The rate is that of the last window; the subnet changes at most once a period. A batch size is
-    sustainable when a request that just missed a batch can wait for it and run in the next, twice its
-    latency within the SLO. Batches are the largest within the slack, as for `Fixed`.
+    A batch size is sustainable if twice its latency is within the SLO, because a request that has just
+    missed a batch waits for that batch and runs in the next one. The sustainable throughput of a subnet is
+    the greatest batch size / latency over its sustainable batch sizes. The batch is the largest one that
+    finishes within the slack, as for `Fixed`.
 
-    The paper's <replicas, threads> configurations are rows of the table: give each (model, threads) its own
-    row, and its number of replicas in `replicas`; a row then uses only that many workers.
+    The paper's configurations <replicas, threads> are table rows: give every pair (model, number of threads)
+    a table row of its own, and the number of its replicas in `replicas`. While such a configuration is
+    chosen, only that many workers run.
 
     Args:
-        table: the profile.
-        slo_ms: the usual time a request is given.
-        window_ms: over which the rate is measured.
-        period_ms: least time between two switches.
-        replicas: workers each row may use; None = all of them for every row.
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, ms.
+        window_ms: the window over which the arrival rate is measured, ms.
+        period_ms: the least time between two switches, ms.
+        replicas: for each table row, how many workers it may use. If None, all of them.
+
+    Attributes:
+        subnet: the subnet that runs now; None before the first decision.
 
     Raises:
-        PolicyError: an argument out of range, or an SLO below the fastest option.
+        PolicyError: an argument is out of range, or the SLO is below the fastest option.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        Model-Switching (HotCloud'20, section 4).
     """
 
     switch_ms = 0.0
@@ -53,18 +62,18 @@ class ModelSwitching:
             raise PolicyError(f"window_ms: {window_ms} must be finite and > 0")
         self.window_ms = float(window_ms)
         self.period_ms = check_margin(period_ms, "period_ms")
-        rows = range(len(table.subnets))
-        if replicas is not None and len(replicas) != len(rows):
+        subnets = range(len(table.subnets))
+        if replicas is not None and len(replicas) != len(subnets):
             raise PolicyError(
-                f"replicas: {len(replicas)} values for {len(rows)} rows of the table; give one a row"
+                f"replicas: {len(replicas)} values for {len(subnets)} table rows; give one per table row"
             )
         self._given_replicas = replicas
         self._replicas = [
-            math.inf if replicas is None else check_count(replicas[i], "replicas") for i in rows
+            math.inf if replicas is None else check_count(replicas[i], "replicas") for i in subnets
         ]
         self._limits: dict[int, tuple[list[float], list[int]]] = {}
-        self._rates = [0.0 for _ in rows]
-        for i in rows:
+        self._rates = [0.0 for _ in subnets]
+        for i in subnets:
             if np.isnan(table.latency_ms[i]).all():
                 continue
             self._limits[i] = batch_limits(table, i)
@@ -78,12 +87,12 @@ class ModelSwitching:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the current subnet."""
+        """Forget the current subnet and the time of the last switch."""
         self.subnet: int | None = None
         self._switched_ms = -math.inf
 
     def decide(self, context: Context) -> tuple[int, int] | None:
-        """Answer (subnet, batch size); None for a worker that the current configuration leaves out."""
+        """Return (subnet, batch size), or None for a worker that the current configuration does not use."""
         if context.now_ms - self._switched_ms >= self.period_ms:
             wanted = self._wanted(context)
             if wanted != self.subnet:
@@ -95,7 +104,7 @@ class ModelSwitching:
         return subnet, largest_within(limits, sizes, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> ModelSwitching:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         made = ModelSwitching(table, self.slo_ms, self.window_ms, self.period_ms, self._given_replicas)
         made.switch_ms = self.switch_ms
         made.subnet, made._switched_ms = self.subnet, self._switched_ms
@@ -111,9 +120,23 @@ class ModelSwitching:
 
 
 class Coarse(ModelSwitching):
-    """Model switching by servers that must load the model first (SuperServe, NSDI'25, Fig. 1).
+    """Model switching by workers that must load the model before they run it.
 
-    As `ModelSwitching`, and every worker that changes its subnet loses `delay_ms`.
+    Coarse decides as `ModelSwitching` does. Every worker that changes its subnet is busy for `delay_ms`.
+
+    Args:
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, ms.
+        delay_ms: the time to load a model, ms.
+        window_ms: the window over which the arrival rate is measured, ms.
+        period_ms: the least time between two switches, ms.
+
+    Raises:
+        PolicyError: an argument is out of range, or the SLO is below the fastest option.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        The coarse-grained switching of SuperServe (NSDI'25, Fig. 1).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Policies by name, for command lines and benchmarks."""
+"""Makes policies from their names, for command lines and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ __all__ = ["POLICIES", "make_policy", "policy_names"]
 
 Make = Callable[[LatencyTable, float, int | None], Policy]
 
-#: name -> makes the policy from (table, slo_ms, the number after the colon or None)
 POLICIES: dict[str, Make] = {
     "hullfit": lambda table, slo_ms, _: HullFit(table, slo_ms),
     "slackfit": lambda table, slo_ms, buckets: SlackFit(table, slo_ms, 8 if buckets is None else buckets),
@@ -30,15 +29,27 @@ POLICIES: dict[str, Make] = {
     "cheapest": lambda table, _, __: CheapestFeasible(table),
     "flex": lambda table, _, subnet: Flex(table, subnet),
     "fixed": lambda table, _, subnet: Fixed(table, 0 if subnet is None else subnet),
-    "veltair": lambda table, slo_ms, _: Veltair(table, lambda level: HullFit(level, slo_ms)),
+    "veltair": lambda table, slo_ms, _: Veltair(table, lambda measured: HullFit(measured, slo_ms)),
 }
+"""For each name, a function that makes the policy from (table, slo_ms, number after the colon or None)."""
 
 
 def make_policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
-    """A policy from its name, such as "hullfit", "slackfit:4" (K), "fixed:2" (subnet) or "coarse:100" (ms).
+    """Make a policy from its name.
+
+    Args:
+        name: "hullfit", "slackfit", "maxbatch", "maxacc", "modelswitching", "coarse", "cheapest", "flex",
+            "fixed" or "veltair". A number may follow after a colon: the buckets of "slackfit:4", the subnet
+            of "fixed:2" and "flex:2", the delay of "coarse:100" in ms.
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, ms.
+
+    Returns:
+        The policy.
 
     Raises:
-        PolicyError: an unknown name, or a setting the policy refuses.
+        PolicyError: the name is unknown, or the policy refuses a setting.
+        TableError: the accuracy of a subnet is not known.
     """
     kind, _, number = name.partition(":")
     if kind not in POLICIES:
@@ -49,7 +60,11 @@ def make_policy(name: str, table: LatencyTable, slo_ms: float) -> Policy:
 
 
 def policy_names(table: LatencyTable) -> list[str]:
-    """The names that `all` stands for: every policy that runs on this table, and every fixed subnet."""
+    """Return the names that `all` stands for on the command line.
+
+    These are all policies except Flex, which the table supports (Veltair needs co-runners), and `Fixed` with
+    every subnet.
+    """
     names = [name for name in POLICIES if name not in ("fixed", "flex", "veltair")]
     if table.co_runners:
         names.append("veltair")

@@ -1,4 +1,4 @@
-"""SlackFit: latency buckets chosen by slack (SuperServe, NSDI'25, section 4)."""
+"""SlackFit: the slack of the most urgent request chooses a latency bucket; the policy of SuperServe."""
 
 from __future__ import annotations
 
@@ -16,26 +16,37 @@ __all__ = ["SlackFit"]
 
 
 class SlackFit:
-    """Spend the slack of the most urgent request: the highest latency bucket within it, its largest batch.
+    """Spends the slack of the most urgent request: runs an option from the highest latency bucket within it.
 
-    The options are the (subnet, batch size) with a latency of at most `slo_ms`, Pareto-optimal at their
-    batch size, with a batch no larger than the profiled size that the queue rounds up to. They fall into
-    `buckets` equal-width buckets over their range of latency; a bucket is usable when its upper edge is
-    within the slack. Inside a bucket the largest batch wins, then accuracy; a bucket whose batch is smaller
-    than a lower one's takes over the lower one's option. Nothing usable: the largest batch that fits, then
-    accuracy. Nothing fits: the cheapest subnet with the largest batch.
+    An option is a pair (subnet, batch size). The options considered have a latency of at most `slo_ms`, are
+    Pareto-optimal at their batch size, and their batch is no larger than the profiled size that the queue
+    rounds up to. They are sorted into `buckets` buckets of equal width over their range of latency.
 
-    All of that is resolved when the policy is made; a decision is two look-ups.
+    * A bucket is usable if its upper edge is within the slack. The highest usable bucket is chosen.
+    * Inside a bucket the option with the largest batch wins; among equals, the most accurate one.
+    * If the batch of a bucket is smaller than that of a lower bucket, the lower bucket's option is used.
+    * If no bucket is usable, the largest batch that finishes within the slack runs, on the most accurate
+      subnet that permits it.
+    * If nothing finishes in time, the cheapest subnet runs its largest batch.
+
+    All of this is computed when the policy is made; a decision consists of two look-ups.
 
     Args:
-        table: the profile.
-        slo_ms: the usual time a request is given.
-        buckets: number of buckets, K.
-        margin_ms: reserve taken off the slack, ms.
-        margin: share by which every latency is assumed longer than profiled.
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, ms.
+        buckets: number of buckets, called K in the paper.
+        margin_ms: reserve that is subtracted from the slack, ms.
+        margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
 
     Raises:
-        PolicyError: an argument out of range, or an SLO below the fastest option.
+        PolicyError: an argument is out of range, or the SLO is below the fastest option.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        SuperServe (NSDI'25, section 4).
+
+    Example:
+        `result = simulate(arrivals_ms, table, SlackFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
 
     def __init__(
@@ -56,7 +67,11 @@ class SlackFit:
         self._plans: dict[float, _Plan] = {0.0: _Plan(table, self.slo_ms, buckets, 0.0)}
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size)."""
+        """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
+
+        Raises:
+            PolicyError: no subnet meets the floor of the most urgent request.
+        """
         plan = self._plans.get(context.floor)
         if plan is None:
             plan = self._plan_for(context.floor)
@@ -65,11 +80,12 @@ class SlackFit:
         return plan.answer(column, (context.slack_ms - self.margin_ms) / (1.0 + self.margin))
 
     def steps(self) -> list[tuple[list[float], list[tuple[int, int]]]]:
-        """Tabulate every answer to requests without an accuracy floor.
+        """Tabulate every decision for requests without a floor; exporters write this table.
 
         Returns:
-            For each profiled batch size that the queue rounds up to, ascending slacks (ms, margins taken
-            off) and one answer more than those: the answer at j is for slacks from the one before it on.
+            For each profiled batch size that the queue rounds up to: (slacks in ms, ascending, with the
+            margins subtracted; decisions, one more than slacks). Decision j applies if exactly the first j
+            slacks are at most the slack.
         """
         plan = self._plans[0.0]
         tables = []
@@ -86,7 +102,7 @@ class SlackFit:
         return tables
 
     def retabled(self, table: LatencyTable) -> SlackFit:
-        """The same policy for other latencies of the same subnets and batch sizes."""
+        """Return the same policy for other latencies of the same subnets and batch sizes."""
         return SlackFit(table, self.slo_ms, self.buckets, self.margin_ms, self.margin)
 
     def _plan_for(self, floor: float) -> _Plan:
@@ -99,10 +115,12 @@ class SlackFit:
 
 
 class _Plan:
-    """Every answer SlackFit can give under one accuracy floor.
+    """Every decision of SlackFit for one floor.
 
-    `choices[column][j]` is the option for a queue that rounds up to that column when the first j upper
-    edges are within the slack; None where those buckets hold nothing.
+    Attributes:
+        edges: upper edges of the buckets, ms.
+        choices: `choices[column][j]` is the option for a queue that rounds up to that column if the first j
+            upper edges are within the slack; None if those buckets are empty.
     """
 
     def __init__(self, table: LatencyTable, slo_ms: float, buckets: int, floor: float) -> None:
@@ -122,7 +140,7 @@ class _Plan:
         ]
 
     def answer(self, column: int, slack_ms: float) -> tuple[int, int]:
-        """Answer for a queue that rounds up to a column; a step function of the slack."""
+        """Return (subnet, batch size) for a queue that rounds up to a column, at that slack."""
         choice = self.choices[column][bisect_right(self.edges, slack_ms)]
         if choice is not None:
             return choice

@@ -1,4 +1,4 @@
-"""A policy that estimates how many co-runners the device has (VELTAIR, ASPLOS'22, section 4)."""
+"""Veltair: estimates how many co-runners use the device and plans with the latencies measured beside them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ __all__ = ["Veltair"]
 
 
 class Veltair:
-    """Any policy, made once per measured number of co-runners, and asked at the number estimated now.
+    """Estimates the number of co-runners and asks a policy that was made for that number.
 
-    For every batch, the measured latency is divided by the latency that the profile without co-runners
-    expects. The table has this ratio for every cell and every measured number of co-runners; the number of
-    co-runners at which the table has the measured ratio is the estimate. The estimate is an exponential
-    moving average over batches.
+    One policy is made for every number of co-runners in the table. After every batch, the measured latency is
+    divided by the latency that the table without co-runners gives. The table has this ratio for every subnet,
+    batch size and measured number of co-runners; the number of co-runners that belongs to the measured ratio
+    is found by interpolation. The estimate is an exponential moving average of these numbers over batches.
 
     Args:
-        table: a profile with a co-runner dimension.
-        make: makes the policy for one number of co-runners from the table at that number.
+        table: a latency table with a co-runner dimension.
+        make: makes the policy for one number of co-runners from the table at that number, for example
+            `lambda table: SlackFit(table, slo_ms=36.0)`.
         decay: weight of the past when a new estimate arrives, in [0, 1).
 
     Attributes:
@@ -31,6 +32,9 @@ class Veltair:
 
     Raises:
         PolicyError: the table has no co-runner dimension, or an argument is out of range.
+
+    Source:
+        VELTAIR (ASPLOS'22, section 4).
     """
 
     def __init__(
@@ -45,9 +49,9 @@ class Veltair:
             raise PolicyError(f"decay: {decay} must be in [0, 1)")
         self.table = table
         self.decay = decay
-        self._levels = table.co_runners
-        self._tables = [table.at_co_runners(level).latency_ms.tolist() for level in self._levels]
-        self._policies = [make(table.at_co_runners(level)) for level in self._levels]
+        self._numbers = table.co_runners
+        self._tables = [table.at_co_runners(number).latency_ms.tolist() for number in self._numbers]
+        self._policies = [make(table.at_co_runners(number)) for number in self._numbers]
         self._columns = {size: column for column, size in enumerate(table.batch_sizes)}
         slo_ms = getattr(self._policies[0], "slo_ms", None)
         if slo_ms is not None:
@@ -55,24 +59,31 @@ class Veltair:
         self.reset()
 
     def reset(self) -> None:
-        """Assume an undisturbed device again."""
-        self.estimated_co_runners = self._levels[0]
+        """Assume again that there are no co-runners."""
+        self.estimated_co_runners = self._numbers[0]
         for policy in self._policies:
             if hasattr(policy, "reset"):
                 policy.reset()
 
     def decide(self, context: Context) -> tuple[int, int] | None:
-        """Answer (subnet, batch size), by the policy of the least measured number not below the estimate."""
-        level = min(bisect_left(self._levels, self.estimated_co_runners), len(self._levels) - 1)
-        return self._policies[level].decide(context)
+        """Return what the policy for the least measured number of co-runners >= the estimate decides."""
+        at = min(bisect_left(self._numbers, self.estimated_co_runners), len(self._numbers) - 1)
+        return self._policies[at].decide(context)
 
     def observe(self, subnet: int, batch_size: int, expected_ms: float, measured_ms: float) -> None:
-        """Learn from one batch; `expected_ms` is the undisturbed profile's."""
+        """Update the estimate after one batch.
+
+        Args:
+            subnet: index of the subnet.
+            batch_size: the profiled batch size that ran.
+            expected_ms: the latency that the table without co-runners gives.
+            measured_ms: the latency that the batch took.
+        """
         column = self._columns[batch_size]
         base = self._tables[0][subnet][column]
-        ratios = [level[subnet][column] / base for level in self._tables]
+        ratios = [latencies[subnet][column] / base for latencies in self._tables]
         ratio = measured_ms / expected_ms
-        felt = self._levels[-1]
+        estimate = self._numbers[-1]
         for i in range(1, len(ratios)):
             if ratio < ratios[i]:
                 share = (
@@ -80,6 +91,6 @@ class Veltair:
                     if ratios[i] > ratios[i - 1]
                     else 1.0
                 )
-                felt = self._levels[i - 1] + max(share, 0.0) * (self._levels[i] - self._levels[i - 1])
+                estimate = self._numbers[i - 1] + max(share, 0.0) * (self._numbers[i] - self._numbers[i - 1])
                 break
-        self.estimated_co_runners = self.decay * self.estimated_co_runners + (1.0 - self.decay) * felt
+        self.estimated_co_runners = self.decay * self.estimated_co_runners + (1.0 - self.decay) * estimate
