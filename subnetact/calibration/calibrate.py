@@ -18,7 +18,7 @@ from subnetact.calibration.run import CalibrationRun
 from subnetact.errors import SpecError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.norm_row import NormRow
+from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["CalibrationReport", "calibrate"]

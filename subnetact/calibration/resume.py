@@ -20,7 +20,7 @@ from subnetact.calibration.run import CalibrationRun
 from subnetact.documents import DocumentFormat, parse_json, replacing
 from subnetact.errors import ResumeMismatch
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.norm_row import NormRow
+from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Progress", "identity"]

@@ -13,7 +13,7 @@ from subnetact.calibration.shared_forward import NotShareable, SharedForward
 from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind
-from subnetact.supernet.norm_row import NormRow
+from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["CalibrationRun"]

@@ -48,7 +48,7 @@ class Bound:
             computed = getattr(parameter, "computed", None)
             sources += [parameter] if computed is None else computed.operator.parameters(recurse=False)
         if row is not None:
-            sources += row.sources
+            sources.append(row.flat)
         else:
             norms = supernet.norm_operators().values()
             sources += [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]

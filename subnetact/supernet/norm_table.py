@@ -1,10 +1,15 @@
-"""NormTable: the mean and variance of every BatchNorm, for every calibrated subnet."""
+"""NormTable: the BatchNorm means and variances of every calibrated subnet.
+
+A `NormRow` is the statistics row of one subnet, in one tensor of its own. Subnets that begin with the same
+layers have equal statistics there; the file of a table stores such equal statistics once.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from hashlib import blake2b
+from os import PathLike
 from typing import Any
 
 import torch
@@ -13,23 +18,98 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subnetact.documents import DocumentFormat, parse_json, replacing
-from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.norm_row import Block, NormRow
 
 __all__ = ["NormRow", "NormTable"]
 
 NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 2, "save it again with NormTable.save()")
 
 
-class NormTable:
-    """Rows of statistics keyed by subnet (SubnetNorm, SuperServe section 3.1).
+class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
+    """The statistics row of one subnet: BatchNorm name -> (mean, variance), each of shape (channels,).
 
-    Subnets with an equal beginning have equal statistics there: what two rows have in common, bit for
-    bit, is stored once, in memory and in the file.
+    All pairs are slices of one tensor, so a change of that tensor in place changes them.
 
     Args:
-        space: the id of the search space whose subnets it may hold.
+        channels: the number of channels of every BatchNorm, by name.
+        flat: all means, then all variances, in the order of `channels`; shape (2 * sum of channels,). The
+            row keeps this tensor and does not copy it.
+
+    Attributes:
+        channels: as given.
+        flat: as given.
+
+    Raises:
+        SpecError: `flat` has another shape, or a number of channels is not positive.
+    """
+
+    __slots__ = ("channels", "flat")
+
+    def __init__(self, channels: Mapping[str, int], flat: Tensor) -> None:
+        total = sum(channels.values())
+        if flat.shape != (2 * total,):
+            raise SpecError(
+                f"a statistics row of {total} channels needs shape ({2 * total},), got {tuple(flat.shape)}"
+            )
+        if any(count < 1 for count in channels.values()):
+            raise SpecError("the channel counts of a statistics row must be positive")
+        self.channels = dict(channels)
+        self.flat = flat
+
+    @classmethod
+    def of(cls, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> NormRow:
+        """Copy (mean, variance) pairs into one row.
+
+        Args:
+            statistics: BatchNorm name -> (mean, variance), each of shape (channels,), of one dtype and on one
+                device. `Supernet.statistics` returns such a mapping.
+        """
+        means, variances = zip(*statistics.values(), strict=True) if statistics else ((), ())
+        flat = torch.cat([*means, *variances]) if statistics else torch.empty(0)
+        return cls({name: mean.numel() for name, (mean, _) in statistics.items()}, flat.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the statistics."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return every (mean, variance) pair by name, in one walk over the row."""
+        if not self.channels:
+            return {}
+        counts = list(self.channels.values())
+        means, variances = (torch.split(half, counts) for half in self.flat.data.chunk(2))
+        return dict(zip(self.channels, zip(means, variances, strict=True), strict=True))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> NormRow:
+        """Return a row on the tensor that a function makes of this row's tensor, of the same shape."""
+        return NormRow(self.channels, function(self.flat))
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.pairs()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.channels)
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+
+class NormTable:
+    """Statistics rows by subnet.
+
+    `supernet.norms` is the table that a supernet uses; `subnetact.calibrate` fills it.
+
+    Args:
+        space: the id of the search space whose subnets the table may hold (`SubnetSpace.id`).
+
+    Source:
+        SubnetNorm in SuperServe, section 3.1.
+
+    Example:
+        >>> supernet.norms.save("norms.safetensors")
+        >>> supernet.norms = NormTable.load("norms.safetensors")
     """
 
     def __init__(self, space: str) -> None:
@@ -46,63 +126,71 @@ class NormTable:
         return iter(list(self._rows))
 
     def get(self, spec: SubnetSpec) -> NormRow | None:
-        """Return a subnet's row, or None where it was never calibrated."""
+        """Return the statistics row of a subnet, or None if the subnet was never calibrated."""
         return self._rows.get(spec)
 
     def update(self, rows: Mapping[SubnetSpec, NormRow]) -> None:
-        """Add or replace rows, all or none.
+        """Add or replace statistics rows, all or none.
+
+        Args:
+            rows: the rows by subnet; the table keeps them as they are, without a copy.
 
         Raises:
-            ForeignSpec: a row is of another space.
+            ForeignSpec: a subnet is of another space. The table is then unchanged.
         """
         for spec in rows:
             if spec.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
-        kept = {spec: row for spec, row in self._rows.items() if spec not in rows}
-        known: dict[bytes, Block] = {}
-        for row in kept.values():
-            known.update(zip(row.digests(), row.blocks().values(), strict=True))
-        self._rows = {**self._rows, **{spec: row.sharing(known) for spec, row in rows.items()}}
+        self._rows = {**self._rows, **rows}
 
     def nbytes(self) -> int:
-        """Return the bytes of all statistics, those that rows share once."""
-        sources = {id(source): source for row in self._rows.values() for source in row.sources}
-        return sum(source.numel() * source.element_size() for source in sources.values())
+        """Return the bytes of all statistics in memory. The file of the table may be smaller."""
+        return sum(row.nbytes for row in self._rows.values())
 
     def to_like(self, tensor: Tensor | None) -> NormTable:
-        """Return a table of its own with the rows on a tensor's device and of its dtype."""
+        """Return a copy of the table.
+
+        Args:
+            tensor: the copy is made on its device and in its dtype; if None, each row keeps its own.
+        """
         table = NormTable(self.space)
         table._rows = dict(self._rows)
         table.apply(lambda flat: flat.clone() if tensor is None else flat.to(tensor, copy=True))
         return table
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Map every tensor of statistics, to another device for example."""
-        moved: dict[int, Tensor] = {}
+        """Replace the tensor of every row by what a function makes of it, a copy on a GPU for example."""
+        self._rows = {spec: row.map(function) for spec, row in self._rows.items()}
 
-        def once(source: Tensor) -> Tensor:
-            if id(source) not in moved:
-                moved[id(source)] = function(source)
-            return moved[id(source)]
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the table as a safetensors file, atomically.
 
-        self._rows = {spec: row.map(once) for spec, row in self._rows.items()}
+        Statistics of a BatchNorm that are equal bit for bit in several rows are written once.
 
-    def save(self, path: str | Path) -> None:
-        """Write the table as safetensors, atomically."""
+        Args:
+            path: the file; an earlier one is replaced.
+
+        Raises:
+            MissingFile: the folder of the file does not exist.
+        """
         names: dict[str, int] = {}
         numbers: dict[bytes, int] = {}
         blocks: list[tuple[int, int, str]] = []
         parts: dict[str, list[Tensor]] = {}
         rows = []
         for spec, row in self._rows.items():
-            pairs = zip(row.digests(), row.pairs().items(), strict=True)
-            for digest, (name, (mean, var)) in pairs:
-                if digest not in numbers:
-                    dtype = str(mean.dtype).removeprefix("torch.")
-                    numbers[digest] = len(blocks)
-                    blocks.append((names.setdefault(name, len(names)), mean.numel(), dtype))
-                    parts.setdefault(dtype, []).extend((mean.cpu(), var.cpu()))
-            rows.append({"spec": spec.to_json(), "blocks": [numbers[digest] for digest in row.digests()]})
+            dtype = str(row.flat.dtype).removeprefix("torch.")
+            own = []
+            for name, pair in row.map(lambda flat: flat.detach().cpu()).pairs().items():
+                digest = blake2b(f"{name} {dtype}".encode(), digest_size=16)
+                for tensor in pair:
+                    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+                number = numbers.setdefault(digest.digest(), len(blocks))
+                if number == len(blocks):
+                    blocks.append((names.setdefault(name, len(names)), pair[0].numel(), dtype))
+                    parts.setdefault(dtype, []).extend(pair)
+                own.append(number)
+            rows.append({"spec": spec.to_json(), "blocks": own})
         index = {"names": list(names), "blocks": blocks, "rows": rows}
         header = {**NORM_TABLE.metadata, "space": self.space}
         tensors = {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
@@ -110,13 +198,22 @@ class NormTable:
             save_file(tensors, temporary, {**header, "index": json.dumps(index)})
 
     @classmethod
-    def load(cls, path: str | Path) -> NormTable:
-        """Read a table that `save` wrote; assign it to `supernet.norms` to use it.
+    def load(cls, path: str | PathLike[str]) -> NormTable:
+        """Read a table that `save` wrote.
 
-        It belongs to the weights it was calibrated with: after others are loaded, calibrate again.
+        The statistics belong to the weights that they were calibrated with. After other weights are loaded
+        into the supernet, calibrate again.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The table, on the CPU. Assign it to `supernet.norms` to use it.
 
         Raises:
-            FileFormatError: the file is truncated, of another kind, or of a newer schema.
+            MissingFile: there is no such file.
+            FileFormatError: the file is damaged, of another kind or of a newer schema, or statistics in it
+                are not finite.
         """
         with (
             NORM_TABLE.readable(path, unreadable=(SafetensorError,)),
@@ -127,11 +224,11 @@ class NormTable:
             schema = NORM_TABLE.check_metadata(header, path)
             table = cls(header["space"])
             if schema == 1:
-                table.update(_rows_of_schema_1(file, parse_json(header["rows"])))
+                table._rows = _rows_of_schema_1(file, parse_json(header["rows"]))
             else:
                 table._rows = _rows(file, parse_json(header["index"]))
             for spec, row in table._rows.items():
-                if not all(source.isfinite().all() for source in row.sources):
+                if not row.flat.isfinite().all():
                     raise FileFormatError(f"{path}: {spec} is not finite; calibrate and save again")
         return table
 
@@ -139,12 +236,13 @@ class NormTable:
 def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
     stored = {dtype: file.get_tensor(dtype) for dtype in file.keys()}  # noqa: SIM118
     ends = dict.fromkeys(stored, 0)
-    blocks: list[tuple[str, Block]] = []
+    blocks: list[tuple[str, tuple[Tensor, Tensor]]] = []
     for number, channels, dtype in index["blocks"]:
         start, count = ends[dtype], int(channels)
         if count < 1 or start + 2 * count > stored[dtype].numel():
             raise ValueError(f"block {len(blocks)} of {count} channels is outside the statistics")
-        blocks.append((index["names"][number], (stored[dtype], start, start + count, count)))
+        mean, var = stored[dtype][start : start + 2 * count].chunk(2)
+        blocks.append((index["names"][number], (mean, var)))
         ends[dtype] += 2 * count
     if ends != {dtype: tensor.numel() for dtype, tensor in stored.items()}:
         raise ValueError("there are more statistics than blocks")
@@ -152,12 +250,12 @@ def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
     for entry in index["rows"]:
         if any(not 0 <= i < len(blocks) for i in entry["blocks"]):
             raise ValueError(f"row {len(rows)} names a block that is not there")
-        rows[SubnetSpec.from_json(entry["spec"])] = NormRow.at(dict(blocks[i] for i in entry["blocks"]))
+        rows[SubnetSpec.from_json(entry["spec"])] = NormRow.of(dict(blocks[i] for i in entry["blocks"]))
     return rows
 
 
 def _rows_of_schema_1(file: Any, index: list[dict[str, Any]]) -> dict[SubnetSpec, NormRow]:
-    """Read rows that are stored whole, one tensor each."""
+    """Read a file of schema 1, which stores every row in a tensor of its own."""
     return {
         SubnetSpec.from_json(entry["spec"]): NormRow(
             {name: int(count) for name, count in entry["channels"]}, file.get_tensor(str(i))
