@@ -1,12 +1,13 @@
-"""The engine beside what else there is: forward times, switching, memory, and eight threads at once.
+"""The engine beside the alternatives: forward times, switching, memory, and eight threads at once.
 
     python benchmarks/engine.py [--families ofa_resnet50 ofa_mbv3] [--pixels 224] [--threads 1]
         [--parts forward switch memory hammer] [--compile] [--out benchmarks/results/engine.json]
 
-Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one
-process, interleaved; a ratio is the median of the ratios within a round, against upstream's extracted
-network in eager mode (`extracted_eager`). `--report` draws
-a JSON that was measured before and puts its figures into benchmarks/README.md.
+Upstream is the PyPI package `ofa` with the same random weights. All contenders of a cell run in one process,
+in turns. A pass runs every contender once, in random order. A ratio is the median, over all passes, of a
+contender's time divided by the time of upstream's extracted network in eager mode (`extracted_eager`).
+`--report` draws the plots of a JSON file that was measured before and writes its figures into
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ FRUGAL = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "128",
 }
-"""glibc keeps a heap for each thread and much of what was freed, oneDNN 1024 kernels, unless told not to."""
+"""Environment variables that keep memory small. By default glibc keeps a heap per thread and much freed
+memory, and oneDNN keeps 1024 kernels."""
 BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
 
 
@@ -60,13 +62,13 @@ def resident_mb() -> float:
 
 
 def peak_resident_mb() -> float:
-    """The most that was resident since `Path("/proc/self/clear_refs").write_text("5")`."""
+    """Return the peak resident memory since "5" was written to /proc/self/clear_refs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def sizes_of(supernet: Supernet) -> dict[str, SubnetSpec]:
-    """The smallest subnet, the largest, and the sampled one of median parameter count."""
+    """Return the smallest and the largest subnet, and of 21 samples the one of median parameter count."""
     rng = random.Random(0)
     sampled = sorted(
         (supernet.space.sample(rng) for _ in range(21)),
@@ -103,7 +105,7 @@ def contenders(
         scripted = scripting.optimize_for_inference(scripted)
     runs["torchscript_frozen"] = lambda: scripted(x)
     if with_compile:
-        torch.compiler.reset()  # else it gives up, silently, after eight networks of one class
+        torch.compiler.reset()  # Otherwise the ninth network of a class runs eagerly, without a message.
         mode = "max-autotune" if device.type == "cuda" else "default"
         compiled: Any = torch.compile(extracted, mode=mode, dynamic=False)
         runs["torch_compile"] = lambda: compiled(x)
@@ -168,7 +170,7 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
                 synchronize(device)
                 times[name].append((time.perf_counter() - start) * 1e3)
     return {
-        "rounds": len(times[BASE]),
+        "passes": len(times[BASE]),
         "median_ms": {name: median(taken) for name, taken in times.items()},
         "ratio": {
             name: median(a / b for a, b in zip(taken, times[BASE], strict=True))
@@ -184,7 +186,7 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
 
 
 def rows_for(supernet: Supernet, specs: list[SubnetSpec]) -> None:
-    """Give every subnet random statistics of its own: what matters here is their size."""
+    """Give every subnet random statistics of its own. Only their size matters here."""
     rows = {}
     for spec in specs:
         shared = supernet.statistics(spec)
@@ -256,9 +258,9 @@ def memory(args: argparse.Namespace, family: str) -> dict[str, Any]:  # noqa: AR
 
 
 def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
-    """`hammer_here` in a process of its own, with the allocators as they are and kept from hoarding."""
+    """Run `hammer_here` in a process of its own: with default allocators, and with those of `FRUGAL`."""
     found = {}
-    for name, environment in (("as it comes", {}), ("frugal", FRUGAL)):
+    for name, environment in (("default", {}), ("frugal", FRUGAL)):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "hammer.json"
             command = [sys.executable, __file__, "--parts", "hammer_here", "--families", family]
@@ -271,7 +273,7 @@ def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
 
 
 def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Eight threads over 50 subnets, while subnets are registered, removed, pinned and evicted."""
+    """Run 50 subnets from eight threads while subnets are registered, removed, pinned and evicted."""
     supernet = load(family)
     specs = supernet.space.sample(1, 50)
     rows_for(supernet, specs)
@@ -366,13 +368,13 @@ def plot(result: dict[str, Any], out: Path) -> None:
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw what was measured, and put it into benchmarks/README.md."""
+    """Draw the plots, and write the figures into benchmarks/README.md."""
     plot(result, out)
     on = result["machine"]
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, {result['pixels']} px, "
-        "float32. Time as a share of upstream's extracted network in eager mode; medians of interleaved "
-        "rounds.",
+        "float32. `ms` is the time of upstream's extracted network in eager mode; the other columns are "
+        "times divided by that time, medians over interleaved passes.",
     ]
     for family, cells in result["forward"].items():
         names = [name for name in cells[0]["ratio"] if name != BASE]

@@ -1,8 +1,8 @@
-"""Memory of resident subnets: views of OFA-ResNet50 beyond the weights and the norm table.
+"""Memory per resident subnet: what views of OFA-ResNet50 take beyond the weights and the norm table.
 
     python benchmarks/memory.py [--views 1000] [--json benchmarks/results/memory.json]
 
-Every view is calibrated (on random statistics), so that it has a norm row of its own.
+Every subnet gets random statistics, so that it has a statistics row of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     supernet = load("ofa_resnet50")
     specs = supernet.space.sample(0, args.views)
-    supernet.norms.update({spec: random_row(supernet, spec) for spec in tqdm(specs, desc="norm rows")})
+    supernet.norms.update({spec: random_row(supernet, spec) for spec in tqdm(specs, desc="statistics rows")})
     supernet.subnet(supernet.space.smallest()), supernet.subnet(supernet.space.largest())
     before = resident_bytes()
     build_ms, held = [], []
