@@ -45,14 +45,13 @@ def test_the_readme_has_the_same_map(rooms: ModuleType) -> None:
 
 
 def test_no_import_points_up(rooms: ModuleType) -> None:
-    lines = rooms.room_lines()
-    up = [
-        f"{name} imports {target}"
-        for name, targets in rooms.arrows().items()
-        for target in targets
-        if lines[rooms.room_of(target)] > lines[rooms.room_of(name)]
-    ]
-    assert not up
+    assert not rooms.arrows_up(rooms.arrows())
+
+
+def test_rooms_with_an_inner_order_name_every_folder(rooms: ModuleType) -> None:
+    for room, order in rooms.INSIDE.items():
+        folders = {path.parent.name for path in (ROOT / "subnetact" / room).glob("*/__init__.py")}
+        assert folders == set(order)
 
 
 def test_no_import_goes_in_a_circle(rooms: ModuleType) -> None:
@@ -63,6 +62,10 @@ def test_a_circle_and_an_arrow_up_would_be_found(rooms: ModuleType) -> None:
     assert rooms.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
     lines = rooms.room_lines()
     assert lines["errors"] < lines["engine"] < lines["ofa_adapters"]
+    policy, batcher = "subnetact.serving.policies.slackfit", "subnetact.serving.live.batcher"
+    assert rooms.arrows_up({batcher: {policy}, "subnetact.engine.engine": {"subnetact.errors"}}) == []
+    assert rooms.arrows_up({policy: {batcher}}) == [f"{policy} imports {batcher}"]
+    assert rooms.arrows_up({"subnetact.errors": {"subnetact.engine.engine"}})
 
 
 def test_every_module_is_imported_or_started(rooms: ModuleType) -> None:
