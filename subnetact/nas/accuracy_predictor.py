@@ -1,4 +1,4 @@
-"""Accuracy of a subnet without running it, by once-for-all's published predictors."""
+"""Predicts the accuracy of a subnet with the published predictors of once-for-all, without running it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["AccuracyPredictor"]
 
 HIDDEN, LAYERS = 400, 3
 PERCENT = 100.0
-"""The network answers with a share of one."""
+"""The network returns a share of one; the predictor returns percent."""
 
 
 class _Network(nn.Module):
-    """Three hidden layers and a mean that is added; names as in ofa's `AccuracyPredictor`."""
+    """Three hidden layers and an added mean. Its parameters are named as in ofa's `AccuracyPredictor`."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -39,16 +39,23 @@ class _Network(nn.Module):
 
 
 class AccuracyPredictor:
-    """Once-for-all's accuracy predictor (Cai et al., ICLR'20; ofa/nas/accuracy_predictor).
+    """The accuracy predictor of once-for-all, a small network over an encoding of the subnet.
 
-    A function of a subnet, for `search(..., accuracy=predictor)`. Its weights are random until they
-    are loaded, or trained: `network` is an ordinary module from features to a share of one.
+    Pass a predictor to `search(..., accuracy=predictor)`. The weights are random until they are loaded
+    with `from_checkpoint`, or until `network` is trained.
 
     Args:
-        encode: subnet -> features of shape (n_features,). For published families that is
+        encode: returns the features of a subnet, of shape (n_features,). For published families use
             `functools.partial(ofa_adapters.encode, supernet.space, image_size=224)`, with
             `encoding="tutorial"` for the predictor of once-for-all's tutorial.
-        n_features: how many features there are.
+        n_features: number of features.
+
+    Attributes:
+        network: an ordinary module that maps features of shape (N, n_features) to accuracies of shape
+            (N,), as a share of one.
+
+    Source:
+        Cai et al., "Once-for-all", ICLR 2020; ofa/nas/accuracy_predictor.
     """
 
     def __init__(self, encode: Callable[[SubnetSpec], Any], n_features: int) -> None:
@@ -62,14 +69,20 @@ class AccuracyPredictor:
         checkpoint: str | os.PathLike[str] | Mapping[str, Tensor],
         encode: Callable[[SubnetSpec], Any],
     ) -> AccuracyPredictor:
-        """Load published weights: `ofa_resnet50_acc_predictor.pth`, the tutorial's `acc_predictor.pth` ...
+        """Load published weights, for example `ofa_resnet50_acc_predictor.pth`.
+
+        The tutorial's `acc_predictor.pth`, whose parameters have other names, is read as well.
 
         Args:
-            checkpoint: a path, read without unpickling code, or a state_dict.
-            encode: as for the class; it must be the encoding that the weights were trained with.
+            checkpoint: a path, which is read without running pickled code, or a state_dict.
+            encode: returns the features of a subnet. It must be the encoding that the weights were
+                trained with.
+
+        Returns:
+            The predictor with these weights.
 
         Raises:
-            CheckpointError: the file is unreadable, or its tensors are not a predictor's.
+            CheckpointError: the file cannot be read, or its tensors are not those of a predictor.
         """
         tensors = _read(checkpoint)
         try:
@@ -87,10 +100,16 @@ class AccuracyPredictor:
     @overload
     def __call__(self, specs: Sequence[SubnetSpec]) -> list[float]: ...
     def __call__(self, specs: SubnetSpec | Sequence[SubnetSpec]) -> float | list[float]:
-        """Return the predicted accuracy in percent: one number for one subnet, else a list.
+        """Return the predicted top-1 accuracy in percent.
+
+        Args:
+            specs: one subnet, or several.
+
+        Returns:
+            One number for one subnet, a list of numbers for several.
 
         Raises:
-            SpecError: the encoding has not as many features as the network reads.
+            SpecError: the encoding has another number of features than the network.
         """
         given = [specs] if isinstance(specs, SubnetSpec) else list(specs)
         if not given:
@@ -106,7 +125,7 @@ class AccuracyPredictor:
         return percent[0] if isinstance(specs, SubnetSpec) else percent
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights under ofa's names."""
+        """Return the weights, named as in the ofa package."""
         return self.network.state_dict()
 
 
@@ -129,7 +148,7 @@ def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Tensor]) -> dict[str
 
 
 def _name(key: str) -> str:
-    """Map a name of the tutorial's plain Sequential, whose last bias is the added mean."""
+    """Translate a parameter name of the tutorial's predictor, whose last bias is the added mean."""
     found = re.fullmatch(r"(\d+)\.(weight|bias)", key)
     if found is None:
         return key

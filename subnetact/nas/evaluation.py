@@ -1,4 +1,4 @@
-"""True accuracy of subnets on labelled data."""
+"""The true accuracy of subnets on labelled data."""
 
 from __future__ import annotations
 
@@ -40,22 +40,29 @@ def evaluate(
     calibration: Iterable[Tensor | Sequence[Any]] | None = None,
     progress: bool = True,
 ) -> float | list[float]:
-    """Return the top-1 accuracy of subnets in percent: one number for one subnet, else a list.
-
-    As the accuracy of a search: `lambda spec: evaluate(supernet, spec, loader, calibration=batches)`.
+    """Return the top-1 accuracy of subnets on labelled data.
 
     Args:
-        supernet: the supernet; only its norm table changes, where subnets are calibrated.
-        specs: the subnets.
-        loader: batches (x, labels) with x of shape (N, ...) and labels of shape (N,); read once for all
-            subnets.
-        calibration: batches to calibrate those subnets with that have no statistics of their own;
-            without, they run on the shared ones, with one `UncalibratedSubnetWarning`.
+        supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
+        specs: one subnet, or several.
+        loader: batches (x, labels) with x of shape (N, ...) and integer labels of shape (N,). The loader
+            is read once for all subnets.
+        calibration: batches of inputs to calibrate those subnets with that have no statistics of their
+            own. If None, these subnets run on the statistics of the whole supernet, and warn once with
+            `UncalibratedSubnetWarning`.
         progress: if True, show a progress bar when standard error is a terminal and the work takes
             more than a second.
 
+    Returns:
+        The accuracy in percent: one number for one subnet, a list of numbers for several.
+
     Raises:
         SpecError: a specification is not of this supernet, or the loader gives no (x, labels) pairs.
+
+    Example:
+        As the accuracy of a search:
+
+            search(supernet, lambda spec: evaluate(supernet, spec, loader, calibration=batches), latency)
     """
     given = [specs] if isinstance(specs, SubnetSpec) else list(specs)
     wanted = [supernet.space.check(spec) for spec in given]

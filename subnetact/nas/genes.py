@@ -1,4 +1,4 @@
-"""New subnets from old ones: legal mutations, crossovers and first guesses in any space."""
+"""The genes of a subnet: initial populations, crossover and mutation in any search space."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["Variation"]
+__all__ = ["Genes", "Variation"]
 
 Genes: TypeAlias = list[int]
 """For each slot of each axis, the position of its choice, from the smallest network to the largest."""
@@ -19,20 +19,26 @@ Genes: TypeAlias = list[int]
 Features: TypeAlias = npt.NDArray[np.float64]
 
 SKIPPED = -0.5
+"""Feature of a slot that the subnet skips. The features of other slots are from 0 to 1."""
 LOCAL = 0.5
-"""Share of mutated genes that move to a neighbouring choice; the others move anywhere."""
+"""Share of mutated genes that move to a neighbouring choice. The others move to any other choice."""
 SHIFT = 0.15
-"""Share of mutations that move all slots of one axis by one choice instead of a few slots."""
+"""Share of mutations that move all slots of one axis by one choice. The others move a few slots."""
 JITTER = 0.3
-"""How far a guess of a given size strays from it, as a share of the choices."""
+"""Standard deviation of the choices of a random initial subnet, as a share of the number of choices."""
 
 
 class Variation:
-    """Draws subnets of a space; every one is canonical and legal.
+    """The variation operators of an evolutionary search. Every subnet that they make is legal.
 
     Args:
-        space: the space.
-        rng: decides everything.
+        space: the search space.
+        rng: random number generator; all randomness comes from this generator.
+
+    Attributes:
+        slots: all slots of all axes, in the order of the genes.
+        counts: number of choices of each slot.
+        axes: the positions of each axis' slots in `slots`.
     """
 
     def __init__(self, space: SubnetSpace, rng: np.random.Generator) -> None:
@@ -44,13 +50,21 @@ class Variation:
         self.axes = [range(end - len(a.slots), end) for a, end in zip(space.axes, ends, strict=True)]
 
     def spec(self, genes: Sequence[int]) -> SubnetSpec:
-        """Return the subnet of the genes; those of slots it skips do not matter."""
+        """Return the subnet of the genes. Genes of slots that the subnet skips are ignored.
+
+        Args:
+            genes: one gene per slot.
+        """
         values = [slot.choices[gene] for slot, gene in zip(self.slots, genes, strict=True)]
         named = zip(self.space.axes, self.axes, strict=True)
-        return self.space.spec(**{axis.name: values[rows.start : rows.stop] for axis, rows in named})
+        return self.space.spec(**{axis.name: values[slots.start : slots.stop] for axis, slots in named})
 
     def genes(self, spec: SubnetSpec) -> Genes:
-        """Return the genes of a subnet, drawn at random in slots that it skips."""
+        """Return the genes of a subnet. Genes of slots that the subnet skips are drawn at random.
+
+        Args:
+            spec: a subnet of the space.
+        """
         values = [value for axis in self.space.axes for value in spec[axis.name]]
         return [
             int(self.rng.integers(len(slot.choices))) if value is None else slot.choices.index(value)
@@ -58,29 +72,41 @@ class Variation:
         ]
 
     def features(self, specs: Sequence[SubnetSpec]) -> Features:
-        """Return where each slot is between its choices, 0 to 1, and below 0 where it is skipped."""
-        rows = [[value for axis in self.space.axes for value in spec[axis.name]] for spec in specs]
+        """Return the numbers that describe subnets to a surrogate.
+
+        Args:
+            specs: subnets of the space.
+
+        Returns:
+            Array of shape (subnets, slots). Each entry says where the choice is between the smallest
+            (0) and the largest (1) choice of its slot; `SKIPPED` if the subnet skips the slot.
+        """
+        chosen = [[value for axis in self.space.axes for value in spec[axis.name]] for spec in specs]
         return np.array(
             [
                 [
                     SKIPPED if value is None else slot.choices.index(value) / max(count - 1, 1)
-                    for slot, count, value in zip(self.slots, self.counts, row, strict=True)
+                    for slot, count, value in zip(self.slots, self.counts, values, strict=True)
                 ]
-                for row in rows
+                for values in chosen
             ]
         )
 
-    def guesses(self, levels: int) -> Iterator[SubnetSpec]:
-        """Yield subnets to begin with, without end.
+    def initial(self, levels: int) -> Iterator[SubnetSpec]:
+        """Yield the subnets that a search begins with, without end.
 
-        First the smallest and the largest, then those in between with every slot at the same level,
-        then the largest with one axis at its smallest and the reverse, then others of random size.
+        The first two are the smallest and the largest subnet. Then follow subnets between them with
+        all slots at the same level; for each axis, the largest subnet with this axis at its smallest
+        choices and the reverse; and random subnets around a random level.
+
+        Args:
+            levels: number of subnets with all slots at the same level, the first two included.
         """
         for level in (0.0, 1.0, *np.linspace(0, 1, levels)[1:-1]):
             yield self.spec([round(level * (count - 1)) for count in self.counts])
-        for rows in self.axes:
+        for slots in self.axes:
             for inside, outside in ((0, 1), (1, 0)):
-                ends = [inside if i in rows else outside for i in range(len(self.counts))]
+                ends = [inside if i in slots else outside for i in range(len(self.counts))]
                 yield self.spec([end * (count - 1) for end, count in zip(ends, self.counts, strict=True)])
         while True:
             level = self.rng.uniform()
@@ -88,30 +114,39 @@ class Variation:
             yield self.spec([round(s * (count - 1)) for s, count in zip(share, self.counts, strict=True)])
 
     def cross(self, one: SubnetSpec, two: SubnetSpec) -> Genes:
-        """Take each gene from either parent."""
+        """Return the genes of a child that takes each gene from either parent (uniform crossover).
+
+        Args:
+            one: the first parent.
+            two: the second parent.
+        """
         first, second = self.genes(one), self.genes(two)
         from_first = self.rng.random(len(first)) < 0.5
         return [a if take else b for a, b, take in zip(first, second, from_first, strict=True)]
 
     def mutate(self, genes: Genes) -> Genes:
-        """Move at least one gene, where any can move."""
+        """Return a copy of the genes with at least one gene moved, if any slot has two choices.
+
+        Args:
+            genes: one gene per slot; they are not changed.
+        """
         genes = list(genes)
         movable = [i for i, count in enumerate(self.counts) if count > 1]
         if not movable:
             return genes
         if self.rng.random() < SHIFT:
-            rows = self.axes[int(self.rng.integers(len(self.axes)))]
+            slots = self.axes[int(self.rng.integers(len(self.axes)))]
             step = 1 if self.rng.random() < 0.5 else -1
-            for i in rows:
+            for i in slots:
                 genes[i] = min(max(genes[i] + step, 0), self.counts[i] - 1)
             return genes
         moved = self.rng.random(len(movable)) < 1 / len(movable)
         moved[int(self.rng.integers(len(movable)))] = True
         for i in np.array(movable)[moved]:
-            genes[i] = self._elsewhere(genes[i], self.counts[i])
+            genes[i] = self._other_choice(genes[i], self.counts[i])
         return genes
 
-    def _elsewhere(self, gene: int, count: int) -> int:
+    def _other_choice(self, gene: int, count: int) -> int:
         if self.rng.random() < LOCAL:
             near = [g for g in (gene - 1, gene + 1) if 0 <= g < count]
             return near[int(self.rng.integers(len(near)))]

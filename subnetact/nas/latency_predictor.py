@@ -1,4 +1,4 @@
-"""Latency of a subnet without running it, from a few dozen that were measured."""
+"""Predicts the latency of a subnet from a few dozen measured subnets, without running it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.costs.model import CostModel
-from subnetact.errors import SearchError
+from subnetact.errors import MissingExtra, SearchError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["LatencyPredictor", "PredictionError"]
+__all__ = ["FEWEST", "LatencyPredictor", "PredictionError"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
 FEWEST = 8
+"""Distinct measured subnets that a fit needs at least."""
 RIDGE = 1e-4
-"""Pull of the weights towards zero, as a share of the strongest feature's."""
-SWEEPS, SETTLED = 5000, 1e-9
+"""Strength of the penalty on the squared weights, relative to the strongest feature."""
 
 
 @dataclass(frozen=True)
 class PredictionError:
-    """How far predictions were off for subnets that the prediction had not seen.
+    """How far predictions are off for subnets that were not used for the fit.
 
     Attributes:
         mean_percent: mean of the absolute errors, in percent of the measured latency.
-        worst_percent: the largest.
-        rank_correlation: of predicted and measured latencies (Spearman), 1 where the order is right.
-        train: subnets behind each prediction.
-        test: subnets predicted.
+        worst_percent: largest absolute error, in percent of the measured latency.
+        rank_correlation: Spearman's rank correlation of predicted and measured latencies. It is 1 if
+            the order is right, and NaN if all latencies are equal.
+        train: number of subnets that each prediction was fitted to, at least.
+        test: number of subnets that were predicted.
     """
 
     mean_percent: float
@@ -52,15 +53,21 @@ class PredictionError:
 
 
 class LatencyPredictor:
-    """A sum of costs, none negative, over the kinds of layers: operations, bytes, and calls.
+    """A linear model of the latency, with non-negative weights on the costs of each kind of layer.
 
-    A function of a subnet, for `search(..., latency=predictor)`; made by `fit`. ProxylessNAS and
-    once-for-all look up latencies layer by layer; here the price of each kind of layer is fitted to
-    latencies of whole subnets, so that the engine that will serve them is what is measured.
+    The features are those of `CostModel.vector`: per kind of layer the number of modules, the
+    multiply-accumulates, the bytes written and the bytes of weights. Once-for-all and ProxylessNAS look
+    up a latency per layer; here the weights are fitted to latencies of whole subnets, so that the
+    measurements come from the engine that will serve them.
+
+    Make one with `LatencyPredictor.fit`, and pass it to `search(..., latency=predictor)`.
 
     Attributes:
-        error: of predictions for subnets that the prediction had not seen.
-        batch_size: what the latencies are of.
+        costs: the cost model that computes the features.
+        weights: milliseconds per unit of each feature, of shape (1 + features,); the first entry is the
+            constant part of the latency.
+        error: the error of predictions in cross-validation.
+        batch_size: the batch size that the latencies were measured at.
     """
 
     def __init__(self, costs: CostModel, weights: Array, error: PredictionError, batch_size: int) -> None:
@@ -81,24 +88,29 @@ class LatencyPredictor:
         folds: int = 5,
         seed: int = 0,
     ) -> LatencyPredictor:
-        """Fit the prices of layers to measured subnets; a few dozen, from the smallest to the largest.
+        """Fit a predictor to measured subnets; a few dozen, from the smallest to the largest, are enough.
 
-        The error is of cross-validation: the subnets are dealt into `folds` parts, and each part is
-        predicted by a fit to the others. The predictor itself is a fit to all.
+        The error comes from cross-validation: the subnets are divided into `folds` parts, and each part
+        is predicted by a fit to the other parts. The returned predictor is fitted to all subnets.
 
         Args:
-            supernet: whose subnets they are.
+            supernet: the supernet of the subnets.
             specs: measured subnets, at least 8 distinct ones.
-            latency_ms: of each, in milliseconds.
-            batch_size: what they were measured at.
-            input_shape: of one input; either this or `costs` is needed.
-            costs: a cost model of this supernet, to be shared with other predictors.
-            folds: parts that the measured subnets are dealt into, at least 2.
-            seed: of the dealing.
+            latency_ms: measured latency of each subnet, in ms, of shape (subnets,).
+            batch_size: the batch size of the measurements.
+            input_shape: shape of one input, without the batch dimension. It is not needed with `costs`.
+            costs: a cost model of this supernet, if several predictors share one.
+            folds: number of parts for cross-validation, at least 2.
+            seed: seed of the random division into parts.
+
+        Returns:
+            The predictor; its `error` says how good it is.
 
         Raises:
-            SearchError: too few subnets, or latencies that are not positive numbers, one a subnet.
+            SearchError: there are too few subnets, or the latencies are not one positive number per
+                subnet.
             SpecError: a specification is not of this supernet.
+            MissingExtra: scipy is not installed (`pip install 'subnetact[nas]'`).
         """
         measured = np.asarray(latency_ms, dtype=np.float64)
         if measured.shape != (len(specs),) or not np.isfinite(measured).all() or (measured <= 0).any():
@@ -117,7 +129,7 @@ class LatencyPredictor:
         predicted = np.empty(len(specs))
         for fold in range(folds):
             rest = part != fold
-            predicted[~rest] = features[~rest] @ _prices(features[rest], measured[rest])
+            predicted[~rest] = features[~rest] @ _weights(features[rest], measured[rest])
         off = 100 * np.abs(predicted / measured - 1)
         error = PredictionError(
             float(off.mean()),
@@ -126,14 +138,24 @@ class LatencyPredictor:
             int(len(specs) - np.bincount(part).max()),
             len(specs),
         )
-        return cls(costs, _prices(features, measured), error, batch_size)
+        return cls(costs, _weights(features, measured), error, batch_size)
 
     @overload
     def __call__(self, specs: SubnetSpec) -> float: ...
     @overload
     def __call__(self, specs: Sequence[SubnetSpec]) -> list[float]: ...
     def __call__(self, specs: SubnetSpec | Sequence[SubnetSpec]) -> float | list[float]:
-        """Return the predicted latency in milliseconds: one number for one subnet, else a list."""
+        """Return the predicted latency in ms.
+
+        Args:
+            specs: one subnet, or several.
+
+        Returns:
+            One number for one subnet, a list of numbers for several.
+
+        Raises:
+            SpecError: a specification is not of this supernet.
+        """
         if isinstance(specs, SubnetSpec):
             return float(_features(self.costs, specs) @ self.weights)
         return [float(_features(self.costs, spec) @ self.weights) for spec in specs]
@@ -143,32 +165,30 @@ def _features(costs: CostModel, spec: SubnetSpec) -> Array:
     return np.array([1.0, *costs.vector(spec)])
 
 
-def _prices(features: Array, measured: Array) -> Array:
-    """Return weights >= 0 that make the squares of the relative errors small, by coordinate descent."""
+def _weights(features: Array, measured: Array) -> Array:
+    """Return the non-negative weights that minimise the squared relative errors plus a ridge penalty."""
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise _missing_scipy() from error
     scale = features.max(0)
     scale[scale == 0] = 1.0
-    a = features / scale / measured[:, None]
-    gram, aim = a.T @ a, a.sum(0)
-    gram[np.diag_indices_from(gram)] += RIDGE * gram.diagonal().max()
-    weights = np.zeros(len(aim))
-    for _ in range(SWEEPS):
-        before = weights.copy()
-        for i in range(len(aim)):
-            weights[i] = max(0.0, weights[i] + (aim[i] - gram[i] @ weights) / gram[i, i])
-        if np.abs(weights - before).max() <= SETTLED * max(np.abs(weights).max(), math.ulp(1.0)):
-            break
-    prices: Array = weights / scale
-    return prices
+    relative = features / scale / measured[:, None]
+    penalty = math.sqrt(RIDGE * (relative**2).sum(0).max()) * np.eye(relative.shape[1])
+    target = np.concatenate([np.ones(len(relative)), np.zeros(len(penalty))])
+    weights, _ = nnls(np.vstack([relative, penalty]), target)
+    return np.asarray(weights / scale, dtype=np.float64)
 
 
 def _rank_correlation(one: Array, two: Array) -> float:
-    first, second = _ranks(one), _ranks(two)
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
+    try:
+        from scipy.stats import spearmanr
+    except ImportError as error:
+        raise _missing_scipy() from error
+    if np.ptp(one) == 0 or np.ptp(two) == 0:
         return math.nan
-    return float(np.asarray(np.corrcoef(np.stack([first, second])))[0, 1])
+    return float(spearmanr(one, two).statistic)
 
 
-def _ranks(values: Array) -> Array:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends: Array = np.cumsum(counts).astype(np.float64)
-    return (ends - (counts - 1) / 2)[inverse]  # equal values share the mean of their ranks
+def _missing_scipy() -> MissingExtra:
+    return MissingExtra("the latency predictor needs scipy; pip install 'subnetact[nas]'")

@@ -1,82 +1,131 @@
-"""Which subnets a search tries next."""
+"""NSGA-II with a surrogate: proposes the subnets that a search evaluates next.
+
+Random and exhaustive search are here as well, because they propose subnets in the same form.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from subnetact.nas.genes import Variation
 from subnetact.nas.state import SearchState
-from subnetact.nas.surrogate import Surrogate, promising
+from subnetact.nas.surrogate import Surrogate, select_by_expected_improvement
 from subnetact.pareto import Costs, crowding_distance, non_dominated_ranks
 from subnetact.spec import SubnetSpec
 
 __all__ = ["METHODS", "evolve", "exhaust", "sample", "survivors"]
 
 TRIES = 100
-"""Children that are no new subnets, in a row, after which a generation ends early."""
+"""A generation ends early after this many consecutive children that were evaluated before."""
 SMALL = 1_000_000
-"""Subnets up to which a search that finds no new ones by chance looks through all."""
-SCREENED = 30
-"""Children for each one that is tried."""
-LEARNT_FROM = 300
-"""Evaluated subnets behind the guess at the others: the population, and the newest."""
+"""If a space has at most this many subnets, a search that finds no new one by chance enumerates it."""
+CHILDREN_PER_EVALUATION = 30
+"""Children that the surrogate compares for each child that is evaluated."""
+TRAINING_SET = 300
+"""Evaluated subnets that the surrogate is fitted to, at most: the population, then the newest ones."""
 CROSSED = 0.9
-"""Share of children with two parents."""
+"""Share of children with two parents. The others have one."""
 
 
 def exhaust(state: SearchState, count: int) -> list[SubnetSpec]:
-    """Return the next subnets of the whole space."""
+    """Return the next subnets in the order of the space.
+
+    Args:
+        state: the search so far.
+        count: how many subnets to return.
+
+    Returns:
+        At most `count` subnets that were not evaluated before; fewer if the space has no more.
+    """
     rest = (spec for spec in state.space.enumerate() if spec not in state.found)
     return list(itertools.islice(rest, count))
 
 
 def sample(state: SearchState, count: int) -> list[SubnetSpec]:
-    """Return the smallest and the largest subnet once, and random ones."""
+    """Return random subnets; the first two of a search are the smallest and the largest subnet.
+
+    Args:
+        state: the search so far.
+        count: how many subnets to return.
+
+    Returns:
+        At most `count` distinct subnets that were not evaluated before.
+    """
     return _new(state, _sampled(state), count)
 
 
-def evolve(state: SearchState, count: int) -> list[SubnetSpec]:
-    """Return the next generation of NSGA-II (Deb et al., 2002), over the slots of the space.
+def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
+    """Return the next generation.
 
-    The first one is a set of guesses. Parents win tournaments by rank, then by how lonely they are on
-    the front; a child takes each choice from one of two parents, as in once-for-all's evolutionary
-    search (Cai et al., ICLR'20), and some of its slots move. Of many children those are tried that a
-    surrogate expects most of (as in NSGANetV2, Lu et al., ECCV'20); none is tried twice.
+    The first generation is the initial population of `Variation`. Afterwards parents are selected by
+    binary tournaments on rank, then on crowding distance. A child takes each gene from one of its two
+    parents and is then mutated. Out of `CHILDREN_PER_EVALUATION` times as many children, the surrogate
+    selects those with the largest expected improvement of the hypervolume.
+
+    Args:
+        state: the search so far.
+        count: how many subnets to return.
+        surrogate: whether a surrogate selects among many children. If False, this is plain NSGA-II.
+
+    Returns:
+        At most `count` distinct subnets that were not evaluated before.
+
+    Source:
+        NSGA-II: Deb et al., 2002. Crossover and mutation of subnets: Cai et al., "Once-for-all", ICLR
+        2020. Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
     """
     variation = Variation(state.space, state.rng)
     if not state.found:
-        return _new(state, variation.guesses(max(3, count // 3)), count)
-    children = _new(state, _children(state, variation), SCREENED * count)
+        return _new(state, variation.initial(max(3, count // 3)), count)
+    children = _new(
+        state, _children(state, variation), CHILDREN_PER_EVALUATION * count if surrogate else count
+    )
     if len(children) <= count:
         return children
     newest = range(len(state.found) - 1, -1, -1)
-    telling = list(dict.fromkeys([*state.population, *newest]))[:LEARNT_FROM]
+    training_set = list(dict.fromkeys([*state.population, *newest]))[:TRAINING_SET]
     specs, costs = list(state.found), state.costs()
-    known, new = (variation.features(rows) for rows in ([specs[i] for i in telling], children))
-    groups = [axis for axis, rows in enumerate(variation.axes) for _ in rows]
-    accuracy = Surrogate(known, costs[telling, 0], groups)
-    guesses = [accuracy.predict(new)]
-    for latency in costs[telling, 1:].T:
+    known, new = (variation.features(some) for some in ([specs[i] for i in training_set], children))
+    groups = [axis for axis, slots in enumerate(variation.axes) for _ in slots]
+    accuracy = Surrogate(known, costs[training_set, 0], groups)
+    predicted = [accuracy.predict(new)]
+    for latency in costs[training_set, 1:].T:
         if (latency > 0).all():
-            guesses.append(np.exp(Surrogate(known, np.log(latency), groups).predict(new)))
+            predicted.append(np.exp(Surrogate(known, np.log(latency), groups).predict(new)))
         else:
-            guesses.append(Surrogate(known, latency, groups).predict(new))
-    picked = promising(np.stack(guesses, 1), accuracy.doubt, costs, count)
-    return [children[i] for i in picked]
+            predicted.append(Surrogate(known, latency, groups).predict(new))
+    selected = select_by_expected_improvement(np.stack(predicted, 1), accuracy.loo_rmse, costs, count)
+    return [children[i] for i in selected]
 
 
 def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
-    """Return the best `count` of a pool of rows: by rank, then the loneliest."""
-    rows = np.array(pool)
-    rank = non_dominated_ranks(costs[rows])
-    order = np.lexsort((-crowding_distance(costs[rows], rank), rank))
-    return [int(i) for i in rows[order[:count]]]
+    """Select the next population: by rank, then by crowding distance.
+
+    Args:
+        costs: objectives of all evaluated subnets, of shape (subnets, objectives), to be minimised.
+        pool: positions in `costs` to select from.
+        count: size of the population.
+
+    Returns:
+        Positions of the selected subnets, the best one first.
+
+    Source:
+        Deb et al., NSGA-II, 2002, section III-C.
+    """
+    members = np.array(pool)
+    rank = non_dominated_ranks(costs[members])
+    order = np.lexsort((-crowding_distance(costs[members], rank), rank))
+    return [int(i) for i in members[order[:count]]]
 
 
-METHODS = {"evolution": evolve, "exhaustive": exhaust, "random": sample}
+Method: TypeAlias = Callable[[SearchState, int], list[SubnetSpec]]
+"""Returns new subnets from the search so far and their number."""
+
+METHODS: dict[str, Method] = {"evolution": evolve, "exhaustive": exhaust, "random": sample}
 
 
 def _children(state: SearchState, variation: Variation) -> Iterator[SubnetSpec]:
@@ -84,11 +133,11 @@ def _children(state: SearchState, variation: Variation) -> Iterator[SubnetSpec]:
     parents = [specs[i] for i in state.population]
     costs = state.costs()[state.population]
     rank = non_dominated_ranks(costs)
-    lonely = crowding_distance(costs, rank)
+    distance = crowding_distance(costs, rank)
 
     def parent() -> SubnetSpec:
         one, two = (int(i) for i in state.rng.integers(len(parents), size=2))
-        return parents[min(one, two, key=lambda i: (rank[i], -lonely[i]))]
+        return parents[min(one, two, key=lambda i: (rank[i], -distance[i]))]
 
     while True:
         crossed = state.rng.random() < CROSSED
@@ -104,6 +153,7 @@ def _sampled(state: SearchState) -> Iterator[SubnetSpec]:
 
 
 def _new(state: SearchState, specs: Iterator[SubnetSpec], count: int) -> list[SubnetSpec]:
+    """Return the first `count` distinct subnets of an endless iterator that were not evaluated before."""
     new: dict[SubnetSpec, None] = {}
     tries = 0
     while len(new) < count and tries < TRIES:

@@ -1,4 +1,4 @@
-"""Candidate search: which subnets are worth serving."""
+"""Searches for the subnets that are worth serving: the Pareto front of accuracy and latency."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from subnetact.supernet.supernet import Supernet
 __all__ = ["Candidate", "SearchResult", "search"]
 
 Latency: TypeAlias = Callable[[SubnetSpec], float]
+"""Returns the latency of a subnet in ms."""
 MOST = 10_000_000
-"""Subnets that `exhaustive` evaluates at the most."""
+"""Subnets that an exhaustive search evaluates, at most."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A subnet with what it gains and what it costs.
+    """A subnet with its accuracy and its latencies.
 
     Attributes:
         spec: the subnet.
-        accuracy: percent; NaN where it is not known.
-        latency_ms: at the first batch size.
-        latencies_ms: at every batch size searched for.
+        accuracy: accuracy in percent; NaN if the search had no accuracies.
+        latency_ms: latency at the first batch size, in ms.
+        latencies_ms: latency at every batch size of the search, in ms.
     """
 
     spec: SubnetSpec
@@ -49,10 +50,10 @@ class SearchResult(Sequence[Candidate]):
     """The chosen Pareto-optimal subnets, in ascending latency at the first batch size.
 
     Attributes:
-        front: the chosen ones; the result itself is this sequence.
-        evaluated: every subnet that was evaluated, in that order, with the values the search saw.
-        method: `evolution`, `exhaustive` or `random`.
-        batch_sizes: what the latencies are of.
+        front: the chosen subnets. The result itself is a sequence of the same candidates.
+        evaluated: every evaluated subnet with the values that the search saw, in order of evaluation.
+        method: "evolution", "exhaustive" or "random".
+        batch_sizes: the batch sizes of `Candidate.latencies_ms`.
         remeasured: whether the latencies of `front` were measured again after the search.
     """
 
@@ -91,40 +92,54 @@ def search(
     resume: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> SearchResult:
-    """Find subnets that no other beats: of high accuracy and low latency.
+    """Find the subnets with the best trade-offs between accuracy and latency: their Pareto front.
 
-    `evolution` is NSGA-II (Deb et al., 2002) with the mutations of once-for-all's search (Cai et al.,
-    ICLR'20), on accuracy and every latency at once; a surrogate chooses among many children. All
-    subnets it evaluates count for the result, and none is evaluated twice. Of those that nothing
-    beats, `size` are chosen evenly over the latencies at the first batch size. Accuracy and latency
-    are any functions: predictors, cost models, true evaluation, measurement. Where they give the same
-    values again, so does the search.
+    The method "evolution" is NSGA-II on the accuracy and all latencies, with a surrogate that selects
+    among many children. All evaluated subnets count for the result, and none is evaluated twice. From
+    their Pareto front, `size` subnets are chosen evenly over the latency at the first batch size.
+
+    Accuracy and latency can be any functions: predictors, cost models, true evaluation, measurement. If
+    they are deterministic, the search is as well.
 
     Args:
-        supernet: whose space to search.
-        accuracy: percent of a subnet. None where it is not known: multiply-accumulates stand in for it
-            in the search, and the result's accuracies are NaN.
-        latency: milliseconds of a subnet at the batch size that matters, or several such functions,
-            one for each batch size.
-        size: how many subnets to choose; fewer where the front has fewer.
-        evaluations: how many subnets to evaluate, at least 2; `exhaustive` evaluates all.
-        population: subnets that the next ones descend from, a quarter as many in a generation; default:
-            a tenth of the evaluations, 16 to 100.
-        seed: of everything random.
-        method: `evolution`, `exhaustive` or `random`; default: exhaustive where the space is no larger
-            than `evaluations`, else evolution.
-        batch_sizes: what the latencies are of, to be noted in the result; default: batch size 1.
-        input_shape: of one input; needed only where the accuracy is not known.
-        remeasure: latency of a chosen subnet, or one for each batch size. Each is measured again before
-            it is trusted; those that turn out beaten make room for others of the front.
-        resume: a file to which the state is written after every generation. If it exists, the search
-            goes on from there, and ends as it would have without the interruption.
+        supernet: the supernet whose space is searched.
+        accuracy: returns the accuracy of a subnet in percent. If None, the search uses
+            multiply-accumulates as a stand-in and prefers more of them; the accuracies in the result
+            are then NaN.
+        latency: returns the latency of a subnet in ms, or several such functions, one per batch size.
+        size: number of subnets to choose; fewer are returned if the front has fewer.
+        evaluations: number of subnets to evaluate, at least 2. An exhaustive search evaluates all.
+        population: number of subnets that are parents of the next generation. A generation has a
+            quarter as many children. By default the population is a tenth of the evaluations, but
+            between 16 and 100.
+        seed: seed of the random number generator.
+        method: "evolution", "exhaustive" or "random". By default "exhaustive" if the space has at most
+            `evaluations` subnets, otherwise "evolution".
+        batch_sizes: the batch sizes of the latencies, which are noted in the result. They may be left
+            out for a single latency, which is then taken for batch size 1.
+        input_shape: shape of one input, without the batch dimension; needed only if accuracy is None.
+        remeasure: measures a chosen subnet again, and returns its latency in ms or one latency per batch
+            size. The result holds only subnets that are still Pareto-optimal after their second
+            measurement; others of the front take the places of those that are not.
+        resume: file to which the state is written after every generation. If the file exists, the
+            search continues from it, with the same result as without the interruption.
         progress: if True, show a progress bar when standard error is a terminal.
 
+    Returns:
+        The chosen subnets, in ascending latency at the first batch size.
+
     Raises:
-        SearchError: arguments that contradict each other, values that are no numbers, or a state of
-            another space or other settings.
-        FileFormatError: the state is damaged.
+        SearchError: arguments contradict each other, an accuracy or latency is not a finite number, or
+            the state in `resume` belongs to another space or to other settings.
+        FileFormatError: the state in `resume` is damaged.
+
+    Source:
+        NSGA-II: Deb et al., 2002. Evolutionary search of subnets: Cai et al., "Once-for-all", ICLR 2020.
+        Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
+
+    Example:
+        >>> found = search(supernet, accuracy_predictor, latency_predictor, size=20)  # doctest: +SKIP
+        >>> [candidate.spec for candidate in found]  # doctest: +SKIP
     """
     functions = list(latency) if isinstance(latency, Sequence) else [latency]
     sizes = tuple(batch_sizes) or ((1,) if len(functions) == 1 else ())
@@ -135,7 +150,8 @@ def search(
     if accuracy is None:
         if input_shape is None:
             raise SearchError(
-                "accuracy: not known, so that input_shape is needed to count operations instead"
+                "accuracy: it is None, so that operations are counted instead; give input_shape, the shape of "
+                "one input"
             )
         costs = CostModel(supernet, input_shape)
         gain: Callable[[SubnetSpec], float] = lambda spec: costs(spec).macs  # noqa: E731
@@ -164,8 +180,8 @@ def search(
         return Candidate(spec, state.found[spec][0] if known else math.nan, ms[0], ms)
 
     return SearchResult(
-        tuple(candidate(*row) for row in sorted(latencies.items(), key=lambda row: row[1])),
-        tuple(candidate(spec, row[1:]) for spec, row in state.found.items()),
+        tuple(candidate(spec, ms) for spec, ms in sorted(latencies.items(), key=lambda item: item[1])),
+        tuple(candidate(spec, objectives[1:]) for spec, objectives in state.found.items()),
         method,
         sizes,
         remeasure is not None,
@@ -190,7 +206,7 @@ def _check(
     if population < 2 or size < 1:
         raise SearchError(f"population must be at least 2 and size at least 1, got {population} and {size}")
     if not functions or not all(map(callable, functions)):
-        raise SearchError("latency: give a function of a subnet, or a list of them, one a batch size")
+        raise SearchError("latency: give a function of a subnet, or a list of them, one per batch size")
     if len(functions) != len(batch_sizes):
         raise SearchError(
             f"batch_sizes: {len(functions)} latency functions need as many, got {list(batch_sizes)}"
@@ -247,13 +263,16 @@ def _remeasured(
     path: str | os.PathLike[str] | None,
     progress: bool,
 ) -> dict[SubnetSpec, Objectives]:
-    """Measure the chosen ones again; whoever is beaten then makes room for one not yet measured."""
+    """Measure the chosen subnets again until `size` of the measured ones are Pareto-optimal.
+
+    Subnets that turn out to be dominated are replaced by subnets of the front that are not yet measured.
+    """
     found = state.found
-    waiting = [front[i] for i in spread([found[spec][1] for spec in front], size)]
+    pending = [front[i] for i in spread([found[spec][1] for spec in front], size)]
     again: dict[SubnetSpec, Objectives] = {}
     with tqdm(desc="measuring again", unit=" subnets", disable=not progress or None) as bar:
         while True:
-            for spec in waiting:
+            for spec in pending:
                 if spec not in state.remeasured:
                     state.remeasured[spec] = _latencies(spec, remeasure(spec), len(found[spec]) - 1)
                     if path is not None:
@@ -266,7 +285,7 @@ def _remeasured(
             rest = [spec for spec in front if spec not in again]
             if len(trusted) == size or not rest:
                 return {spec: again[spec] for spec in trusted}
-            waiting = _farthest(rest, trusted, size - len(trusted), found)
+            pending = _farthest(rest, trusted, size - len(trusted), found)
 
 
 def _latencies(spec: SubnetSpec, given: float | Sequence[float], count: int) -> Objectives:
@@ -282,7 +301,7 @@ def _farthest(
     count: int,
     found: dict[SubnetSpec, Objectives],
 ) -> list[SubnetSpec]:
-    """Return those whose latencies, as the search saw them, are farthest from what is there already."""
+    """Choose subnets whose latencies in the search are farthest from those of the trusted subnets."""
     rest, taken = list(rest), [found[spec][1] for spec in trusted]
     chosen: list[SubnetSpec] = []
     while rest and len(chosen) < count:

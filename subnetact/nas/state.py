@@ -1,4 +1,4 @@
-"""What a search knows: every subnet it evaluated, and the file it can be resumed from."""
+"""The state of a search: the evaluated subnets, the population, and the file to resume from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from subnetact.pareto import Costs
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["SearchState"]
+__all__ = ["Objectives", "SearchState"]
 
 STATE = DocumentFormat(
     "the state of a search", "subnetact.search", 1, "remove it to begin anew, or name another file"
 )
 
 Objectives: TypeAlias = tuple[float, ...]
-"""What to have more of (accuracy, percent), then what to have less of (latencies, ms)."""
+"""The accuracy in percent, which is maximised, then the latencies in ms, which are minimised."""
 
 
 class SearchState:
@@ -29,15 +29,15 @@ class SearchState:
 
     Args:
         space: the search space.
-        settings: what must be the same for a resumed search to give the same result.
-        seed: of the random numbers.
+        settings: arguments of the search. A search resumes only with the same settings.
+        seed: seed of the random number generator; it becomes one of the settings.
 
     Attributes:
-        found: objectives of every evaluated subnet, in the order of evaluation.
-        population: positions in `found` that the next generation descends from.
-        generation: generations done.
-        remeasured: latencies of chosen subnets, measured again.
-        rng: the random numbers.
+        found: the objectives of every evaluated subnet, in the order of evaluation.
+        population: positions in `found` of the parents of the next generation.
+        generation: number of completed generations.
+        remeasured: for chosen subnets, the latencies of the second measurement, in ms.
+        rng: the random number generator of the search.
     """
 
     def __init__(self, space: SubnetSpace, settings: Mapping[str, Any], seed: int) -> None:
@@ -50,13 +50,24 @@ class SearchState:
         self.rng = np.random.default_rng(seed)
 
     def costs(self) -> Costs:
-        """Return the objectives, each to have less of, of shape (subnets, objectives)."""
+        """Return the objectives of all evaluated subnets, all to be minimised.
+
+        Returns:
+            Array of shape (subnets, objectives): the negated accuracy, then the latencies.
+        """
         points = np.array(list(self.found.values()), dtype=np.float64)
         points[:, 0] *= -1
         return points
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state as JSON; a reader sees the old file or the new one, never a part."""
+        """Write the state as JSON, atomically.
+
+        Args:
+            path: the file; an earlier state is replaced.
+
+        Raises:
+            MissingFile: the folder of the file does not exist.
+        """
         index = {spec: i for i, spec in enumerate(self.found)}
         data = {
             "space": self.space.id,
@@ -74,11 +85,15 @@ class SearchState:
         STATE.write(path, data)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take up what `save` wrote.
+        """Continue from a file that `save` wrote.
+
+        Args:
+            path: the file.
 
         Raises:
-            FileFormatError: the file is not such a state, is damaged, or of a newer schema.
-            SearchError: it is of another space, or of a search with other settings.
+            MissingFile: there is no such file.
+            FileFormatError: the file is not the state of a search, is damaged, or has a newer schema.
+            SearchError: the state belongs to another space, or to a search with other settings.
         """
         data = STATE.read(path)
         if data.get("space") != self.space.id:

@@ -1,4 +1,4 @@
-"""A guess at the objectives of subnets not evaluated yet, from those that were."""
+"""A Gaussian process that predicts the objectives of subnets, and the selection of the best predictions."""
 
 from __future__ import annotations
 
@@ -11,34 +11,44 @@ import numpy.typing as npt
 
 from subnetact.pareto import Costs, non_dominated
 
-__all__ = ["Surrogate", "promising"]
+__all__ = ["Surrogate", "select_by_expected_improvement"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
 NOISES = (1e-4, 1e-3, 1e-2, 1e-1)
+"""Variances of the noise that are tried, relative to the variance of the values."""
 STEPS = (0.5, 2.0)
+"""Factors by which a length scale is changed to see whether the leave-one-out error falls."""
 SWEEPS = 3
-TUNED_ON = 150
-"""Subnets behind the settings; all given ones are behind the predictions."""
+"""Passes over all length scales, at most."""
+TUNING_SET = 150
+"""Subnets that the length scales and the noise are tuned on. Predictions use the whole training set."""
 CURVED = 0.3
-"""Share of the prior that is not linear in the features."""
-BOLD = 0.5
-"""Share of the doubt that counts as a chance; all of it tries too much where little is known."""
+"""Share of the prior that is the squared-exponential kernel. The rest is linear in the features."""
+EXPLORATION = 0.5
+"""Standard deviation of the predictions as a share of the leave-one-out error. With the whole error, the
+search evaluates too many subnets of which little is known."""
 
 
 class Surrogate:
-    """A Gaussian process: linear in the features, plus what is smooth (Rasmussen and Williams, 2006).
+    """A Gaussian process whose kernel is the sum of a linear and a squared-exponential one.
 
-    How far it reaches along each group of features, and how noisy the values are, are settings that
-    best predict each given subnet from the others.
+    The length scales, one per group of features, and the noise minimise the leave-one-out error.
 
     Args:
-        features: of shape (subnets, features), the most telling subnets first.
-        values: of shape (subnets,).
-        groups: for each feature the number of its group, from 0.
+        features: the training set, of shape (subnets, features). The first `TUNING_SET` subnets are
+            those that the length scales and the noise are tuned on.
+        values: the values to be predicted, of shape (subnets,).
+        groups: for each feature the number of its group, from 0. Features of a group share a length
+            scale.
 
     Attributes:
-        doubt: root mean square of the errors for subnets left out.
+        loo_rmse: root mean square of the leave-one-out errors, in the unit of the values.
+        length_scales: the length scale of each group, in units of the spread of the features.
+
+    Source:
+        Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapter 2 and section
+        5.4.2 (leave-one-out errors).
     """
 
     def __init__(self, features: Array, values: Array, groups: Sequence[int]) -> None:
@@ -47,12 +57,14 @@ class Surrogate:
         self._mean, self._scale = float(values.mean()), float(values.std()) or 1.0
         self._spread = float(2 * features.var(0).sum()) or 1.0
         target = (values - self._mean) / self._scale
-        self._reach = np.ones(int(self._groups.max()) + 1)
-        self._noise = self._tune(features[:TUNED_ON], target[:TUNED_ON])
+        self.length_scales = np.ones(int(self._groups.max()) + 1)
+        self._noise = self._tune(features[:TUNING_SET], target[:TUNING_SET])
         self._features = features
         self._weights = self._inverse(features, self._noise) @ target
 
     def _tune(self, features: Array, target: Array) -> float:
+        """Set the length scales by coordinate descent, and return the noise."""
+
         def error(noise: float) -> float:
             inverse = self._inverse(features, noise)
             return float((((inverse @ target) / inverse.diagonal()) ** 2).mean())
@@ -60,18 +72,18 @@ class Surrogate:
         best, noise = min((error(noise), noise) for noise in NOISES)
         for _ in range(SWEEPS):
             before = best
-            for group in range(len(self._reach)):
+            for group in range(len(self.length_scales)):
                 for step in STEPS:
-                    self._reach[group] *= step
+                    self.length_scales[group] *= step
                     found = error(noise)
                     if found < best:
                         best = found
                     else:
-                        self._reach[group] /= step
+                        self.length_scales[group] /= step
             best, noise = min((error(noise), noise) for noise in NOISES)
             if best >= before:
                 break
-        self.doubt = self._scale * float(best) ** 0.5
+        self.loo_rmse = self._scale * float(best) ** 0.5
         return noise
 
     def _inverse(self, features: Array, noise: float) -> Array:
@@ -80,53 +92,69 @@ class Surrogate:
 
     def _kernel(self, one: Array, two: Array) -> Array:
         a, b = ((f - self._centre) / np.sqrt(self._spread) for f in (one, two))
-        near, close = a / self._reach[self._groups], b / self._reach[self._groups]
-        squares = (near**2).sum(1)[:, None] + (close**2).sum(1)[None] - 2 * near @ close.T
+        scaled_a, scaled_b = a / self.length_scales[self._groups], b / self.length_scales[self._groups]
+        squares = (scaled_a**2).sum(1)[:, None] + (scaled_b**2).sum(1)[None] - 2 * scaled_a @ scaled_b.T
         kernel: Array = CURVED * np.exp(-np.maximum(squares, 0) / 2) + 2 * (1 - CURVED) * a @ b.T + 1.0
         return kernel
 
     def predict(self, features: Array) -> Array:
-        """Return what the values of other subnets are expected to be."""
+        """Return the predicted values of subnets.
+
+        Args:
+            features: array of shape (subnets, features).
+
+        Returns:
+            The mean of the Gaussian process, of shape (subnets,).
+        """
         mean: Array = self._mean + self._scale * (self._kernel(features, self._features) @ self._weights)
         return mean
 
 
-def promising(guesses: Costs, doubt: float, known: Costs, count: int) -> list[int]:
-    """Choose rows that are expected to add the most hypervolume, each as if the last ones were true.
+def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Costs, count: int) -> list[int]:
+    """Select subnets that are expected to add the most hypervolume, one after the other.
 
-    The expected improvement of the hypervolume (Emmerich et al., 2006), with a logistic law of errors.
-    With several latencies the improvements of accuracy over each of them, in units of their extents,
-    are added.
+    Each selection assumes that the subnets selected before have their predicted objectives. The error of
+    the accuracy is assumed to follow a logistic distribution; latencies are taken as exact. With several
+    latencies, the improvements over each of them are divided by the range of the latency and added up.
 
     Args:
-        guesses: objectives, each to have less of and the accuracy first, of shape (subnets, objectives).
-        doubt: standard deviation of the guessed accuracies.
-        known: objectives of the subnets evaluated so far.
-        count: how many to choose.
+        predicted: predicted objectives of the candidates, of shape (candidates, objectives), all to be
+            minimised, the accuracy first.
+        loo_rmse: leave-one-out error of the predicted accuracies.
+        known: objectives of the subnets evaluated so far, of shape (subnets, objectives).
+        count: how many candidates to select.
+
+    Returns:
+        Positions in `predicted`, in the order of selection.
+
+    Source:
+        Emmerich et al., "Single- and multiobjective evolutionary optimization assisted by Gaussian random
+        field metamodels", 2006 (expected hypervolume improvement).
     """
     worst = known.max(0)
     fronts = [known[non_dominated(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]
     extents = [float(np.ptp(known[:, j])) or 1.0 for j in range(1, known.shape[1])]
-    scale = max(BOLD * doubt, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0)) * math.sqrt(3) / math.pi
+    scale = max(EXPLORATION * loo_rmse, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0)) * math.sqrt(3) / math.pi
     chosen: list[int] = []
-    for _ in range(min(count, len(guesses))):
-        gain = np.zeros(len(guesses))
+    for _ in range(min(count, len(predicted))):
+        gain = np.zeros(len(predicted))
         for j, (front, extent) in enumerate(zip(fronts, extents, strict=True), 1):
-            gain += _expected_area(guesses[:, [0, j]], front, worst[[0, j]], scale) / extent
+            gain += _expected_area(predicted[:, [0, j]], front, worst[[0, j]], scale) / extent
         gain[chosen] = -1.0
         chosen.append(int(np.argmax(gain)))
         for j in range(1, known.shape[1]):
-            extended = np.vstack([fronts[j - 1], guesses[chosen[-1]][[0, j]]])
+            extended = np.vstack([fronts[j - 1], predicted[chosen[-1]][[0, j]]])
             fronts[j - 1] = extended[non_dominated(extended)]
     return chosen
 
 
-def _expected_area(guesses: Costs, front: Costs, worst: Array, scale: float) -> Array:
+def _expected_area(predicted: Costs, front: Costs, worst: Array, scale: float) -> Array:
+    """Return the area that each predicted point is expected to add to a front of two objectives."""
     order = np.argsort(front[:, 1])
-    level = np.array([worst[0], *front[order, 0]])
+    accuracy_cost = np.array([worst[0], *front[order, 0]])
     ends = np.array([*front[order, 1], max(worst[1], front[:, 1].max())])
     starts = np.array([0.0, *front[order, 1]])
-    width = np.clip(ends[None] - np.maximum(starts[None], guesses[:, 1:]), 0, None)
-    better: Array = scale * np.logaddexp(0, (level[None] - guesses[:, :1]) / scale)
+    width = np.clip(ends[None] - np.maximum(starts[None], predicted[:, 1:]), 0, None)
+    better: Array = scale * np.logaddexp(0, (accuracy_cost[None] - predicted[:, :1]) / scale)
     area: Array = (width * better).sum(1)
     return area

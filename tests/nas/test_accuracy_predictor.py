@@ -1,10 +1,9 @@
-"""The accuracy predictors against upstream's own, and the latency predictor."""
+"""The accuracy predictors against upstream's own."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from torch import nn
 
 import subnetact
 from ofa_adapters import encode, load
-from subnetact.errors import CheckpointError, SearchError, SpecError
-from subnetact.supernet.supernet import Supernet
+from subnetact.errors import CheckpointError, SpecError
 
 SIZES = [128, 144, 160, 176, 192, 224, 240, 256]
 
@@ -100,63 +98,3 @@ def test_what_is_no_predictor_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     other = subnetact.AccuracyPredictor(lambda _: np.zeros(82), 128)
     with pytest.raises(SpecError, match="reads 128 features"):
         other(space.smallest())
-
-
-@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3"])
-def test_latencies_that_follow_a_law_are_predicted(family: str, small: Callable[[str], Supernet]) -> None:
-    supernet = small(family)
-    costs = subnetact.CostModel(supernet, (3, 64, 64))
-
-    def law(spec: subnetact.SubnetSpec) -> float:
-        cost = costs(spec)
-        return 0.3 + cost.macs / 2e7 + cost.activation_bytes / 1e6
-
-    rng = random.Random(1)
-    specs = list({supernet.space.sample(rng) for _ in range(60)})
-    measured = [law(spec) for spec in specs]
-    predictor = subnetact.LatencyPredictor.fit(supernet, specs, measured, batch_size=4, costs=costs)
-    assert predictor.batch_size == 4
-    assert predictor.error.mean_percent < 1.0
-    assert predictor.error.rank_correlation > 0.99
-    assert predictor.error.test == len(specs) > predictor.error.train > 0.7 * len(specs)
-    fresh = [supernet.space.sample(rng) for _ in range(20)]
-    np.testing.assert_allclose(predictor(fresh), [law(spec) for spec in fresh], rtol=0.05)
-    assert (predictor.weights >= 0).all()
-
-
-def test_the_reported_error_is_that_of_unseen_subnets(digits: Supernet) -> None:
-    rng = np.random.default_rng(0)
-    specs = list({digits.space.sample(rng) for _ in range(60)})
-    noise = rng.uniform(1, 3, len(specs))
-    error = subnetact.LatencyPredictor.fit(digits, specs, noise, input_shape=(1, 16, 16)).error
-    assert error.mean_percent > 20
-    assert error.rank_correlation < 0.5
-    assert error.worst_percent > error.mean_percent
-
-
-def test_really_measured_latencies_can_be_fitted(digits: Supernet) -> None:
-    rng = random.Random(2)
-    specs = list({digits.space.sample(rng) for _ in range(16)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
-        engine = subnetact.Engine(digits, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True)
-        table = subnetact.profile_latency(engine, [1], warmup_ms=1, min_time_ms=5, rounds=1, progress=False)
-    predictor = subnetact.LatencyPredictor.fit(digits, specs, table.latency_ms[:, 0], input_shape=(1, 16, 16))
-    assert 0 <= predictor.error.mean_percent <= predictor.error.worst_percent
-    assert "rank correlation" in str(predictor.error)
-    assert all(ms > 0 for ms in predictor(specs))
-
-
-def test_fits_that_cannot_be_are_refused(digits: Supernet) -> None:
-    specs = [digits.space.sample(seed) for seed in range(20)]
-    fit = partial(subnetact.LatencyPredictor.fit, digits, input_shape=(1, 16, 16))
-    for given, ms, words in (
-        (specs, [1.0], "one positive number"),
-        (specs, [0.0] * 20, "one positive number"),
-        (specs, [float("nan")] * 20, "one positive number"),
-        (specs[:1] * 20, [1.0] * 20, "distinct"),
-    ):
-        with pytest.raises(SearchError, match=words):
-            fit(given, ms)
-    with pytest.raises(SearchError, match="input_shape"):
-        subnetact.LatencyPredictor.fit(digits, specs, [1.0] * 20)
