@@ -1,4 +1,7 @@
-"""The embedded digits supernet as an engine that is ready to serve, and digits to ask it about."""
+"""The embedded digits supernet as an engine that is ready to serve, and digits to send to it.
+
+Used by the example servers, the load generator and the benchmarks of the batcher.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from subnetact.latency.table import LatencyTable
 __all__ = ["BATCH_SIZES", "digits_engine", "profiled", "unseen_digits"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-#: (depth, expand) of the three stages and the width of all; `python -m subnetact.demo` finds such a set
+#: depths and expand ratios of the three stages, and the width; `python -m subnetact.demo` searches such a set
 SUBNETS = (
     ((1, 1, 1), (0.5, 0.25, 0.5), 0.25),
     ((1, 1, 2), (0.5, 0.5, 0.25), 0.25),
@@ -27,11 +30,17 @@ SUBNETS = (
     ((1, 2, 2), (0.5, 0.5, 0.25), 1.0),
     ((3, 2, 3), (0.5, 0.25, 0.25), 1.0),
 )
-PROGRAMS_MB = 64.0
+FUSED_MB = 64.0
 
 
 def digits_engine(seed: int = 0) -> Engine:
-    """Six calibrated subnets with fused programs; accuracy is measured on one half of the held-out digits."""
+    """Make an engine of six calibrated subnets with fused programs.
+
+    Their accuracy is measured on one half of the held-out digits.
+
+    Args:
+        seed: seed of the distortions of the digits.
+    """
     supernet = load_digits_supernet()
     specs = [
         supernet.space.parse({"depth": list(depth), "expand": list(expand), "width": [width]})
@@ -41,7 +50,7 @@ def digits_engine(seed: int = 0) -> Engine:
     generator = torch.Generator().manual_seed(seed)
     calibrate(supernet, specs, [distort(training.images[:200], generator)])
     validation = _views(held_out, 0, 3, generator)
-    engine = Engine(supernet, specs, example=validation.images[0], memory_budget_mb=PROGRAMS_MB)
+    engine = Engine(supernet, specs, example=validation.images[0], memory_budget_mb=FUSED_MB)
     for i, spec in enumerate(specs):
         right = engine(validation.images, subnet=i).argmax(1) == validation.labels
         engine.register(spec, 100 * float(right.float().mean()))
@@ -50,7 +59,13 @@ def digits_engine(seed: int = 0) -> Engine:
 
 
 def profiled(engine: Engine, min_time_ms: float = 60.0, statistic: str = "p90") -> LatencyTable:
-    """The engine's latency table on this machine, with its accuracies."""
+    """Measure the latency table of an engine on this machine.
+
+    Args:
+        engine: the engine, with the accuracy of its subnets.
+        min_time_ms: how long to measure each cell of the table, in ms.
+        statistic: the statistic of the measured latencies that enters the table.
+    """
     accuracy = [float("nan") if known is None else known for known in engine.accuracy]
     engine.prepare(BATCH_SIZES)
     return profile_latency(
@@ -59,7 +74,12 @@ def profiled(engine: Engine, min_time_ms: float = 60.0, statistic: str = "p90") 
 
 
 def unseen_digits(copies: int = 3, seed: int = 1) -> Digits:
-    """Distorted views of the half of the held-out digits that no accuracy was measured on."""
+    """Return distorted digits of the half of the held-out digits on which no accuracy was measured.
+
+    Args:
+        copies: number of distorted copies of every digit.
+        seed: seed of the distortions.
+    """
     _, held_out = read_digits()
     return _views(held_out, 1, copies, torch.Generator().manual_seed(seed))
 

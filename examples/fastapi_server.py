@@ -3,7 +3,12 @@
     pip install 'subnetact[demo,serve]'
     python examples/fastapi_server.py
 
-POST /infer, GET /metrics, GET /healthz; /docs describes them.
+Shows how to connect `Batcher.infer` with an asyncio server: each request gets the time that is left of its
+deadline, a client that disconnects cancels its request, and shutting down finishes accepted requests.
+
+POST /infer answers a request, GET /metrics returns Prometheus text, and /docs describes both. GET /healthz
+returns 503 while no worker is up. After SIGTERM it returns 503 for `--grace-s` seconds while the server keeps
+serving, so that load balancers can drain it. Accepted requests are always finished.
 """
 
 from __future__ import annotations
@@ -37,19 +42,23 @@ CLIENT_CLOSED = 499
 
 
 class Arrival:
-    """Notes when a request reaches this host, before anything of it is read."""
+    """Middleware that notes the arrival time of a request, before its body is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Note the time and pass the request on."""
         scope.setdefault("state", {})["arrived_ms"] = now_ms()
         await self._app(scope, receive, send)
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application; it closes the batcher, which finishes what is queued, when it shuts down."""
+    """Make the application. When it shuts down, it closes the batcher, which finishes accepted requests.
+
+    Args:
+        service: the engine and its batcher.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -99,7 +108,13 @@ async def _disconnected(request: Request) -> None:
 
 
 class Server(uvicorn.Server):
-    """Says on /healthz that it closes, serves on for `grace_s`, then finishes what it has accepted."""
+    """A server that, on SIGTERM, keeps serving for a grace period while `/healthz` returns 503.
+
+    Args:
+        config: the configuration of uvicorn.
+        app: the application.
+        grace_s: length of the grace period, in s.
+    """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, grace_s: float) -> None:
         super().__init__(config)
@@ -108,14 +123,14 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
-        """Begin to listen, and say where."""
+        """Begin to listen and print the address."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         for listening in (s for server in getattr(self, "servers", []) for s in server.sockets):
             print("listening on http://{}:{}".format(*listening.getsockname()[:2]), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On the first signal begin to close; on the second, close at once."""
+        """Begin the grace period at the first signal; shut down at once at the second."""
         again, self._app.state.closing = self._app.state.closing, True
         if again or not self._grace_s or self._loop is None:
             super().handle_exit(sig, frame)

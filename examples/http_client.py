@@ -1,4 +1,8 @@
-"""A small HTTP/1.1 client for load: keep-alive connections, one request at a time on each."""
+"""A small HTTP/1.1 client for load generation: keep-alive connections with one request at a time on each.
+
+Written by hand because httpx 0.28 cannot send the bursts of an open loop from one core: a POST takes 0.03 ms
+of CPU time here, and with httpx 0.9 ms if one request is in flight, 1.8 ms with 16, and 4.6 ms with 64.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ __all__ = ["HttpClient"]
 
 
 class HttpClient:
-    """Posts JSON to one address over as many connections as are needed at once.
+    """Posts JSON to one address, over as many connections as there are requests in flight.
 
     Args:
-        url: `http://host:port/path`.
+        url: the address, `http://host:port/path`.
+
+    Raises:
+        ValueError: The address is not of this form.
     """
 
     def __init__(self, url: str) -> None:
@@ -27,15 +34,25 @@ class HttpClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def open(self, count: int) -> None:
-        """Open connections beforehand."""
+        """Open connections in advance.
+
+        Args:
+            count: number of connections.
+        """
         for _ in range(count):
             self._idle.append(await asyncio.open_connection(self._host, self._port))
 
     async def post(self, body: bytes) -> tuple[int, bytes]:
-        """Send a body; returns the status and the answer's body.
+        """Send one request and wait for its answer.
+
+        Args:
+            body: the JSON to send.
+
+        Returns:
+            The HTTP status and the body of the answer.
 
         Raises:
-            ConnectionError: the server closed the connection before it answered.
+            ConnectionError: The server closed the connection before it answered.
         """
         connection = self._idle.pop() if self._idle else None
         reader, writer = connection or await asyncio.open_connection(self._host, self._port)
@@ -56,7 +73,7 @@ class HttpClient:
         return int(head.split(" ", 2)[1]), answer
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close all idle connections."""
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()

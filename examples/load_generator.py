@@ -1,9 +1,9 @@
-"""Send digits in an open loop and report what came back right and in time, as JSON.
+"""Send digits to a server or to a batcher in an open loop, and report accuracy and latency as JSON.
 
     python examples/load_generator.py --url http://127.0.0.1:8000/infer --trace bursty --qps 300
     python examples/load_generator.py --in-process --trace maf --qps 800 --policy hullfit
 
-Latency counts from when the trace wanted a request to go out, not from when it went.
+Latency counts from the time at which the trace demands a request, even if the request is sent later.
 """
 
 from __future__ import annotations
@@ -37,15 +37,23 @@ __all__ = ["ask_batcher", "ask_server", "refusal", "trace"]
 
 
 def trace(name: str, qps: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:
-    """Arrival times, ms, of mean rate `qps` over `seconds`.
+    """Make the arrival times of a trace.
 
     Args:
-        name: `poisson`; `bursty`, half of it steady; `time_varying`, from half to one and a half times the
-            rate; a recorded trace (`maf`, `azure_llm`, `servegen`); or a file of time stamps, `.npy` or text.
-        qps: mean requests a second.
-        seconds: length; a recorded trace is cut there, a file is not longer than it is.
-        cv2: squared coefficient of variation of bursty gaps.
-        seed: of what is drawn.
+        name: `poisson`; `bursty`, half of whose rate is steady; `time_varying`, whose rate rises from half to
+            one and a half times the mean; a recorded trace (`maf`, `azure_llm`, `servegen`); or the path of a
+            file of time stamps, `.npy` or text.
+        qps: mean number of requests per second.
+        seconds: length in s; longer traces are cut.
+        cv2: squared coefficient of variation of the gaps of bursty arrivals.
+        seed: seed of random traces.
+
+    Returns:
+        The arrival times in ms, ascending.
+
+    Raises:
+        TraceError: The rate or the length is not positive.
+        OSError: The file cannot be read.
     """
     if name == "poisson":
         return poisson(qps, seconds, seed)
@@ -70,7 +78,20 @@ async def ask_batcher(
     min_accuracy: float | None = None,
     read: Callable[[int, Answer], Reply] | None = None,
 ) -> list[Sent]:
-    """Send a trace to a batcher in this process; `read` makes request i's reply, else its class is taken."""
+    """Send a trace to a batcher in this process.
+
+    Args:
+        batcher: the batcher.
+        images: the inputs, without a batch dimension; request i sends `images[i % len(images)]`.
+        arrivals_ms: times at which to send, ascending, in ms.
+        slo_ms: time that a request is given, in ms.
+        min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
+        read: makes the reply to request i from its answer. If None, the label is the class with the largest
+            score.
+
+    Returns:
+        One entry per request, in order.
+    """
 
     async def send(i: int, left_ms: float) -> Reply:
         try:
@@ -92,7 +113,19 @@ async def ask_server(
     min_accuracy: float | None = None,
     reserve_ms: float = 0.0,
 ) -> list[Sent]:
-    """Send a trace to a server; it is told a deadline that leaves `reserve_ms` for the way."""
+    """Send a trace to a server.
+
+    Args:
+        url: address of the server's `/infer`.
+        images: the inputs, without a batch dimension; request i sends `images[i % len(images)]`.
+        arrivals_ms: times at which to send, ascending, in ms.
+        slo_ms: time that a request is given at the client, in ms.
+        min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
+        reserve_ms: part of `slo_ms` that is kept for the network; the server is told to answer earlier.
+
+    Returns:
+        One entry per request, in order.
+    """
     pixels = [json.dumps([round(p, 4) for p in image.flatten().tolist()]) for image in images]
     floor = "" if min_accuracy is None else f', "min_accuracy": {min_accuracy}'
     client = HttpClient(url)
@@ -113,7 +146,12 @@ async def ask_server(
 
 
 def refusal(status: int, answer: bytes) -> str:
-    """The error that the server names, or the status where something before it answered."""
+    """Return the name of the error that a server returned, or the HTTP status if the body names none.
+
+    Args:
+        status: the HTTP status.
+        answer: the body.
+    """
     try:
         return str(json.loads(answer)["error"])
     except (ValueError, TypeError, KeyError):
@@ -123,16 +161,18 @@ def refusal(status: int, answer: bytes) -> str:
 def main() -> None:
     """Run the command line."""
     parser = options(__doc__)
-    parser.add_argument("--url", help="of a server's /infer")
-    parser.add_argument("--in-process", action="store_true", help="open a batcher here instead")
+    parser.add_argument("--url", help="address of a server's /infer")
+    parser.add_argument("--in-process", action="store_true", help="open a batcher in this process instead")
     parser.add_argument("--trace", default="poisson", help=f"poisson, {', '.join(TRACES)}, or a file")
     parser.add_argument("--qps", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--cv2", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-accuracy", type=float)
-    parser.add_argument("--reserve-ms", type=float, default=5.0, help="of the SLO, kept for the way")
-    parser.add_argument("--out", type=Path, help="write the JSON there too")
+    parser.add_argument(
+        "--reserve-ms", type=float, default=5.0, help="part of the SLO that is kept for the network"
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     args = parser.parse_args()
     if (args.url is None) == (not args.in_process):
         parser.error("give either --url or --in-process")

@@ -1,4 +1,7 @@
-"""An open-loop client: requests go out when the trace says, whatever became of earlier ones."""
+"""An open-loop client: every request is sent at its time in the trace, whether or not others were answered.
+
+`load_generator.py` is the program; the benchmarks of the batcher use the functions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,13 @@ __all__ = ["Refused", "Reply", "Send", "Sent", "run_open_loop", "summary"]
 
 
 class Reply(NamedTuple):
-    """What came back: the class, and which subnet of which profiled accuracy (percent) found it."""
+    """The content of an answer.
+
+    Attributes:
+        label: the class.
+        subnet: id of the subnet that ran.
+        accuracy: profiled accuracy of that subnet, in percent.
+    """
 
     label: int
     subnet: int
@@ -22,17 +31,17 @@ class Reply(NamedTuple):
 
 
 class Refused(Exception):
-    """The server answered with an error; the message is its name."""
+    """The server returned an error; the message is the name of the error."""
 
 
 class Sent(NamedTuple):
-    """The fate of one request.
+    """What became of one request.
 
     Attributes:
-        outcome: `answered`, or the name of the error, or `unanswered`.
-        lag_ms: how much later than intended it was sent.
-        latency_ms: from the intended time of sending to the answer, whatever it was.
-        reply: of an answered request.
+        outcome: `answered`, the name of the error, or `unanswered`.
+        lag_ms: how much later than intended the request was sent, in ms.
+        latency_ms: time from when the request should have been sent to the answer or error, in ms.
+        reply: the content of the answer; None for other outcomes.
     """
 
     outcome: str
@@ -41,7 +50,7 @@ class Sent(NamedTuple):
     reply: Reply | None
 
 
-#: sends request i, which has so many ms left, and returns its reply or raises `Refused`
+#: takes the number of a request and the time it has left, in ms; returns its reply or raises `Refused`
 Send = Callable[[int, float], Awaitable[Reply]]
 
 
@@ -50,20 +59,20 @@ async def run_open_loop(
 ) -> list[Sent]:
     """Send the requests of a trace at their times.
 
-    Time is counted from when a request should have gone out, so that a client that falls behind does
-    not hide the waiting (coordinated omission); its deadline shrinks by the same.
+    Latencies and deadlines count from the time at which a request should have been sent, so that a client
+    that falls behind does not hide how long requests wait (coordinated omission).
 
     Args:
-        arrivals_ms: intended times of sending, ascending, from the start.
-        send: how.
-        budget_ms: time a request is given, from its intended time of sending.
-        give_up_ms: how long to wait after the last one has gone out.
+        arrivals_ms: times at which to send, ascending, in ms from the start.
+        send: sends one request and waits for its reply.
+        budget_ms: time that a request is given, in ms from when it should be sent.
+        give_up_ms: how long to wait for answers after the last request was sent, in ms.
 
     Returns:
         One entry per request, in order.
     """
     clock = time.perf_counter
-    fates: list[Sent | None] = [None] * len(arrivals_ms)
+    results: list[Sent | None] = [None] * len(arrivals_ms)
 
     async def one(i: int, due_ms: float, lag_ms: float) -> None:
         reply, outcome = None, "answered"
@@ -75,7 +84,7 @@ async def run_open_loop(
             outcome = str(error)
         except OSError as error:
             outcome = type(error).__name__
-        fates[i] = Sent(outcome, lag_ms, (clock() - started) * 1e3 - due_ms, reply)
+        results[i] = Sent(outcome, lag_ms, (clock() - started) * 1e3 - due_ms, reply)
 
     tasks: list[asyncio.Task[None]] = []
     started = clock()
@@ -93,22 +102,24 @@ async def run_open_loop(
             task.result()
         await asyncio.gather(*waiting, return_exceptions=True)
     missing = Sent("unanswered", float("nan"), float("nan"), None)
-    return [missing if fate is None or tasks[i] in waiting else fate for i, fate in enumerate(fates)]
+    return [missing if result is None or tasks[i] in waiting else result for i, result in enumerate(results)]
 
 
 def summary(sent: Sequence[Sent], labels: Sequence[int], slo_ms: float) -> dict[str, Any]:
-    """Attainment, accuracy on the labels, and latency of a run.
+    """Summarise a run.
 
     Args:
-        sent: the fates.
+        sent: what became of every request.
         labels: the right class of request i is `labels[i % len(labels)]`.
-        slo_ms: an answer is in time when its latency is at most this.
+        slo_ms: an answer is in time if its latency is at most this, in ms.
 
     Returns:
-        `attainment`: in time, of all; `measured_accuracy`: percent right of those in time;
-        `profiled_accuracy`: what the table promises for them; `effective_accuracy`: percent right and in
-        time, of all; `latency_ms` of what was answered, and `lag_ms` of sending: percentiles;
-        `outcomes`: how many by kind.
+        `requests`, the number of requests; `attainment`, the share that was answered in time, 0 to 1;
+        `measured_accuracy`, the percentage of the answers in time that are right; `profiled_accuracy`, the
+        mean accuracy that the table states for them, in percent; `effective_accuracy`, the percentage of all
+        requests that were answered rightly and in time; percentiles of `latency_ms` (answers only) and of
+        `lag_ms`; `subnets`, the number of answers in time per subnet; and `outcomes`, the number of requests
+        per outcome.
     """
     met = [(i, s.reply) for i, s in enumerate(sent) if s.reply is not None and s.latency_ms <= slo_ms]
     right = sum(reply.label == labels[i % len(labels)] for i, reply in met)

@@ -1,4 +1,7 @@
-"""What the example servers share: their options, the batcher they open, and requests and answers as JSON."""
+"""Shared by the two example servers: command line, batcher, and requests and answers as JSON.
+
+Run `fastapi_server.py` or `threaded_server.py`; this file is no program of its own.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,15 @@ SCHEMA = {
     "required": ["pixels", "deadline_ms"],
     "additionalProperties": False,
     "properties": {
-        "pixels": {"type": "array", "description": "one input, nested as the engine's example, or flat"},
-        "deadline_ms": {"type": "number", "description": "time it is given, from its arrival"},
-        "min_accuracy": {"type": "number", "description": "percent, of the subnet that may answer"},
+        "pixels": {"type": "array", "description": "one input, nested like the engine's example, or flat"},
+        "deadline_ms": {
+            "type": "number",
+            "description": "time that the request is given, in ms from its arrival",
+        },
+        "min_accuracy": {
+            "type": "number",
+            "description": "minimum accuracy of the answering subnet, percent",
+        },
         "priority": {"type": "integer"},
     },
 }
@@ -58,7 +67,15 @@ FIELDS = {"pixels", "deadline_ms", "min_accuracy", "priority"}
 
 
 class Service(NamedTuple):
-    """An engine behind a batcher, and the addresses to serve it at."""
+    """An engine behind a batcher, and how to serve it.
+
+    Attributes:
+        engine: the engine.
+        batcher: the open batcher.
+        host: address to listen at.
+        port: port to listen at; 0 takes a free one.
+        grace_s: how long to keep serving after SIGTERM while `/healthz` returns 503, in s.
+    """
 
     engine: Engine
     batcher: Batcher
@@ -68,7 +85,14 @@ class Service(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """One request: an input without a batch dimension, and what is left of its deadline."""
+    """One checked request, in the order of the arguments of `Batcher.submit`.
+
+    Attributes:
+        x: one input, without a batch dimension.
+        deadline_ms: what is left of the request's time, in ms.
+        min_accuracy: minimum accuracy of the answering subnet, in percent; None accepts any.
+        priority: the higher, the more important; None is 0.
+    """
 
     x: Tensor
     deadline_ms: float
@@ -77,25 +101,46 @@ class Ask(NamedTuple):
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """The command line of a server."""
+    """Return the parser of a server's command line.
+
+    Args:
+        description: the help text.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it")
-    parser.add_argument("--bundle", type=Path, help="a saved engine of classifiers; default: digits")
-    parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or profile now")
-    parser.add_argument("--policy", default="slackfit:4", help="slackfit:4, hullfit, fixed:0 and so on")
-    parser.add_argument("--slo-ms", type=float, default=36.0, help="the usual deadline")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port and prints it")
+    parser.add_argument("--bundle", type=Path, help="folder of a saved engine; default: the embedded digits")
+    parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
+    parser.add_argument("--policy", default="slackfit:4", help="for example slackfit:4, hullfit or fixed:0")
+    parser.add_argument(
+        "--slo-ms", type=float, default=36.0, help="the usual deadline, which the policy plans for"
+    )
     parser.add_argument("--max-queue", type=int, default=2000)
-    parser.add_argument("--grace-s", type=float, default=0.0, help="serve on while /healthz says 503")
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=0.0,
+        help="after SIGTERM, /healthz returns 503 for so long while the server keeps serving",
+    )
     return parser
 
 
 def open_service(args: argparse.Namespace) -> Service:
-    """Load, profile if need be, and start the batcher; exit with a message when that cannot work."""
+    """Load an engine, profile it if it has no latency table, and open a batcher.
+
+    Args:
+        args: the parsed command line.
+
+    Returns:
+        The service. Close its batcher at the end.
+
+    Raises:
+        SystemExit: The engine, the table or the policy cannot be used; the message says why.
+    """
     torch.set_num_threads(1)
-    sys.setswitchinterval(1e-4)  # the worker asks for the interpreter back after every operation
+    sys.setswitchinterval(1e-4)  # the worker needs the GIL back after every short operation
     try:
         engine = Engine.load(args.bundle) if args.bundle else digits_engine()
         policy = make_policy(args.policy, _table(engine, args.table), args.slo_ms)
@@ -110,7 +155,7 @@ def open_service(args: argparse.Namespace) -> Service:
     except (SubnetActError, OSError) as error:
         raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
     gc.collect()
-    gc.freeze()  # what is loaded stays: a full collection would stop the server for a tenth of a second
+    gc.freeze()  # a full collection of all that is loaded would stop the server for 0.1 s
     return Service(engine, batcher, args.host, args.port, args.grace_s)
 
 
@@ -119,20 +164,23 @@ def _table(engine: Engine, path: Path | None) -> LatencyTable:
         return LatencyTable.load(path)
     table = next(iter(engine.tables.values()), None) or profiled(engine)
     if not all(map(math.isfinite, table.accuracy)):
-        raise TableError("the bundle's subnets have no accuracy to choose by; give a --table with it")
+        raise TableError("table: the subnets of the bundle have no accuracy; give a --table that has them")
     return table
 
 
 def now_ms() -> float:
-    """The clock that deadlines are made absolute with."""
+    """Return the time of the monotonic clock that the servers use, in ms."""
     return time.perf_counter() * 1e3
 
 
 def read_json(body: bytes) -> Any:
-    """Decode a request's body.
+    """Decode the body of a request.
+
+    Args:
+        body: the bytes.
 
     Raises:
-        InvalidRequest: it is not JSON.
+        InvalidRequest: The body is not JSON.
     """
     try:
         return json.loads(body)
@@ -141,17 +189,19 @@ def read_json(body: bytes) -> Any:
 
 
 def read_ask(body: Any, example: Tensor, arrived_ms: float) -> Ask:
-    """Check one request; its deadline counts from `arrived_ms`.
+    """Check one request. Its time counts from its arrival at this host.
 
     Args:
-        body: `pixels`, nested as `example` or flat; `deadline_ms`, from its arrival; optionally
-            `min_accuracy`, percent, and `priority`.
-        example: one input.
-        arrived_ms: when the request reached this host.
+        body: the decoded body, which has the fields of `SCHEMA`.
+        example: one input of the engine, without a batch dimension.
+        arrived_ms: time of the arrival by `now_ms`, in ms.
+
+    Returns:
+        The request, with the time that is left.
 
     Raises:
-        InvalidRequest: a field that is missing, unknown or malformed.
-        DeadlinePassed: reading it has taken all its time.
+        InvalidRequest: A field is missing, unknown or malformed.
+        DeadlinePassed: The request was read only after its deadline.
     """
     if not isinstance(body, Mapping) or not {"pixels", "deadline_ms"} <= set(body) <= FIELDS:
         raise InvalidRequest(
@@ -183,7 +233,13 @@ def read_ask(body: Any, example: Tensor, arrived_ms: float) -> Ask:
 
 
 def reply(answer: Any, deadline_ms: float, arrived_ms: float) -> dict[str, Any]:
-    """The JSON of one answer; latency and deadline count from `arrived_ms`."""
+    """Return the JSON of one answer.
+
+    Args:
+        answer: an `Answer` whose output has one score per class.
+        deadline_ms: time that the request was given, in ms from its arrival.
+        arrived_ms: time of the arrival by `now_ms`, in ms.
+    """
     latency_ms = now_ms() - arrived_ms
     return {
         "class": int(answer.output.argmax()),
@@ -195,7 +251,12 @@ def reply(answer: Any, deadline_ms: float, arrived_ms: float) -> dict[str, Any]:
 
 
 def health(service: Service, closing: bool) -> tuple[int, dict[str, str]]:
-    """Status and JSON for /healthz: whether requests are welcome here."""
+    """Return HTTP status and JSON for `/healthz`, by which load balancers decide whether to send requests.
+
+    Args:
+        service: the service.
+        closing: whether the server is shutting down.
+    """
     if closing:
         return 503, {"status": "closing"}
     if not service.batcher.stats().workers_up:
@@ -204,7 +265,11 @@ def health(service: Service, closing: bool) -> tuple[int, dict[str, str]]:
 
 
 def error_reply(error: RequestError) -> tuple[int, dict[str, str], dict[str, str]]:
-    """Status, JSON and headers that tell a client what became of its request."""
+    """Return HTTP status, JSON and headers for a request that ended with an error.
+
+    Args:
+        error: the error.
+    """
     status = 500
     if isinstance(error, InvalidRequest):
         status = 400

@@ -1,9 +1,10 @@
-"""Serve a supernet over HTTP with the standard library's threaded server: one thread a connection.
+"""Serve a supernet over HTTP with the standard library's threaded server: one thread per connection.
 
     python examples/threaded_server.py
 
-The addresses, requests and answers are those of `fastapi_server.py`, but this server needs no web framework.
-/metrics needs prometheus_client (`pip install 'subnetact[serve]'`); without it, /metrics returns 501.
+Shows how to connect `Batcher.submit` with a server of threads. Addresses, requests and answers are those of
+`fastapi_server.py`, but no web framework is needed. /metrics needs prometheus_client
+(`pip install 'subnetact[serve]'`); without it, /metrics returns 501.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ LARGEST_BODY = 2**24
 
 
 class Server(ThreadingHTTPServer):
-    """Holds the service for its handlers; `server_close` waits for those that still answer."""
+    """Gives the service to the handlers. `server_close` waits until their answers are sent.
+
+    Args:
+        service: the engine and its batcher.
+    """
 
     daemon_threads = False
     request_queue_size = 128
@@ -43,7 +48,7 @@ class Server(ThreadingHTTPServer):
         self.closing = threading.Event()
 
     def stop(self) -> None:
-        """Say on /healthz that it closes, serve on for the grace period, then take no more connections."""
+        """Return 503 on `/healthz` for the grace period, then accept no more connections."""
         if not self.closing.is_set():
             self.closing.set()
             grace = threading.Timer(self.service.grace_s, self.shutdown)
@@ -51,15 +56,15 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection, one after the other."""
+    """Answers the requests of one connection, one after another."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    timeout = 5.0  # idle connections are closed, so that shutting down ends
+    timeout = 5.0  # closes idle connections, so that the server can end
     server: Server
 
     def do_POST(self) -> None:
-        """Answer /infer."""
+        """Answer `/infer`."""
         arrived_ms = now_ms()
         if self.path != "/infer":
             return self._send(404, {"error": "NotFound", "message": f"{self.path}: POST goes to /infer"})
@@ -73,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._send(200, reply(answer, body["deadline_ms"], arrived_ms))
 
     def do_GET(self) -> None:
-        """Answer /metrics and /healthz."""
+        """Answer `/metrics` and `/healthz`."""
         if self.path == "/metrics":
             try:
                 text = self.server.service.batcher.prometheus()
@@ -85,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._send(404, {"error": "NotFound", "message": f"{self.path}: GET /metrics or /healthz"})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing per request."""
+        """Do not log single requests."""
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")

@@ -1,10 +1,10 @@
-// Actuates every subnet of a file that subnetact.export.to_torchscript wrote.
+// Runs every subnet of a file that subnetact.export.to_torchscript wrote, from C++ and without Python.
 //
-//   actuate model.pt cases.pt [threads [rounds]]
+//   actuate model.pt cases.pt [threads [repeats]]
 //
-// cases.pt is torch.save({"inputs": [...], "outputs": [one per subnet]}) from Python, made by views on one
-// thread; outputs are compared with torch::equal. Prints what the file holds, what its policy chooses, and
-// what switching costs.
+// cases.pt is torch.save({"inputs": [...], "outputs": [one per subnet]}) from Python; the outputs are those of
+// the subnets' views, computed on one thread, and are compared with torch::equal. The program prints the
+// subnets of the file, the choices of its policy, and the time that a switch between subnets takes.
 #include <ATen/Parallel.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/script.h>
@@ -47,7 +47,7 @@ double quantile(std::vector<double> values, double share) {
 }
 
 int main(int argc, char** argv) try {
-  if (argc < 3) throw std::runtime_error("usage: actuate model.pt cases.pt [threads [rounds]]");
+  if (argc < 3) throw std::runtime_error("usage: actuate model.pt cases.pt [threads [repeats]]");
   at::set_num_threads(1);
   c10::InferenceMode inference;
   torch::jit::Module model = torch::jit::load(argv[1]);
@@ -93,21 +93,21 @@ int main(int argc, char** argv) try {
   }
   std::printf("actuate_us %.2f\n", quantile(decoding, 0.5));
 
-  // The first and the last subnet after themselves, and after each other; a round times all four.
-  std::vector<double> rounds, same;
+  // Each repeat times the first and the last subnet, once after the same subnet and once after the other one.
+  std::vector<double> switches, same;
   const int many = argc > 4 ? std::stoi(argv[4]) : 100;
-  for (int round = 0; round < many && count > 1; ++round) {
+  for (int repeat = 0; repeat < many && count > 1; ++repeat) {
     const int64_t a = 0, b = count - 1;
     run(a);
     const double aa = microseconds([&] { run(a); }), ab = microseconds([&] { run(b); });
     const double bb = microseconds([&] { run(b); }), ba = microseconds([&] { run(a); });
-    rounds.push_back((ab + ba - aa - bb) / 2);
+    switches.push_back((ab + ba - aa - bb) / 2);
     same.push_back((aa + bb) / 2);
   }
   if (count > 1) {
-    const double spread = quantile(rounds, 0.75) - quantile(rounds, 0.25);
-    std::printf("forward_us %.1f switch_us %.2f +- %.2f\n", quantile(same, 0.5), quantile(rounds, 0.5),
-                1.57 * spread / std::sqrt(static_cast<double>(rounds.size())));
+    const double spread = quantile(switches, 0.75) - quantile(switches, 0.25);
+    std::printf("forward_us %.1f switch_us %.2f +- %.2f\n", quantile(same, 0.5), quantile(switches, 0.5),
+                1.57 * spread / std::sqrt(static_cast<double>(switches.size())));
   }
 
   const int threads = argc > 3 ? std::stoi(argv[3]) : 8;
