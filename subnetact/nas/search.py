@@ -150,8 +150,8 @@ def search(
     if accuracy is None:
         if input_shape is None:
             raise SearchError(
-                "accuracy: it is None, so that operations are counted instead; give input_shape, the shape of "
-                "one input"
+                "accuracy: it is None, so that operations are counted instead; give input_shape, the shape "
+                "of one input"
             )
         costs = CostModel(supernet, input_shape)
         gain: Callable[[SubnetSpec], float] = lambda spec: costs(spec).macs  # noqa: E731
