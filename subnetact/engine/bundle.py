@@ -1,6 +1,6 @@
 """Bundles: everything that an engine serves, in one directory, without pickle.
 
-`bundle.json` is written by `_write`; its `schema` is `SCHEMA`. Its fields are:
+The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. Its fields are:
 
 - `kind`, `schema`, `subnetact`: `"subnetact.bundle"`, the version of this format, and of the package.
 - `space`: the id of the search space.
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from subnetact import __version__
 from subnetact.documents import FolderFormat, replacing
-from subnetact.engine.origins import build
+from subnetact.engine.origins import rebuild_supernet
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
@@ -50,7 +50,7 @@ class Bundle:
     """What a bundle holds: everything that an engine is made of.
 
     Attributes:
-        supernet: the weights, the space and the norm table.
+        supernet: the network with its weights, the space and the norm table.
         specs: every subnet that was registered, in id order.
         accuracy: of each subnet, in percent, or None if it is not known.
         removed: ids of subnets that are not served any more.
@@ -86,7 +86,7 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     supernet = bundle.supernet
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
-    with replacing(folder / WEIGHTS) as temporary:  # gives the file the usual permissions
+    with replacing(folder / WEIGHTS) as temporary:  # Gives the file the usual permissions.
         save_file(tensors, temporary, {"format": "pt"})
     supernet.norms.save(folder / NORMS)
     tables = {f"latency-{i}.json": name for i, name in enumerate(bundle.tables)}
@@ -117,6 +117,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         The parts that an engine is made of.
 
     Raises:
+        MissingFile: there is no bundle in the directory.
         FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
         ForeignSpec: the given supernet is of another space.
     """
@@ -129,7 +130,10 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         if supernet is None:
             supernet = _rebuilt(document["family"], index)
         if supernet.space.id != document["space"]:
-            message = f"{index}: is of space {document['space']}, the supernet's is {supernet.space.id}"
+            message = (
+                f"{index}: the bundle is of space {document['space']}, the supernet is of space "
+                f"{supernet.space.id}; give the supernet that was saved"
+            )
             raise FileFormatError(message) if built else ForeignSpec(message)
         specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
         example = _example(document["example"])
@@ -155,11 +159,11 @@ def _portable(origin: Any) -> Any:
 def _rebuilt(origin: Any, index: Path) -> Supernet:
     if origin is None:
         raise FileFormatError(
-            f"{index}: is of an own network; give it: Engine.load(directory, "
-            "supernet=insert_(network, ...)), or --model on the command line"
+            f"{index}: the bundle is of an own network, which no name can rebuild; call "
+            "Engine.load(directory, supernet=insert_(network, ...)), or give --model on the command line"
         )
     try:
-        return build(origin["name"], origin["constructor"])
+        return rebuild_supernet(origin["name"], origin["constructor"])
     except (ImportError, ValueError, TypeError) as error:
         name = origin["name"]
         raise FileFormatError(f"{index}: cannot rebuild {name!r} ({error}); update ofa_adapters") from error
@@ -176,8 +180,8 @@ def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
     ]
     if differing:
         raise FileFormatError(
-            f"{path}: its tensors are not the supernet's; {differing[0]} differs "
-            "first; give the supernet that was saved, made with the same arguments"
+            f"{path}: the tensors do not fit the supernet; the first that differs is {differing[0]}; give "
+            "the supernet that was saved, made with the same arguments"
         )
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if not own_dtype and len(kinds) == 1:
@@ -215,5 +219,5 @@ def _example(described: Any) -> Any:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return found

@@ -381,7 +381,11 @@ class Engine:
             self._promoter.unpin(self.ready(subnet).id)
 
     def is_fused(self, subnet: int) -> bool:
-        """Tell whether the subnet with this id runs as a fused program now."""
+        """Tell whether a subnet runs as a fused program now.
+
+        Args:
+            subnet: the id of the subnet. An unknown id is not fused.
+        """
         return self._promoter is not None and self._promoter.holds(subnet)
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
@@ -481,6 +485,7 @@ class Engine:
             An engine with the bundle's subnets, ids, accuracy, example and tables.
 
         Raises:
+            MissingFile: there is no bundle in the directory.
             FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names
                 it.
             ForeignSpec: the given supernet is of another space.

@@ -13,7 +13,7 @@ from typing import Any
 
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["BUILDERS", "build"]
+__all__ = ["BUILDERS", "rebuild_supernet"]
 
 BUILDERS: Mapping[str, tuple[str, str]] = {"digits": ("subnetact.digits", "new_digits_supernet")}
 """By name: the module and the function that builds the supernet with untrained weights."""
@@ -21,7 +21,7 @@ FAMILIES = ("ofa_adapters", "load")
 """The module and the function that builds all other supernets, given the family's name."""
 
 
-def build(name: str, constructor: Mapping[str, Any]) -> Supernet:
+def rebuild_supernet(name: str, constructor: Mapping[str, Any]) -> Supernet:
     """Build the supernet of a name, with random weights.
 
     Args:
