@@ -1,56 +1,53 @@
-"""Two latency tables beside each other: is a profile reproducible, is one machine faster than another."""
+"""Comparing two latency tables: is a profile reproducible, is one device faster than another?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from subnetact.errors import TableError
+from subnetact.latency.arrays import Floats, TableArrays
 
-if TYPE_CHECKING:
-    from subnetact.latency.table import LatencyTable
-
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "differing_facts"]
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What `LatencyTable.compare` finds, over the subnets and batch sizes that both tables have.
+    """The result of `LatencyTable.compare`, over the subnets and batch sizes that both tables have.
 
     Attributes:
-        subnets: readable keys.
+        subnets: the readable keys.
         batch_sizes: ascending.
-        ratios: latency of the second table over that of the first, shape (subnets, batch sizes); NaN where
-            one of them has none.
-        statistic: what was compared.
-        only_first: how many cells have a latency in the first table alone.
-        only_second: how many have one in the second alone.
-        differing: facts of the two stamps that differ, key -> (first, second).
+        ratios: latency of the second table divided by that of the first, shape (subnets, batch sizes); NaN
+            if one of them has none.
+        statistic: the name of the compared statistic, or "latency".
+        only_first: the number of cells that have a latency in the first table alone.
+        only_second: the number of cells that have a latency in the second table alone.
+        differing: the facts of the two stamps that differ, key -> (first, second).
     """
 
     subnets: tuple[str, ...]
     batch_sizes: tuple[int, ...]
-    ratios: npt.NDArray[np.float64]
+    ratios: Floats
     statistic: str
     only_first: int
     only_second: int
     differing: Mapping[str, tuple[Any, Any]]
 
     @property
-    def differences(self) -> npt.NDArray[np.float64]:
-        """How far apart the two are, percent of the faster one, shape (subnets, batch sizes)."""
+    def differences(self) -> Floats:
+        """By how much the slower table exceeds the faster one, percent, shape (subnets, batch sizes)."""
         with np.errstate(divide="ignore"):
-            apart: npt.NDArray[np.float64] = 100.0 * (np.maximum(self.ratios, 1.0 / self.ratios) - 1.0)
+            apart: Floats = 100.0 * (np.maximum(self.ratios, 1.0 / self.ratios) - 1.0)
         return apart
 
     @property
     def worst(self) -> tuple[str, int, float]:
-        """(subnet, batch size, ratio) of the cell furthest apart."""
+        """(subnet, batch size, ratio) of the cell with the largest difference."""
         i, j = np.unravel_index(int(np.nanargmax(self.differences)), self.ratios.shape)
         return self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j])
 
@@ -61,19 +58,33 @@ class Comparison:
 
     @property
     def unevenness(self) -> float:
-        """How far the cell furthest from the median ratio is from it, percent.
+        """The largest difference between a cell's ratio and the median ratio, percent.
 
-        What remains where one machine was faster than the other in all cells alike.
+        This difference remains if one device is faster than the other by the same factor in all cells.
         """
         relative = self.ratios / self.median
         return float(100.0 * (np.nanmax(np.maximum(relative, 1.0 / relative)) - 1.0))
 
     def within(self, tolerance_percent: float) -> bool:
-        """Tell whether both have the same cells, all of them within a tolerance."""
+        """Tell whether both tables have the same cells, and all cells agree within a tolerance.
+
+        Args:
+            tolerance_percent: the largest difference that is allowed, percent of the faster latency.
+
+        Returns:
+            True if no cell is outside of the tolerance and none is missing in one table.
+        """
         return not self.outside(tolerance_percent) and not self.only_first and not self.only_second
 
     def outside(self, tolerance_percent: float) -> list[tuple[str, int, float]]:
-        """(subnet, batch size, ratio) of the cells further apart than a tolerance, the furthest first."""
+        """Return the cells that differ by more than a tolerance.
+
+        Args:
+            tolerance_percent: the largest difference that is allowed, percent of the faster latency.
+
+        Returns:
+            (subnet, batch size, ratio) per cell, the largest difference first.
+        """
         differences = np.where(np.isnan(self.ratios), -math.inf, self.differences)
         found = [
             (float(differences[i, j]), self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j]))
@@ -82,7 +93,16 @@ class Comparison:
         return [(key, size, ratio) for _, key, size, ratio in sorted(found, reverse=True)]
 
     def report(self, tolerance_percent: float, shown: int = 10) -> str:
-        """The comparison in a few lines."""
+        """Describe the comparison in a few lines.
+
+        Args:
+            tolerance_percent: cells that differ by more than this many percent are listed.
+            shown: list at most this many cells.
+
+        Returns:
+            Lines of text: the median and worst ratio, the cells outside of the tolerance, cells that only
+            one table has, and the facts of the stamps that differ.
+        """
         outside = self.outside(tolerance_percent)
         cells = int(np.isfinite(self.ratios).sum())
         key, size, ratio = self.worst
@@ -100,8 +120,20 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(first: LatencyTable, second: LatencyTable, statistic: str | None = None) -> Comparison:
-    """See `LatencyTable.compare`."""
+def compare(first: TableArrays, second: TableArrays, statistic: str | None = None) -> Comparison:
+    """Compare two tables; see `LatencyTable.compare`.
+
+    Args:
+        first: a table.
+        second: another.
+        statistic: a name in `statistics`; if None, `latency_ms` is compared.
+
+    Returns:
+        The ratios of the second table's latencies to the first one's.
+
+    Raises:
+        TableError: they have no cell in common, or one lacks the statistic.
+    """
     keys = tuple(key for key in first.subnets if key in set(second.subnets))
     sizes = tuple(size for size in first.batch_sizes if size in set(second.batch_sizes))
     if not keys or not sizes:
@@ -133,7 +165,7 @@ def compare(first: LatencyTable, second: LatencyTable, statistic: str | None = N
 
 
 def differing_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Facts that differ between two stamps, key -> (first, second); the time of measuring aside."""
+    """Return the facts that differ between two stamps, key -> (first, second), apart from the time."""
     keys = [*first, *(key for key in second if key not in first)]
     return {
         key: (first.get(key), second.get(key))
@@ -142,7 +174,7 @@ def differing_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict
     }
 
 
-def _cells(table: LatencyTable, statistic: str | None) -> npt.NDArray[np.float64]:
+def _cells(table: TableArrays, statistic: str | None) -> Floats:
     if statistic is None:
         return table.latency_ms
     if statistic not in table.statistics:

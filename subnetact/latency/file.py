@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from subnetact.documents import DocumentFormat
-from subnetact.latency.validate import with_nans, with_nulls
+from subnetact.latency.arrays import Floats, TableArrays
 
-if TYPE_CHECKING:
-    from subnetact.latency.table import LatencyTable
+__all__ = ["LATENCY_TABLE", "arguments_of", "document_of"]
 
 LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
@@ -26,51 +24,50 @@ FORMER = {
 """Names of fields and facts in files of earlier versions, and their present names."""
 
 
-def document(table: LatencyTable) -> dict[str, Any]:
-    """The table as plain lists, strings and numbers."""
-    written: dict[str, Any] = {
+def document_of(table: TableArrays) -> dict[str, Any]:
+    """Return a table as dictionaries, lists, strings and numbers; None stands for NaN."""
+    document: dict[str, Any] = {
         "subnets": list(table.subnets),
         "accuracy": [None if math.isnan(percent) else percent for percent in table.accuracy],
         "batch_sizes": list(table.batch_sizes),
-        "latency_ms": with_nulls(table.latency_ms),
-        "statistics": {name: with_nulls(values) for name, values in table.statistics.items()},
+        "latency_ms": _with_nulls(table.latency_ms),
+        "statistics": {name: _with_nulls(values) for name, values in table.statistics.items()},
         "stamp": dict(table.stamp),
     }
     if table.co_runners:
-        written["co_runners"] = list(table.co_runners)
-        written["co_runner_ms"] = [with_nulls(level) for level in table.co_runner_ms]
-    return written
+        document["co_runners"] = list(table.co_runners)
+        document["co_runner_ms"] = [_with_nulls(values) for values in table.co_runner_ms]
+    return document
 
 
-def arguments(written: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LatencyTable.from_arrays` makes the table of again."""
-    written = {FORMER.get(name, name): value for name, value in written.items()}
+def arguments_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which `TableArrays.from_arrays` makes a table from its document.
+
+    Raises:
+        KeyError: a field is missing.
+        TypeError: a field is of the wrong kind; AttributeError likewise.
+    """
+    present = {FORMER.get(name, name): value for name, value in document.items()}
     return {
-        "subnets": written["subnets"],
-        "accuracy": with_nans(written["accuracy"]),
-        "batch_sizes": written["batch_sizes"],
-        "latency_ms": with_nans(written["latency_ms"]),
+        "subnets": present["subnets"],
+        "accuracy": _with_nans(present["accuracy"]),
+        "batch_sizes": present["batch_sizes"],
+        "latency_ms": _with_nans(present["latency_ms"]),
         "statistics": {
-            re.sub(r"_beside_([0-9.e+]+)$", r"_with_\1_co_runners", name): with_nans(values)
-            for name, values in written["statistics"].items()
+            re.sub(r"_beside_([0-9.e+]+)$", r"_with_\1_co_runners", name): _with_nans(values)
+            for name, values in present["statistics"].items()
         },
-        "stamp": {FORMER.get(name, name): value for name, value in written["stamp"].items()},
-        "co_runners": written.get("co_runners", ()),
-        "co_runner_ms": with_nans(written["co_runner_ms"]) if "co_runner_ms" in written else None,
+        "stamp": {FORMER.get(name, name): value for name, value in present["stamp"].items()},
+        "co_runners": present.get("co_runners", ()),
+        "co_runner_ms": _with_nans(present["co_runner_ms"]) if "co_runner_ms" in present else None,
     }
 
 
-def write(table: LatencyTable, path: str | os.PathLike[str]) -> None:
-    """Write a table to a file, atomically."""
-    LATENCY_TABLE.write(path, document(table), indent=1)
+def _with_nulls(values: Floats) -> list[list[float | None]]:
+    return [[None if math.isnan(value) else value for value in cells] for cells in values.tolist()]
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the file that `write` wrote.
-
-    Raises:
-        FileFormatError: truncated, foreign, or of a newer schema.
-    """
-    written = LATENCY_TABLE.read(path)
-    with LATENCY_TABLE.fields(path):
-        return arguments(written)
+def _with_nans(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_with_nans(value) for value in values]
+    return math.nan if values is None else values

@@ -1,4 +1,4 @@
-"""Figures of a latency table; they need the extra `plot` (matplotlib)."""
+"""Figures of a latency table. They need matplotlib, the extra `plot`."""
 
 from __future__ import annotations
 
@@ -14,38 +14,46 @@ from subnetact.pareto import pareto_front
 __all__ = ["need_matplotlib", "plot_front", "plot_heat_map"]
 
 LABELLED = 16
-"""Up to so many rows, every cell of a heat map has its number."""
+"""A heat map of at most this many subnets shows the latency of every cell as a number."""
 
 
 def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str = "") -> None:
-    """Latency over batch size and subnet, as SuperServe draws it (NSDI'25, Fig. 6).
+    """Draw latency over batch size and subnet.
 
-    Rows ascend in accuracy; where it is not known, in latency. Cells that cannot run stay white.
+    Subnets ascend in accuracy, or in latency if an accuracy is not known. Cells that cannot run stay white.
+
+    Args:
+        table: the latencies.
+        path: the image file; its ending selects the format.
+        title: if empty, the number of subnets and the device.
 
     Raises:
         MissingExtra: matplotlib is not installed.
+
+    Source:
+        SuperServe, NSDI'25, Fig. 6.
     """
     known = not np.isnan(table.accuracy).any()
     by = np.asarray(table.accuracy) if known else np.nan_to_num(table.latency_ms[:, 0], nan=np.inf)
     order = np.argsort(by, kind="stable")
     cells = table.latency_ms[order]
-    rows = len(order)
-    figure, axes = _figure(5.5, 2.0 + min(7.0, 0.35 * rows))
+    count = len(order)
+    figure, axes = _figure(5.5, 2.0 + min(7.0, 0.35 * count))
     from matplotlib.colors import LogNorm
 
     drawn = axes.imshow(cells, aspect="auto", origin="lower", cmap="viridis", norm=LogNorm())
     bar = figure.colorbar(drawn, label="latency (ms)", format="{x:g}")
     bar.ax.yaxis.set_minor_formatter("{x:g}")
     axes.set_xticks(range(len(table.batch_sizes)), labels=list(map(str, table.batch_sizes)))
-    shown = range(0, rows, max(1, rows // LABELLED))
+    shown = range(0, count, max(1, count // LABELLED))
     labels = [f"{table.accuracy[order[i]]:.2f}" if known else str(order[i]) for i in shown]
     axes.set_yticks(list(shown), labels=labels)
     axes.set(
         xlabel="batch size",
         ylabel="accuracy (%)" if known else "subnet (accuracy not known), by latency",
-        title=title or f"{rows} subnets on {table.stamp.get('device_name', 'an unnamed device')}",
+        title=title or f"{count} subnets on {table.stamp.get('device_name', 'an unnamed device')}",
     )
-    if rows <= LABELLED:
+    if count <= LABELLED:
         middle = np.sqrt(np.nanmin(cells) * np.nanmax(cells))
         for i, j in np.argwhere(~np.isnan(cells)):
             colour = "white" if cells[i, j] < middle else "black"
@@ -54,7 +62,12 @@ def plot_heat_map(table: LatencyTable, path: str | os.PathLike[str], title: str 
 
 
 def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "") -> None:
-    """Accuracy over latency, one line a batch size; subnets that another one beats stay single points.
+    """Draw accuracy over latency, with one Pareto front per batch size; dominated subnets are single points.
+
+    Args:
+        table: the latencies; every accuracy must be known.
+        path: the image file; its ending selects the format.
+        title: of the figure.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -76,7 +89,7 @@ def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "
 
 
 def need_matplotlib() -> Any:
-    """Return matplotlib's `Figure`.
+    """Return matplotlib's class `Figure`.
 
     Raises:
         MissingExtra: matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""SuperServe's own profile layout: JSON, times in nanoseconds, one list of batch sizes a subnet.
+"""The profiles that SuperServe's authors publish: JSON, times in nanoseconds, batch sizes listed per subnet.
 
-The layout is that of the profiles in github.com/dhruvsgarg/once-for-all, which SuperServe's authors publish.
+They are in github.com/dhruvsgarg/once-for-all.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ PROFILE = DocumentFormat(
 
 
 def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dict[str, Any]:
-    """What `LatencyTable.from_arrays` makes a table of: the means of one stage, ms.
+    """Read a profile; see `LatencyTable.from_superserve`.
 
     Args:
         path: the file.
-        stage: `forward`, the model's own latency; another of the file's stages; or `total`, their sum.
+        stage: "forward", the model's own latency; another of the file's stages; or "total", their sum.
+
+    Returns:
+        The arguments with which `TableArrays.from_arrays` makes a table of the means of that stage, ms.
 
     Raises:
+        MissingFile: there is no such file.
         FileFormatError: the file has another layout.
         TableError: the stage is unknown.
     """

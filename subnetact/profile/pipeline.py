@@ -22,9 +22,9 @@ from subnetact.documents import described, replacing
 from subnetact.engine.engine import Engine
 from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.journal import Journal
+from subnetact.latency.arrays import ascending_sizes, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
-from subnetact.latency.validate import ascending_sizes, warn_of_fractions
 from subnetact.pareto import non_dominated
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import (

@@ -20,8 +20,8 @@ from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, map_tensors, shapes
 from subnetact.errors import TableError
 from subnetact.journal import Journal
+from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
-from subnetact.latency.validate import warn_of_fractions
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import Runner

@@ -19,7 +19,6 @@ from subnetact.errors import (
     PolicyError,
     ProfileMismatch,
 )
-from subnetact.latency.file import document
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.corrections import Corrections
@@ -166,7 +165,7 @@ class Batcher:
         self._log: DecisionLog | None = None
         if decision_log is not None:
             facts = {"workers": len(engines), "expired": expired, "slo_ms": slo_ms}
-            header = {**facts, "policy": type(policy).__name__, "table": document(table)}
+            header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
             self._log = self._core.outcomes.log = DecisionLog(decision_log, header, clock_ms())
         self._admit = self._core.admit
         self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import FileFormatError
-from subnetact.latency.file import arguments
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.decision_log import DECISION_LOG
 from subnetact.serving.simulation.result import Decision, SimulationResult
@@ -60,7 +59,7 @@ class LiveRun:
 
 
 def _run_of(header: dict[str, Any], entries: list[dict[str, Any]], path: str | os.PathLike[str]) -> LiveRun:
-    table = LatencyTable.from_arrays(**arguments(header["table"]))
+    table = LatencyTable.from_json(header["table"])
     result = SimulationResult(served_by=[0] * len(table.subnets), decisions=[])
     total, count = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
     arrivals: list[float] = []
