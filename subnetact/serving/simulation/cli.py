@@ -1,4 +1,7 @@
-"""The command line of the simulator: one trace, one table, many policies."""
+"""The command `python -m subnetact.simulate`: compares policies on one trace and one latency table.
+
+Its defaults are the setting of SuperServe: 8 workers, an SLO of 36 ms, expired requests are served.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ _HEADER = f"{'policy':<16}{'attainment':>12}{'mean acc':>10}{'eff acc':>10}{'mis
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison and print it; returns the exit status."""
+    """Run the command.
+
+    Args:
+        arguments: the arguments of the command line. If None, those of the process.
+
+    Returns:
+        The exit status: 0, or 2 after an error, which is printed.
+    """
     options = _parser().parse_args(arguments)
     try:
         if options.replay is not None:
@@ -40,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    """The arrivals of a live run under other policies, beside what really happened."""
+    """Print the live run of a decision log, and simulations of other policies on the same arrivals."""
     live = LiveRun.load(options.replay)
     table = LatencyTable.load(options.table) if options.table else live.measured
     slo_ms = options.slo_ms if options.slo_ms is not None else float(np.median(live.slo_ms))
     workers = options.workers if options.workers is not None else live.workers
     expired = options.expired or live.expired
     names = policy_names(table) if "all" in options.policy else options.policy
-    possible = live.slo_ms >= table.fastest_ms  # the others are lost under any policy
+    possible = live.slo_ms >= table.fastest_ms  # every policy misses the other requests
     print(
         f"{options.replay}: {len(live.arrivals_ms)} requests, {workers} workers, median SLO {slo_ms:g} ms, "
         f"expired requests: {expired}"
@@ -55,7 +65,7 @@ def _replay(options: argparse.Namespace) -> None:
     print(_HEADER)
     shown = f"live {live.policy}"
     results = {shown: live.result}
-    print(_row(shown, live.result))
+    print(_line(shown, live.result))
     for name in names:
         results[name] = result = simulate(
             live.arrivals_ms[possible],
@@ -71,7 +81,7 @@ def _replay(options: argparse.Namespace) -> None:
             decisions=options.plot is not None,
         )
         result.requests, result.dropped = len(possible), result.dropped + int((~possible).sum())
-        print(_row(name, result))
+        print(_line(name, result))
     if options.plot is not None:
         plot_dynamics(
             results, live.arrivals_ms, table, options.plot, f"replay of {Path(options.replay).name}"
@@ -82,7 +92,7 @@ def _replay(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
-def _row(name: str, result: SimulationResult) -> str:
+def _line(name: str, result: SimulationResult) -> str:
     return (
         f"{name:<16}{result.attainment:>12.6f}{result.mean_accuracy:>10.3f}"
         f"{result.effective_accuracy:>10.3f}{result.missed:>10}"
@@ -117,7 +127,7 @@ def _compare(options: argparse.Namespace) -> None:
             seed=options.seed,
             decisions=options.plot is not None,
         )
-        print(f"{_row(name, result)}{bound - result.effective_accuracy:>10.3f}")
+        print(f"{_line(name, result)}{bound - result.effective_accuracy:>10.3f}")
         if options.plot is not None:
             options.plot.mkdir(parents=True, exist_ok=True)
             file = options.plot / f"dynamics_{options.trace}_{name.replace(':', '_')}.png"
@@ -138,13 +148,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare scheduling policies on a trace of arrivals.",
         formatter_class=_Formatter,
     )
-    parser.add_argument("--table", type=Path, help="latency table (JSON); SuperServe's A40 table if left out")
-    parser.add_argument("--trace", default="maf", choices=TRACES, help="whose arrivals")
+    parser.add_argument(
+        "--table", type=Path, help="latency table, a JSON file (default: SuperServe's table of an NVIDIA A40)"
+    )
+    parser.add_argument("--trace", default="maf", choices=TRACES, help="the trace of arrivals")
     parser.add_argument(
         "--policy",
         nargs="+",
         default=["all"],
-        help="one or more names, such as hullfit slackfit:4 fixed:0, or all",
+        help="one or more policies, such as hullfit slackfit:4 fixed:0, or all",
     )
     parser.add_argument(
         "--replay",
@@ -155,29 +167,29 @@ def _parser() -> argparse.ArgumentParser:
         "given; the latencies are the measured ones unless --table is given",
     )
     parser.add_argument("--slo-ms", type=float, help="time from arrival to deadline, ms (default: 36.0)")
-    parser.add_argument("--workers", type=int, help="devices (default: 8)")
+    parser.add_argument("--workers", type=int, help="number of workers (default: 8)")
     parser.add_argument(
         "--expired",
         choices=EXPIRED_RULES,
         help="what happens to requests that no subnet can answer in time any more (default: serve)",
     )
     parser.add_argument("--hopeless", dest="expired", choices=EXPIRED_RULES, help=argparse.SUPPRESS)
+    parser.add_argument("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
+    parser.add_argument("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
+    parser.add_argument("--scale", type=float, default=2.0, help="factor on the rates of the trace")
     parser.add_argument(
-        "--noise", type=float, default=0.0, help="relative standard deviation of real latencies"
+        "--duration-s", type=float, help="keep only so many seconds of the trace (default: all)"
     )
-    parser.add_argument("--overhead-ms", type=float, default=0.0, help="added to every real latency")
-    parser.add_argument("--scale", type=float, default=2.0, help="multiplies the trace's rates")
-    parser.add_argument("--duration-s", type=float, help="keep only the first seconds of the trace")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and noise")
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and noise")
     parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="write figures there; with --replay: one file"
+        "--plot", type=Path, metavar="DIR", help="folder for figures; with --replay, the file of one figure"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
     return parser
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults where there is one."""
+    """Shows the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         absent = action.default is None or action.default is False

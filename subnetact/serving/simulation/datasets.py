@@ -1,4 +1,7 @@
-"""The traces and the profile that ship with the package; their JSON files name source and licence."""
+"""The recorded traces and the latency table that are part of the package.
+
+The JSON file beside each recorded trace names its source and licence (`trace_info`).
+"""
 
 from __future__ import annotations
 
@@ -28,36 +31,57 @@ _FILES = {
     "servegen": "servegen_rates_10min",
 }
 TRACES = (*_FILES, "bursty", "time_varying")
+"""The names that `load_trace` accepts."""
 
 
 def trace_series(name: str) -> dict[str, npt.NDArray[Any]]:
-    """The recorded arrays of a shipped trace: "maf", "azure_llm" or "servegen".
+    """Return the recorded arrays of a trace.
+
+    Args:
+        name: "maf", "azure_llm" or "servegen".
+
+    Returns:
+        The arrays by name; `trace_info(name)` explains them.
 
     Raises:
-        TraceError: no such trace.
+        TraceError: there is no such trace.
     """
     with as_file(_data() / "traces" / f"{_file(name)}.npz") as path, np.load(path) as archive:
         return {key: archive[key] for key in archive.files}
 
 
 def trace_info(name: str) -> dict[str, Any]:
-    """Source, licence, attribution and statistics of a shipped trace."""
+    """Return source, licence, attribution and statistics of a recorded trace.
+
+    Args:
+        name: "maf", "azure_llm" or "servegen".
+
+    Raises:
+        TraceError: there is no such trace.
+    """
     text = (_data() / "traces" / f"{_file(name)}.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
 def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTable:
-    """Six OFA-ResNet50 subnets on an NVIDIA A40, forward pass, as SuperServe's authors measured them."""
+    """Return the latency table of SuperServe: six subnets of OFA-ResNet50 on an NVIDIA A40.
+
+    Args:
+        batch_sizes: batch sizes of the table, out of 1, 2, 4, 8, 16 and 32.
+
+    Returns:
+        The latencies of the forward pass as SuperServe's authors measured them, with the statistic "std".
+    """
     text = (_data() / "profiles" / "superserve_a40_ofa_resnet50.json").read_text(encoding="utf-8")
     document = json.loads(text)
-    rows = document["subnets"]
+    measured = document["subnets"]
     cells = {
-        kind: [[row["latency_ms"][str(size)][kind] for size in batch_sizes] for row in rows]
+        kind: [[subnet["latency_ms"][str(size)][kind] for size in batch_sizes] for subnet in measured]
         for kind in ("mean", "std")
     }
     return LatencyTable.from_arrays(
-        subnets=[f"{row['accuracy']:.3f}" for row in rows],
-        accuracy=[row["accuracy"] for row in rows],
+        subnets=[f"{subnet['accuracy']:.3f}" for subnet in measured],
+        accuracy=[subnet["accuracy"] for subnet in measured],
         batch_sizes=list(batch_sizes),
         latency_ms=cells["mean"],
         statistics={"std": cells["std"]},
@@ -66,24 +90,29 @@ def superserve_a40(batch_sizes: Sequence[int] = (1, 2, 4, 8, 16)) -> LatencyTabl
 
 
 def load_trace(name: str, scale: float = 1.0, seed: int = 0, duration_s: float | None = None) -> Floats:
-    """Arrivals, ms, of one trace of the reference suite at its usual rate times `scale`.
+    """Return one trace of the reference suite.
 
-    * maf: Azure Functions 2019, a day's shape squeezed to 120 s, mean 6400 arrivals a second, clipped at
-      8750, Poisson inside a minute.
-    * azure_llm: arrivals of an Azure LLM service, an hour squeezed to a mean of 6400.
-    * servegen: two weeks of the model service "m_mid" squeezed to 120 s at a mean of 6400, Poisson inside
-      a ten-minute bin.
-    * bursty: base 1500, variant 5550, squared coefficient of variation 8.
-    * time_varying: 2500 to 7400 at 500 per second squared.
+    * maf: Azure Functions 2019. One day is compressed to 120 s, with a mean rate of 6400 per second, clipped
+      at 8750 per second. Arrivals within one recorded minute are a Poisson process.
+    * azure_llm: recorded arrivals of an Azure LLM service. One hour is compressed to a mean rate of 6400 per
+      second.
+    * servegen: two weeks of the model service "m_mid", compressed to 120 s with a mean rate of 6400 per
+      second. Arrivals within one recorded bin of ten minutes are a Poisson process.
+    * bursty: `bursty` with a base of 1500 and a variant of 5550 per second, squared coefficient of
+      variation 8.
+    * time_varying: `time_varying` from 2500 to 7400 per second, at 500 per second squared.
 
     Args:
         name: one of `TRACES`.
-        scale: multiplies every rate.
-        seed: of everything that is drawn.
-        duration_s: keep only arrivals before this time.
+        scale: factor on every rate.
+        seed: seed of all random numbers.
+        duration_s: keep only the arrivals before this time, s. If None, keep all.
+
+    Returns:
+        Arrival times, ms, ascending, shape (n,).
 
     Raises:
-        TraceError: an unknown name, or arguments out of range.
+        TraceError: the name is unknown, or an argument is out of range.
     """
     if not (np.isfinite(scale) and scale > 0):
         raise TraceError(f"scale: {scale} must be finite and > 0")

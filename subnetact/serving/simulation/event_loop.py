@@ -1,4 +1,4 @@
-"""The event loop behind `simulate`."""
+"""The event loop of `simulate`: arrivals, workers, and what is counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ _LEAST_FACTOR = 0.1
 
 
 class Running(NamedTuple):
-    """A batch on a worker; `serial` tells it from earlier batches there."""
+    """A batch that runs on a worker.
+
+    Attributes:
+        serial: number of the batch, which distinguishes it from earlier batches of the same worker.
+        batch: the batch.
+        start_ms: when the batch started.
+        finish_ms: when the batch ends.
+    """
 
     serial: int
     batch: Batch
@@ -32,9 +39,20 @@ class Running(NamedTuple):
 
 
 class EventLoop:
-    """One simulation: arrivals, workers, the dispatcher, and the account of what happened.
+    """One simulation.
 
-    Time moves only when no idle worker has anything to serve. Requests are numbered by arrival.
+    Time advances only when no idle worker has anything to serve. Requests are numbered by arrival.
+
+    Args:
+        scenario: the input.
+        expired: the rule for expired requests.
+        rng: the source of the noise.
+        decisions: whether to keep every decision.
+        requests: whether to keep the outcome of every request.
+        progress: whether to show a progress bar.
+
+    Attributes:
+        watches_arrivals: whether the loop stops at every arrival although all workers are busy.
     """
 
     watches_arrivals = False
@@ -77,7 +95,14 @@ class EventLoop:
         self._bar = tqdm(total=count, unit="req", unit_scale=True, delay=1, disable=not progress or None)
 
     def run(self) -> SimulationResult:
-        """Simulate to the end of the trace and of the queue."""
+        """Simulate until the trace and the queue are empty.
+
+        Returns:
+            What was counted.
+
+        Raises:
+            PolicyError: the policy answered with something that cannot run, or left requests waiting forever.
+        """
         feed, busy, idle = self._feed, self.busy, self.idle
         events = list(reversed(self.scenario.events))
         following = min(feed.next_ms, events[-1].t_ms if events else math.inf)
@@ -113,7 +138,7 @@ class EventLoop:
                 self._bar.update(len(times))
 
     def serve(self) -> None:
-        """Give work to idle workers while there is any."""
+        """Form batches for idle workers while requests wait."""
         if self._parked:
             self.idle.extend(self._parked)
             heapify(self.idle)
@@ -130,15 +155,21 @@ class EventLoop:
                 heappush(idle, worker)
 
     def take_idle(self) -> int:
-        """The lowest-numbered idle worker, no longer idle."""
+        """Remove the idle worker with the lowest number from the idle ones and return it."""
         return heappop(self.idle)
 
     def return_idle(self, worker: int) -> None:
-        """Make a worker idle that got nothing to do."""
+        """Make a worker idle again that got no batch."""
         heappush(self.idle, worker)
 
     def start(self, worker: int, batch: Batch, remaining_ms: float | None = None) -> None:
-        """Run a batch on a worker from now on, for its real latency or for what remains of it."""
+        """Start a batch on a worker now.
+
+        Args:
+            worker: index of the worker.
+            batch: the batch.
+            remaining_ms: time that a preempted batch still needs, ms. If None, the batch takes its latency.
+        """
         now, subnet = self.now, batch.subnet
         took = remaining_ms
         if took is None:
@@ -191,7 +222,7 @@ class EventLoop:
             self._observe(batch.subnet, batch.batch_size, batch.expected_ms, finish - start)
 
     def interrupt(self, worker: int) -> Running | None:
-        """Stop what a worker runs, without returning its requests to the queue."""
+        """Stop the batch of a worker and return it, without returning its requests to the queue."""
         running = self.running[worker]
         self.running[worker] = None
         if running is not None:
@@ -243,7 +274,13 @@ class EventLoop:
 
 
 class ArrivalFeed:
-    """The arrivals not yet queued; memory is one chunk whatever the length of the trace."""
+    """Hands out arrivals in order of time.
+
+    Arrays are converted to Python numbers one chunk at a time, so that memory does not grow with the trace.
+
+    Attributes:
+        next_ms: time of the next arrival, ms; inf if all have been handed out.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self._arrivals = scenario.arrivals_ms
@@ -253,17 +290,20 @@ class ArrivalFeed:
         self._start = 0
         self._at = 0
         self._times: list[float] = []
-        #: time of the next arrival; inf when all have been taken
         self.next_ms = 0.0
         self._load(0)
 
     @property
     def taken(self) -> int:
-        """How many arrivals have been handed out."""
+        """Number of arrivals that have been handed out."""
         return self._start + self._at
 
     def until(self, now_ms: float) -> tuple[list[float], list[float], int, list[float] | None]:
-        """Arrivals up to `now_ms`, one chunk at most: times, deadlines, number of the first, floors."""
+        """Hand out the arrivals up to `now_ms`, at most one chunk.
+
+        Returns:
+            (times, deadlines, number of the first arrival, floors); floors are None if no request has one.
+        """
         at, end = self._at, bisect_right(self._times, now_ms, self._at)
         first = self._start + at
         times, deadlines = self._times[at:end], self._deadlines[at:end]
@@ -290,7 +330,7 @@ class ArrivalFeed:
 
 
 class RealLatency:
-    """What a batch really takes, which the policy does not know beforehand."""
+    """The latency that a batch takes, with noise, overhead and co-runners, which the policy does not see."""
 
     def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
         self._overhead_ms = scenario.overhead_ms
@@ -301,7 +341,7 @@ class RealLatency:
         self._co_runner_ms: dict[float, list[list[float]]] = {}
 
     def __call__(self, now_ms: float, subnet: int, batch_size: int, expected_ms: float) -> float:
-        """Milliseconds one batch takes that starts at `now_ms`."""
+        """Return the latency, ms, of a batch that starts at `now_ms`."""
         if self._co_runners:
             number = sum(r.number for r in self._co_runners if r.start_ms <= now_ms < r.end_ms)
             expected_ms = self._under(number)[subnet][self._columns[batch_size]]
@@ -316,6 +356,6 @@ class RealLatency:
 
 
 def noise_factors(noise: float, rng: np.random.Generator) -> Iterator[float]:
-    """Endless normal factors of mean 1 and standard deviation `noise`, none below 0.1."""
+    """Yield normally distributed factors of mean 1 and standard deviation `noise`, none below 0.1."""
     while True:
         yield from np.maximum(rng.normal(1.0, noise, 4096), _LEAST_FACTOR).tolist()

@@ -1,4 +1,4 @@
-"""Upper bounds on effective accuracy that no policy can exceed, for any trace."""
+"""Upper bounds on the effective accuracy that any policy can reach on a trace, from a fluid relaxation."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ def fluid_bound(
     workers: int = 1,
     step_ms: float = 1.0,
 ) -> float:
-    """Effective accuracy, percent, of a server that may split work into infinitely small parts.
+    """Return the effective accuracy of a server that may split work into infinitely small parts.
 
-    Each request spends some worker time between its arrival and its deadline, at least the time per request
-    of the subnet it gets, so the accuracy of a time per request is at most the upper concave hull of
-    (time per request, accuracy) of the table (with the origin: a request may be given up). Requests started
-    by time t lie between those due and those arrived; among all such curves the taut string maximises
-    every concave reward of its slope at once, and its reward is the bound.
+    Every request takes some worker time between its arrival and its deadline, at least the time per request
+    of the subnet that answers it. So the accuracy for a given time per request is at most the upper concave
+    hull of (time per request, accuracy) of the table. The hull includes the origin, because a request may
+    remain unanswered. The number of requests started by time t lies between the number that is due and the
+    number that has arrived by t. Among all such curves, the shortest path ("taut string") maximises every
+    concave reward of its slope, so the reward of this path is an upper bound.
 
     Args:
-        arrivals_ms: shape (n,), ascending.
-        table: the profile.
+        arrivals_ms: arrival times, ms, ascending, shape (n,).
+        table: the latency table.
         slo_ms: time from arrival to deadline, ms, one number or shape (n,).
         workers: number of workers.
-        step_ms: grid of the two curves; a coarser grid only loosens the bound.
+        step_ms: width of the grid of the two curves, ms; a coarser grid gives a looser bound.
+
+    Returns:
+        The bound on effective accuracy, percent.
 
     Raises:
-        TraceError: arrivals that cannot be simulated, or a step that is not > 0.
+        TraceError: the arrivals cannot be simulated, or the step is not > 0.
+        PolicyError: `workers` is not a positive integer.
     """
     arrivals = checked_arrivals(arrivals_ms)
     check_count(workers, "workers")
@@ -63,7 +68,24 @@ def binned_fluid_bound(
     workers: int = 1,
     bin_ms: float = 1000.0,
 ) -> float:
-    """A looser bound: every time bin on its own, given its own worker time and `slo_ms` more."""
+    """Return a looser bound than `fluid_bound`, which treats every time bin on its own.
+
+    The requests of a bin share the worker time of the bin and of the `slo_ms` that follow.
+
+    Args:
+        arrivals_ms: arrival times, ms, ascending, shape (n,).
+        table: the latency table.
+        slo_ms: time from arrival to deadline, ms.
+        workers: number of workers.
+        bin_ms: width of the bins, ms.
+
+    Returns:
+        The bound on effective accuracy, percent.
+
+    Raises:
+        TraceError: the arrivals cannot be simulated.
+        PolicyError: `workers` is not a positive integer.
+    """
     arrivals = checked_arrivals(arrivals_ms)
     check_count(workers, "workers")
     numbers = np.bincount(((arrivals - arrivals[0]) // bin_ms).astype(np.int64)).astype(np.float64)
@@ -73,7 +95,7 @@ def binned_fluid_bound(
 
 
 def _reward(table: LatencyTable, work_ms: Floats, requests: Floats) -> Floats:
-    """Most accuracy summed over `requests` that share `work_ms` of worker time; arrays of one shape."""
+    """Return the greatest accuracy summed over `requests` that share `work_ms` of worker time, per bin."""
     points = [(tau, table.accuracy[i], i) for i, (tau, _) in enumerate(time_per_request(table))]
     hull = upper_hull([(0.0, 0.0, -1), *points])
     x = np.array([point[0] for point in hull])
@@ -84,7 +106,7 @@ def _reward(table: LatencyTable, work_ms: Floats, requests: Floats) -> Floats:
 
 
 def _taut_string(lower: list[int], upper: list[int]) -> list[tuple[int, float]]:
-    """Shortest path (index, height) from (0, 0) to the last point, between `lower` and `upper` all along."""
+    """Return the vertices (index, height) of the shortest path from (0, 0) to the end between two curves."""
     last = len(lower) - 1
     knots: list[tuple[int, float]] = [(0, 0.0)]
     while knots[-1][0] < last:

@@ -1,4 +1,4 @@
-"""The exact optimum of small instances: SuperServe's zero-one program (NSDI'25, (1a)-(1f))."""
+"""The exact optimum of small instances, by dynamic programming."""
 
 from __future__ import annotations
 
@@ -25,30 +25,35 @@ def exact_optimum(
     slo_ms: float | npt.ArrayLike,
     workers: int = 1,
 ) -> float:
-    """Greatest sum of accuracy over met requests that any schedule reaches, knowing all arrivals.
+    """Return the greatest accuracy that any schedule reaches if all arrivals are known beforehand.
 
-    A batch starts on one worker no earlier than the latest arrival of its requests, runs without a break,
-    ends by their earliest deadline, and every request is in at most one batch. Solved exactly by dynamic
-    programming over (requests left, when each worker is free), with batches in order of their start:
-    a batch starts when its worker is free or when a request arrives, and, by exchange, holds the most
-    urgent of the requests that are left, have arrived and can still be met by it.
+    A batch starts on one worker after the arrival of all its requests, runs without a break, and ends by
+    their earliest deadline. Every request is in at most one batch. The optimum is found by dynamic
+    programming over the requests that are left and the times at which workers are free, with batches in
+    order of their start. A batch starts when its worker becomes free or when a request arrives. By an
+    exchange argument it holds the most urgent requests that are left, have arrived and can be met by it.
 
     Args:
-        arrivals_ms: shape (n,), ascending, n <= 12.
-        table: the profile.
-        slo_ms: time each request is given, a number or shape (n,).
-        workers: 1 or 2.
+        arrivals_ms: arrival times, ms, ascending, shape (n,), n <= 12.
+        table: the latency table.
+        slo_ms: time from arrival to deadline, ms, one number or shape (n,).
+        workers: number of workers, 1 or 2.
 
     Returns:
-        The optimum, percent summed over requests; divide by n for effective accuracy.
+        Accuracy summed over met requests, percent; divide by n to obtain effective accuracy.
 
     Raises:
-        TraceError: more than 12 requests, or arrivals that cannot be simulated.
+        TraceError: there are more than 12 requests, or the arrivals or SLOs cannot be simulated.
+        PolicyError: `workers` is not a positive integer.
+
+    Source:
+        The zero-one program (1a)-(1f) of SuperServe (NSDI'25).
     """
     arrivals = checked_arrivals(arrivals_ms)
     if len(arrivals) > MOST_REQUESTS:
         raise TraceError(
-            f"arrivals_ms: {len(arrivals)} requests; the exact optimum takes {MOST_REQUESTS} at most"
+            f"arrivals_ms: {len(arrivals)} requests; the exact optimum takes {MOST_REQUESTS} at most, "
+            "fluid_bound any number"
         )
     check_count(workers, "workers")
     due = (arrivals + np.asarray(slo_ms, dtype=np.float64)).tolist()
@@ -59,13 +64,13 @@ def exact_optimum(
     singles = sorted({(option.latency_ms, option.accuracy) for front in fronts for option in front})
 
     def ceiling(i: int, start: float) -> float:
-        """Accuracy request i gets at most when nothing starts before `start`; 0 when it cannot be met."""
+        """Return the greatest accuracy for request i if nothing starts before `start`; 0 if it must miss."""
         within = due[i] - max(start, releases[i])
         return max((accuracy for latency, accuracy in singles if latency <= within), default=0.0)
 
     @cache
     def best(left: int, free: tuple[float, ...]) -> float:
-        """Most accuracy from the requests in the bit mask `left`; batches come in order of their start."""
+        """Return the greatest accuracy for the requests in the bit mask `left`."""
         caps = {i: cap for i in urgent if left >> i & 1 and (cap := ceiling(i, free[0])) > 0}
         bound, most = sum(caps.values()), 0.0
         for start in sorted({*free, *(releases[i] for i in caps if releases[i] > free[0])}):
@@ -94,5 +99,5 @@ def exact_optimum(
 
 
 def _tight(start: float, free: tuple[float, ...], releases: list[float], batch: list[int]) -> bool:
-    """Whether the batch could not have started earlier: its worker or its last request just came free."""
+    """Return whether the batch cannot start earlier: a worker becomes free or a request arrives then."""
     return start in free or any(releases[i] == start for i in batch)

@@ -1,4 +1,4 @@
-"""Figures in the style of SuperServe (NSDI'25, Figs. 8-11); needs the extra `plot` (matplotlib)."""
+"""Figures of simulations, in the style of SuperServe (NSDI'25, Figs. 8-11); they need matplotlib."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subnetact.errors import MissingExtra, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.simulation.result import SimulationResult
 
@@ -21,7 +22,17 @@ def plot_comparison(
     title: str = "",
     bound: float | None = None,
 ) -> None:
-    """Scatter of SLO attainment over mean serving accuracy, one point a policy; `bound` as a line."""
+    """Draw SLO attainment against mean serving accuracy, one point per policy.
+
+    Args:
+        results: results by the name of the policy.
+        path: the file of the figure.
+        title: title of the figure.
+        bound: an upper bound on effective accuracy, percent, drawn as a line. If None, no line is drawn.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
     figure, axes = _figure(1)
     for at, (name, result) in enumerate(results.items()):
         if result.met:
@@ -42,18 +53,19 @@ def plot_dynamics(
     title: str = "",
     bin_ms: float = 250.0,
 ) -> None:
-    """Arrival rate, served accuracy and batch size over time, from results with `decisions`.
+    """Draw arrival rate, accuracy and batch size over time.
 
     Args:
-        result: of a simulation or a live run; or several by name, drawn over each other.
-        arrivals_ms: the arrivals they share.
-        table: the profile.
-        path: the figure's file.
-        title: above it.
-        bin_ms: over which values are averaged.
+        result: the result of a simulation or of a live run, with `decisions`; or several results by name.
+        arrivals_ms: the arrivals that the results share, ms, shape (n,).
+        table: the latency table.
+        path: the file of the figure.
+        title: title of the figure.
+        bin_ms: width of the bins over which values are averaged, ms.
 
     Raises:
-        ValueError: a result holds no decisions; simulate with `decisions=True`.
+        TraceError: a result holds no decisions.
+        MissingExtra: matplotlib is not installed.
     """
     results = {"": result} if isinstance(result, SimulationResult) else result
     arrivals = np.asarray(arrivals_ms, dtype=np.float64)
@@ -64,7 +76,7 @@ def plot_dynamics(
     axes[0].plot(seconds, np.histogram(arrivals, edges)[0] * 1000.0 / bin_ms, linewidth=0.9, color="0.4")
     for name, one in results.items():
         if not one.decisions:
-            raise ValueError("plot_dynamics: the result holds no decisions; simulate with decisions=True")
+            raise TraceError("result: it holds no decisions; simulate with decisions=True")
         times = np.array([decision.t_ms for decision in one.decisions])
         counts = np.array([decision.k for decision in one.decisions], dtype=np.float64)
         accuracy = np.array([table.accuracy[decision.subnet] for decision in one.decisions])
@@ -89,8 +101,10 @@ def _ratio(above: npt.NDArray[Any], below: npt.NDArray[Any]) -> npt.NDArray[np.f
 
 
 def _figure(rows: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("figures need matplotlib; pip install 'subnetact[plot]'") from error
     figure = Figure(figsize=(7.0, 4.5 if rows == 1 else 2.0 * rows), layout="constrained")
     return figure, figure.subplots(rows, sharex=True)
 

@@ -17,11 +17,21 @@ __all__ = ["PreemptiveLoop"]
 
 
 class PreemptiveLoop(EventLoop):
-    """As `EventLoop`; at every arrival with all workers busy, the policy may preempt one batch.
+    """An event loop in which the policy may preempt a batch at every arrival while all workers are busy.
 
-    Without `resume` the requests of a preempted batch return to the queue and its work is lost. With it the
-    batch waits beside the queue and is finished, from the end of its last complete block, by the first
-    worker for which the queue has nothing.
+    Without `resume`, the requests of a preempted batch return to the queue and its work is lost. With
+    `resume`, the batch is suspended. The first worker for which the queue is empty continues it from the
+    end of its last complete block.
+
+    Args:
+        scenario: the input; its policy has a method `preempt`.
+        rng: the source of the noise.
+        resume: whether preempted batches are finished later.
+        blocks: number of equal blocks of a batch.
+        options: the other arguments of `EventLoop`.
+
+    Raises:
+        PolicyError: `blocks` is not a positive integer.
     """
 
     watches_arrivals = True
@@ -38,7 +48,7 @@ class PreemptiveLoop(EventLoop):
         self._remaining: dict[int, float] = {}
 
     def serve(self) -> None:
-        """Give work to idle workers, then let the policy preempt."""
+        """Form batches for idle workers, then let the policy preempt."""
         super().serve()
         while self._suspended and self.idle:
             batch, remaining_ms = self._suspended.popleft()

@@ -1,4 +1,4 @@
-"""A live run read back from its decision log, so that other policies can be tried on the same arrivals."""
+"""Reads a batcher's decision log, so that other policies can be simulated on the arrivals of a live run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LiveRun:
-    """What a batcher served.
+    """The requests of a live batcher and their outcomes.
 
     Attributes:
-        arrivals_ms: when each request arrived, from the first one on, ascending; shape (n,).
-        slo_ms: time each was given, shape (n,).
-        floors: accuracy each demanded, percent, shape (n,).
-        table: the profile it was served with.
-        measured: that profile with the mean measured latency in every cell that ran.
-        result: what happened, with `decisions`; failed, cancelled, refused and closed requests are
-            `unserved`.
+        arrivals_ms: when each request arrived, ms after the first one, ascending, shape (n,).
+        slo_ms: time from arrival to deadline of each request, ms, shape (n,).
+        floors: minimum accuracy of each request, percent, shape (n,).
+        table: the latency table that the batcher was given.
+        measured: that table with the mean measured latency for every subnet and batch size that ran.
+        result: what was counted, with `decisions`. Requests that failed, were cancelled or refused, or were
+            waiting when the batcher closed count as `unserved`.
         policy: name of the policy's class.
-        workers: how many.
+        workers: number of workers.
         expired: the rule for expired requests.
     """
 
@@ -48,10 +48,20 @@ class LiveRun:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LiveRun:
-        """Read a log that `Batcher(decision_log=path)` wrote; a last line that was cut off is left out.
+        """Read a log that `Batcher(decision_log=path)` wrote.
+
+        A last line that was cut short while it was written is left out.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The live run.
 
         Raises:
-            FileFormatError: not a decision log, of a newer schema, damaged, or without arrivals.
+            MissingFile: there is no such file.
+            FileFormatError: the file is not a decision log, has a newer schema, is damaged, or holds no
+                request.
         """
         header, entries, _ = DECISION_LOG.read_lines(path)
         with DECISION_LOG.fields(path):

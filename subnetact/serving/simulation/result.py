@@ -1,4 +1,4 @@
-"""What a simulation counted, and the figures that policies are compared by."""
+"""The result of a simulation, and the figures by which policies are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ __all__ = ["Decision", "RequestLog", "SimulationResult"]
 
 
 class Decision(NamedTuple):
-    """One batch: when it was formed, what the policy saw, what it answered, when it really finished."""
+    """One decision of a policy and the batch that followed.
+
+    Attributes:
+        t_ms: when the batch was formed.
+        worker: index of the worker.
+        queued: number of requests in the queue.
+        slack_ms: slack of the most urgent request.
+        subnet: index of the subnet that ran.
+        batch_size: the profiled batch size.
+        k: number of requests in the batch.
+        finish_ms: when the batch ended.
+    """
 
     t_ms: float
     worker: int
@@ -27,12 +38,12 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestLog:
-    """The fate of every request, in order of arrival; arrays of shape (requests,).
+    """The outcome of every request, in order of arrival.
 
     Attributes:
-        start_ms: when its (last) batch started; NaN if it never ran.
-        finish_ms: when its batch finished; NaN if it never ran to the end.
-        subnet: which subnet served it; -1 if none.
+        start_ms: when the last batch of each request started, shape (n,); NaN if the request never ran.
+        finish_ms: when that batch ended, shape (n,); NaN if the request was never answered.
+        subnet: the subnet that answered each request, shape (n,); -1 if none did.
     """
 
     start_ms: npt.NDArray[np.float64]
@@ -42,23 +53,23 @@ class RequestLog:
 
 @dataclass
 class SimulationResult:
-    """Outcome of `simulate`.
+    """What `simulate` counted.
 
     Attributes:
-        requests: how many arrived.
-        met: how many finished at or before their deadline, on a subnet that meets their floor.
-        late: how many finished after it.
-        dropped: how many were given up by the hopeless rule.
-        unserved: how many still waited when nothing could run any more.
-        accuracy_sum: sum over met requests of the profiled accuracy of their subnet, percent.
-        batches: how many batches ran to the end.
-        preempted: how many batches were interrupted, by a policy or by the death of their worker.
+        requests: number of requests.
+        met: number of requests answered by their deadline, on a subnet that meets their minimum accuracy.
+        late: number of requests answered after their deadline.
+        dropped: number of expired requests that were dropped.
+        unserved: number of requests that still waited when nothing could run any more.
+        accuracy_sum: sum over met requests of the accuracy of their subnet, percent.
+        batches: number of batches that ran to the end.
+        preempted: number of batches that were interrupted, by a policy or because their worker went down.
         switches: how many times a worker changed its subnet.
-        busy_ms: time all workers spent on batches.
-        end_ms: when the last batch finished.
-        served_by: requests each subnet served, met or not.
-        decisions: every batch, when asked for.
-        log: the fate of every request, when asked for.
+        busy_ms: time that all workers together spent on batches, ms.
+        end_ms: when the last batch ended.
+        served_by: for each subnet, number of requests that it answered, in time or late.
+        decisions: every decision, if `simulate` was called with `decisions=True`.
+        log: the outcome of every request, if `simulate` was called with `requests=True`.
     """
 
     requests: int = 0
@@ -78,31 +89,31 @@ class SimulationResult:
 
     @property
     def missed(self) -> int:
-        """Requests that did not meet their deadline, for whatever reason."""
+        """Number of requests that were not met: late, dropped or unserved."""
         return self.requests - self.met
 
     @property
     def attainment(self) -> float:
-        """SLO attainment: met / all."""
+        """SLO attainment: met requests / all requests, from 0 to 1."""
         return self.met / self.requests if self.requests else math.nan
 
     @property
     def mean_accuracy(self) -> float:
-        """Mean serving accuracy (SuperServe): mean profiled accuracy over met requests, percent."""
+        """Mean serving accuracy: mean accuracy over met requests, percent (SuperServe, NSDI'25)."""
         return self.accuracy_sum / self.met if self.met else math.nan
 
     @property
     def effective_accuracy(self) -> float:
-        """Effective accuracy (Model-Switching, HotCloud'20): sum of accuracy over met / all, percent."""
+        """Effective accuracy: accuracy summed over met requests / all requests, percent (HotCloud'20)."""
         return self.accuracy_sum / self.requests if self.requests else math.nan
 
     @property
     def mean_batch(self) -> float:
-        """Mean number of requests in a batch."""
+        """Mean number of requests per batch."""
         return (self.met + self.late) / self.batches if self.batches else math.nan
 
     def summary(self) -> dict[str, float]:
-        """The figures as plain numbers, for tables and JSON."""
+        """Return the figures as plain numbers, for tables and JSON."""
         return {
             "requests": self.requests,
             "attainment": self.attainment,

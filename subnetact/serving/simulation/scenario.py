@@ -1,4 +1,4 @@
-"""Everything a simulation is given, validated before it starts."""
+"""The validated input of a simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ Floats = npt.NDArray[np.float64]
 
 
 class WorkerEvent(NamedTuple):
-    """At `t_ms`, `worker` comes up or goes down."""
+    """A worker comes up or goes down.
+
+    Attributes:
+        t_ms: when, ms.
+        worker: index of the worker.
+        up: True if the worker comes up, False if it goes down.
+    """
 
     t_ms: float
     worker: int
@@ -43,10 +49,16 @@ class CoRunner(NamedTuple):
 
 
 def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
-    """Arrival times as a float64 array of shape (n,).
+    """Return arrival times as a float64 array.
+
+    Args:
+        arrivals_ms: arrival times, ms, shape (n,).
+
+    Returns:
+        The same times, shape (n,).
 
     Raises:
-        TraceError: empty, not one-dimensional, not finite, or not ascending.
+        TraceError: they are empty, not one-dimensional, not finite, or not ascending.
     """
     try:
         arrivals = np.asarray(arrivals_ms, dtype=np.float64)
@@ -68,7 +80,21 @@ def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Validated input of one simulation; `slo_ms` and `floors` are scalars or one value a request."""
+    """Validated input of one simulation.
+
+    Attributes:
+        arrivals_ms: arrival times, ms, shape (n,).
+        table: the latencies that batches take.
+        policy: the policy.
+        slo_ms: time from arrival to deadline, ms, one number or shape (n,).
+        workers: number of workers.
+        floors: minimum accuracy, percent, one number or shape (n,); 0 accepts any subnet.
+        noise: standard deviation of the random factor on latencies.
+        overhead_ms: time added to every latency, ms.
+        switch_ms: time added when a worker changes its subnet, ms.
+        events: workers that go down or come up, in order of time.
+        co_runners: periods in which co-runners use the devices.
+    """
 
     arrivals_ms: Floats
     table: LatencyTable
@@ -97,7 +123,7 @@ class Scenario:
         events: Sequence[WorkerEvent],
         co_runners: Sequence[CoRunner],
     ) -> Scenario:
-        """Validate; see `simulate` for the arguments and errors."""
+        """Validate the input; see `simulate` for arguments and errors."""
         arrivals = checked_arrivals(arrivals_ms)
         check_policy(policy)
         seen = policy.table
@@ -138,7 +164,7 @@ class Scenario:
 def _per_request(values: float | npt.ArrayLike, count: int, name: str) -> float | Floats:
     given = np.asarray(values, dtype=np.float64)
     if given.ndim > 1 or (given.ndim == 1 and len(given) != count):
-        raise TraceError(f"{name}: shape {given.shape}; give one number, or one a request ({count})")
+        raise TraceError(f"{name}: shape {given.shape}; give one number, or one per request ({count})")
     if not np.isfinite(given).all() or given.min() < 0:
         raise TraceError(f"{name}: every value must be finite and >= 0")
     return given if given.ndim else float(given)

@@ -1,4 +1,4 @@
-"""A discrete-event simulator that runs the same queue and policy objects as the live batcher."""
+"""`simulate`: runs a policy over a trace with the same queue and policy objects as the live batcher."""
 
 from __future__ import annotations
 
@@ -41,39 +41,58 @@ def simulate(
     progress: bool = True,
     hopeless: str | None = None,
 ) -> SimulationResult:
-    """Run a policy over a trace of arrivals; exactly reproducible from its arguments.
+    """Simulate a policy on a trace of arrivals.
 
-    Rules: one earliest-deadline-first queue; everything that has arrived by time t is queued before the
-    decision at t; the lowest-numbered idle worker goes first; a batch of k runs for the latency of the
-    smallest profiled batch size >= k; nothing waits for a fuller batch. The policy sees expected times
-    only: noise, overhead and co-runners are hidden from it.
+    Rules of the simulation:
+
+    * There is one earliest-deadline-first queue. Everything that has arrived by time t is in the queue before
+      the decision at t.
+    * Among idle workers the one with the lowest number decides first.
+    * A batch of k requests takes the latency of the smallest profiled batch size >= k.
+    * No worker waits for a fuller batch, unless the policy answers None.
+    * The policy sees expected latencies only; noise, overhead and co-runners are hidden from it.
+
+    The result depends only on the arguments.
 
     Args:
-        arrivals_ms: shape (n,), ascending.
-        table: the latencies batches really take; its subnets and batch sizes are those of `policy.table`.
-        policy: decides; see `subnetact.serving.context.Policy`.
-        slo_ms: time each request is given, a number or shape (n,).
-        workers: how many; worker ids are 0 to workers - 1.
+        arrivals_ms: arrival times, ms, ascending, shape (n,).
+        table: the latencies that batches take. Its subnets and batch sizes are those of `policy.table`.
+        policy: decides which subnet and batch size run; see `Policy`.
+        slo_ms: time from arrival to deadline, ms, one number or shape (n,).
+        workers: number of workers; they are numbered from 0.
         expired: what happens to expired requests, which no subnet can answer in time any more: `drop` removes
             them, `defer` serves them when nothing else waits, `serve` keeps them at the head of the queue.
-        noise: standard deviation of a factor (mean 1, at least 0.1) on every real latency.
-        overhead_ms: added to every real latency.
-        min_accuracy: floor in percent, a number or shape (n,); None or 0 accepts any subnet.
-        seed: of the noise.
-        switch_ms: added when a worker's subnet differs from its last one; at least `policy.switch_ms`.
-        events: workers that go down or come up at given times. A batch on a dying worker is requeued.
+        noise: standard deviation of a random factor (mean 1, at least 0.1) on every latency.
+        overhead_ms: time added to every latency, ms.
+        min_accuracy: minimum accuracy, percent, one number or shape (n,). If None or 0, requests accept any
+            subnet.
+        seed: seed of the noise.
+        switch_ms: time added, ms, when a worker changes its subnet. If `policy.switch_ms` is longer, that is
+            used.
+        events: times at which workers go down or come up. The batch of a worker that goes down returns to
+            the queue.
         co_runners: periods in which co-runners use the devices; they need a table with a co-runner dimension.
-        resume: a preempted batch is finished later instead of starting anew.
-        blocks: a preempted batch keeps its complete blocks, of so many equal ones (with `resume`).
-        decisions: keep every decision in `result.decisions`.
-        requests: keep the fate of every request in `result.log`.
+        resume: if True, a preempted batch is finished later; if False, its work is lost.
+        blocks: with `resume`, a batch consists of this many equal blocks, and a preempted batch keeps the
+            blocks that it has completed.
+        decisions: whether to keep every decision in `result.decisions`.
+        requests: whether to keep the outcome of every request in `result.log`.
         progress: if True, show a progress bar when standard error is a terminal and the simulation takes
             more than a second.
+        hopeless: former name of `expired`.
+
+    Returns:
+        What was counted, with SLO attainment and mean accuracy as properties.
 
     Raises:
-        TraceError: unsorted, NaN or no arrivals, or SLOs and floors that fit neither them nor the table.
-        PolicyError: a setting out of range, or a policy that answers with something that cannot run.
+        TraceError: the arrivals are empty, not finite or not ascending, or the SLOs, minimum accuracies,
+            events or co-runners do not fit them or the table.
+        PolicyError: a setting is out of range, or the policy answered with something that cannot run.
         ProfileMismatch: the policy was made for another table.
+        TableError: the accuracy of a subnet is not known.
+
+    Example:
+        `result = simulate(arrivals_ms, table, SlackFit(table, slo_ms=36.0), slo_ms=36.0, workers=8)`
     """
     scenario = Scenario.checked(
         arrivals_ms,

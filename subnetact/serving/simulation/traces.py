@@ -1,4 +1,4 @@
-"""Arrival processes: when requests come, in ms, ascending."""
+"""Arrival processes: synthetic traces, and traces made from recorded counts or time stamps."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ __all__ = ["IN_BIN", "bursty", "from_counts", "from_timestamps", "poisson", "tim
 
 Floats = npt.NDArray[np.float64]
 IN_BIN = ("poisson", "uniform", "even")
+"""The processes inside a bin that `from_counts` accepts."""
 
 
 def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, seed: int = 0) -> Floats:
-    """A steady base merged with a bursty variant (SuperServe, NSDI'25, section 6.1).
+    """Return a steady base merged with a bursty variant.
 
     Args:
-        base_qps: arrivals a second at constant gaps; 0 for none.
-        variant_qps: mean arrivals a second with gamma-distributed gaps; 0 for none.
-        cv2: squared coefficient of variation of the variant's gaps; 0 makes them constant.
-        duration_s: arrivals fall in [0, duration_s).
-        seed: of the gaps.
+        base_qps: arrivals per second with constant gaps; 0 for none.
+        variant_qps: mean arrivals per second with gamma-distributed gaps; 0 for none.
+        cv2: squared coefficient of variation of the gaps of the variant; 0 makes them constant.
+        duration_s: length of the trace, s.
+        seed: seed of the gaps.
 
     Returns:
-        Ascending arrival times, ms, shape (n,).
+        Arrival times, ms, ascending, shape (n,).
 
     Raises:
-        TraceError: an argument out of range.
+        TraceError: an argument is out of range.
+
+    Source:
+        SuperServe (NSDI'25, section 6.1).
     """
     _at_least("base_qps", base_qps, 0.0)
     _at_least("variant_qps", variant_qps, 0.0)
@@ -54,24 +58,27 @@ def time_varying(
     tail_s: float = 10.0,
     seed: int = 0,
 ) -> Floats:
-    """A mean rate that ramps from one level to another (SuperServe, NSDI'25, section 6.1).
+    """Return arrivals whose mean rate ramps from one value to another.
 
-    Gamma gaps of mean 1 are mapped through the inverse of the cumulative mean rate.
+    Gamma-distributed gaps of mean 1 are mapped through the inverse of the cumulative mean rate.
 
     Args:
-        start_qps: mean rate during the lead, arrivals a second.
-        end_qps: mean rate during the tail.
-        acceleration: change of the mean rate during the ramp, arrivals a second per second.
+        start_qps: mean rate before the ramp, arrivals per second.
+        end_qps: mean rate after the ramp, arrivals per second.
+        acceleration: change of the mean rate during the ramp, arrivals per second squared.
         cv2: squared coefficient of variation of the gaps.
-        lead_s: seconds before the ramp.
-        tail_s: seconds after it.
-        seed: of the gaps.
+        lead_s: time before the ramp, s.
+        tail_s: time after the ramp, s.
+        seed: seed of the gaps.
 
     Returns:
-        Ascending arrival times, ms, shape (n,).
+        Arrival times, ms, ascending, shape (n,).
 
     Raises:
-        TraceError: an argument out of range.
+        TraceError: an argument is out of range.
+
+    Source:
+        SuperServe (NSDI'25, section 6.1).
     """
     _above("start_qps", start_qps)
     _above("end_qps", end_qps)
@@ -96,25 +103,26 @@ def from_counts(
     peak_qps: float | None = None,
     seed: int = 0,
 ) -> Floats:
-    """Arrivals from counts per bin, squeezed into `duration_s`.
+    """Return arrivals from recorded counts per time bin, compressed into `duration_s`.
 
-    What happens inside a bin decides the misses once a long trace is squeezed, so it is explicit:
-    `poisson` draws Poisson arrivals at the bin's rate, `uniform` places exactly the bin's (rounded)
-    number at random, `even` at equal gaps.
+    When a long trace is compressed, the arrivals inside a bin decide how many deadlines are missed, so the
+    process inside a bin is an argument.
 
     Args:
-        counts: requests per bin, shape (bins,), bins of equal length.
-        duration_s: length of the whole result.
-        mean_qps: scale the counts to this mean rate (before any clipping); None keeps their number.
-        in_bin: the process inside a bin.
-        peak_qps: clip the rate of every bin at this.
-        seed: of the arrivals.
+        counts: number of requests in each bin, shape (bins,); all bins have the same length.
+        duration_s: length of the resulting trace, s.
+        mean_qps: the counts are scaled to this mean rate, arrivals per second, before clipping. If None, they
+            are not scaled.
+        in_bin: the process inside a bin. `poisson` draws a Poisson process with the rate of the bin,
+            `uniform` places the rounded number of arrivals at random, `even` places them at equal gaps.
+        peak_qps: the rate of every bin is clipped at this, arrivals per second. If None, it is not clipped.
+        seed: seed of the arrivals.
 
     Returns:
-        Ascending arrival times, ms, shape (n,).
+        Arrival times, ms, ascending, shape (n,).
 
     Raises:
-        TraceError: counts that are no counts, or an argument out of range.
+        TraceError: the counts are not finite numbers >= 0, all are 0, or an argument is out of range.
     """
     bins = np.asarray(counts, dtype=np.float64)
     if bins.ndim != 1 or not len(bins) or not np.isfinite(bins).all() or bins.min() < 0 or not bins.sum():
@@ -147,19 +155,19 @@ def from_counts(
 def from_timestamps(
     timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: float | None = None, start_at_zero: bool = True
 ) -> Floats:
-    """Arrivals from recorded time stamps, sorted; optionally squeezed to a mean rate.
+    """Return arrivals from recorded time stamps.
 
     Args:
-        timestamps: shape (n,), in any order.
+        timestamps: recorded times, shape (n,), in any order.
         unit_ms: length of one unit of the time stamps, ms.
-        mean_qps: stretch or squeeze time to this mean rate; None keeps the recorded time.
-        start_at_zero: shift the first arrival to 0.
+        mean_qps: time is stretched or compressed to this mean rate, arrivals per second. If None, it is not.
+        start_at_zero: whether the first arrival is shifted to 0.
 
     Returns:
-        Ascending arrival times, ms, shape (n,).
+        Arrival times, ms, ascending, shape (n,).
 
     Raises:
-        TraceError: time stamps that are not finite, or an argument out of range.
+        TraceError: the time stamps are empty or not finite, or an argument is out of range.
     """
     _above("unit_ms", unit_ms)
     arrivals = checked_arrivals(np.sort(np.asarray(timestamps, dtype=np.float64).ravel())) * unit_ms
@@ -175,12 +183,24 @@ def from_timestamps(
 
 
 def poisson(qps: float, duration_s: float, seed: int = 0) -> Floats:
-    """A Poisson process of `qps` arrivals a second over [0, duration_s)."""
+    """Return a Poisson process.
+
+    Args:
+        qps: mean arrivals per second.
+        duration_s: length of the trace, s.
+        seed: seed of the gaps.
+
+    Returns:
+        Arrival times, ms, ascending, shape (n,).
+
+    Raises:
+        TraceError: an argument is out of range.
+    """
     return bursty(0.0, qps, 1.0, duration_s, seed)
 
 
 def _unit_renewals(length: float, cv2: float, rng: np.random.Generator) -> Floats:
-    """Renewal times within [0, length) with gamma gaps of mean 1."""
+    """Return renewal times within [0, length), with gamma-distributed gaps of mean 1."""
     if cv2 == 0:
         return np.arange(1, math.ceil(length), dtype=np.float64)
     times: list[Floats] = []
