@@ -48,8 +48,8 @@ class Command:
         self.arguments = [
             "--family", "ofa_resnet50", "--checkpoint", str(checkpoint), "--subnets", str(subnets),
             "--input-shape", "3", str(pixels), str(pixels), "--batch-sizes", *map(str, BATCH_SIZES),
-            "--random-images", "16", "--fitted", str(FITTED), "--threads", "1", "--min-time-s", "0.25",
-            "--max-windows", "5",
+            "--calibrate-on", "random:16", "--fit-subnets", str(FITTED), "--threads", "1",
+            "--min-time-ms", "250", "--max-windows", "5",
             "--resume", "--out", str(folder / "table.json"), "--save-bundle", str(folder / "bundle"),
         ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Two profiles of the same subnets, taking turns: how well `subnetact.profile` reproduces its medians.
 
-    python benchmarks/profile_twice.py [--subnets 6] [--pixels 96] [--min-time-s 15] [--turn-s 10]
+    python benchmarks/profile_twice.py [--subnets 6] [--pixels 96] [--min-time-ms 15000] [--turn-s 10]
         [--out benchmarks/results/profile_twice.json]
 
 Two commands of their own, of which one is stopped (SIGSTOP) while the other runs: a virtual machine that is
@@ -33,7 +33,7 @@ def start(out: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
         sys.executable, "-W", "ignore", "-m", "subnetact.profile", "--family", "ofa_resnet50",
         "--subnets", f"random:{args.subnets}", "--input-shape", "3", str(args.pixels), str(args.pixels),
         "--batch-sizes", *map(str, BATCH_SIZES), "--threads", "1", "--windows", "60", "--max-windows", "60",
-        "--min-time-s", str(args.min_time_s), "--out", str(out),
+        "--min-time-ms", str(args.min_time_ms), "--out", str(out),
     ]  # fmt: skip
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -72,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--subnets", type=int, default=6)
     parser.add_argument("--pixels", type=int, default=96)
-    parser.add_argument("--min-time-s", type=float, default=15, help="timed, per cell")
+    parser.add_argument("--min-time-ms", type=float, default=15_000, help="timed running per cell")
     parser.add_argument("--turn-s", type=float, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

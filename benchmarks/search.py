@@ -235,7 +235,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
         engine = subnetact.Engine(supernet, specs, example=torch.zeros(shape), allow_uncalibrated=True)
-        table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, rounds=5)
+        table = subnetact.profile_latency(engine, [1, 8], warmup_ms=5, min_time_ms=150, windows=5)
     model = CostModel(supernet, shape)
     result: dict[str, Any] = {"subnets": len(specs), "machine": machine(torch.device("cpu"))}
     for column, batch_size in enumerate(table.batch_sizes):

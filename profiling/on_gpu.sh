@@ -25,9 +25,9 @@ step engine 240 "$python" benchmarks/engine.py --device cuda --families ofa_resn
 for family in ofa_resnet50 ofa_mbv3; do
   for mode in eager graphs; do
     step "profile_${family}_$mode" 150 "$python" "profiling/sweep_$family.py" --device cuda --mode $mode \
-      --subnets 100 --input-shape 3 224 224 --batch-sizes 1 2 4 8 16 32 64 --warmup-ms 5 --min-time-s 0.06 \
+      --subnets 100 --input-shape 3 224 224 --batch-sizes 1 2 4 8 16 32 64 --warmup-ms 5 --min-time-ms 60 \
       --max-windows 6 --resume --out "$out/${family}_$mode.json" --plot "$out/${family}_$mode"
   done
 done
-step profile_digits 60 "$python" -m subnetact.profile --device cuda --min-time-s 0.1 --resume --out "$out/digits.json"
+step profile_digits 60 "$python" -m subnetact.profile --device cuda --min-time-ms 100 --resume --out "$out/digits.json"
 exit $failed

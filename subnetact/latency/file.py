@@ -20,6 +20,7 @@ FORMER = {
     "contended_ms": "co_runner_ms",
     "colocate": "co_runners",
     "colocated": "co_runner_subnet",
+    "beaten": "dominated",
 }
 """Names of fields and facts in files of earlier versions, and their present names."""
 

@@ -18,7 +18,7 @@ SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "in
         "supernet", "mode", "statistic", "include_actuation", "include_h2d", "channels_last",
         "co_runner_subnet")  # fmt: skip
 """Facts of the stamps that must be equal, because latencies are not comparable otherwise."""
-OF_SUBNETS = ("out_of_memory", "subnet_dimension", "beaten")
+OF_SUBNETS = ("out_of_memory", "subnet_dimension", "dominated")
 """Facts about the subnets of one table, by their index there; they do not hold for the merged table."""
 
 

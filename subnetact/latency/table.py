@@ -365,7 +365,7 @@ def _rising(cells: Floats) -> Floats:
 
 def _stamp_of(stamp: Mapping[str, Any], chosen: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:
     """Return a stamp whose facts about subnets are those of the chosen ones, by their new indices."""
-    found = {name: value for name, value in stamp.items() if name != "beaten"}
+    found = {name: value for name, value in stamp.items() if name != "dominated"}
     if "out_of_memory" in found:
         found["out_of_memory"] = sorted(
             [level, new, size]

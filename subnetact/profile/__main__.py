@@ -1,4 +1,4 @@
-"""`python -m subnetact.profile`: runs the command line of this room."""
+"""Runs `python -m subnetact.profile`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m subnetact.profile`: which subnets to serve on this device, and what each of them costs."""
+"""The command line `python -m subnetact.profile`: from a checkpoint to a latency table and a bundle."""
 
 from __future__ import annotations
 
@@ -16,46 +16,60 @@ from typing import Any
 import torch
 
 from subnetact.device import find_device
-from subnetact.errors import InvalidRequest, SubnetActError, TableError
+from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError
 from subnetact.latency.table import LatencyTable
-from subnetact.profile.modes import MODES
-from subnetact.profile.pipeline import (
-    Job,
-    Profile,
-    plan,
-    profile,
-)
-from subnetact.profile.selection import Request
+from subnetact.profile.modes import INCLUDES, MODES
+from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile
+from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import ProfileSource, load_source
-from subnetact.profile.sweep_settings import ORDERS, SweepSettings
+from subnetact.profile.sweep import SweepSettings
 
 __all__ = ["build_parser", "main"]
 
 DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
-EXIT_CODES = f"""exit status:
+ROWS_SHOWN = 24
+EPILOG = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
-  {USAGE}    arguments that cannot work, progress of another environment, or an error of the device on the way
+  {USAGE}    impossible arguments, --resume with other arguments or on another machine, or a device error
   {UNSTABLE}    with --strict: a cell is unstable; with --compare: a cell is outside the tolerance
-  {INTERRUPTED}  interrupted (SIGINT, SIGTERM); --resume goes on
+  {INTERRUPTED}  interrupted by SIGINT or SIGTERM; --resume continues
+
+your own network:
+  --model PKG.MOD:FACTORY imports the module PKG.MOD and calls its function FACTORY with the arguments of
+  --constructor. The function builds the network, loads its weights and returns a Supernet:
+      def FACTORY(**constructor):
+          network = MyNetwork(**constructor)
+          network.load_state_dict(torch.load("weights.pth", weights_only=True))
+          return subnetact.insert_(network.eval(), space, elastic)
+  The module must be importable: run the command in its folder, or name the folder in PYTHONPATH. The shape of
+  one input is not known, so give --input-shape too (and --input-dtype if the input holds integers).
 
 examples:
   python -m subnetact.profile --family ofa_resnet50 --checkpoint ofa.pth --subnets 100 --save-bundle bundle
+  python -m subnetact.profile --model mynet:supernet --input-shape 3 32 32 --subnets random:20
   python -m subnetact.profile --bundle bundle --subnets all --device cuda --mode graphs --out h200.json
   python -m subnetact.profile --compare monday.json tuesday.json --tolerance 5"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; see `EXIT_CODES`."""
+    """Run the command line.
+
+    Args:
+        arguments: the options. If None, those of `sys.argv`.
+
+    Returns:
+        The exit status; `--help` lists them.
+    """
     args = build_parser().parse_args(arguments)
     try:
-        with _interruptible():
+        with _sigterm_interrupts():
             if args.compare:
                 return _compare(args)
             return _profile(args)
     except KeyboardInterrupt:
-        kept = (
-            "" if args.compare or args.dry_run else f"; {_work(args)} keeps what was done, --resume goes on"
-        )
+        kept = ""
+        if not args.compare and not args.dry_run:
+            kept = f"; {ProfileJob(out=args.out).work} keeps what was done, --resume continues"
         print(f"subnetact.profile: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
     except InvalidRequest as error:
@@ -64,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
         print(f"subnetact.profile: {error}", file=sys.stderr)
         return USAGE
-    except Exception:  # in what the user's own factory or function does
+    except Exception:  # raised by the user's own factory or function, so its place matters
         traceback.print_exc()
         return USAGE
 
@@ -72,17 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _profile(args: argparse.Namespace) -> int:
     if args.threads is not None:
         if args.threads < 1:
-            raise ValueError(f"threads: {args.threads} must be at least 1")
+            raise DeviceError(f"threads: {args.threads} must be at least 1")
         torch.set_num_threads(args.threads)
     job = _job(args)
     find_device(job.device)
-    subject = _subject(args)
+    source = _source(args)
     if args.dry_run:
-        print(plan(job, subject))
+        print(outline(job, source))
         return DONE
-    found = profile(job, subject)
-    _print(job, found, subject.supernet.origin is None)
-    return UNSTABLE if args.strict and found.unstable else DONE
+    result = run_profile(job, source)
+    _print(job, result, own_network=source.supernet.origin is None)
+    return UNSTABLE if args.strict and result.unstable else DONE
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -91,20 +105,19 @@ def _compare(args: argparse.Namespace) -> int:
     if args.statistic not in (None, *shared):
         raise TableError(
             f"statistic: {args.statistic!r} is not in both tables; both have "
-            f"{', '.join(shared) or 'none'}; "
-            "leave it out to compare what each has as its latency"
+            f"{', '.join(shared) or 'none'}; leave --statistic out to compare the tables' latencies"
         )
     comparison = first.compare(second, args.statistic or ("p50" if "p50" in shared else None))
     print(comparison.report(args.tolerance))
     return DONE if comparison.within(args.tolerance) else UNSTABLE
 
 
-def _print(job: Job, found: Profile, own_network: bool) -> None:
-    table, shown = found.table, 24
+def _print(job: ProfileJob, result: ProfileResult, own_network: bool) -> None:
+    table = result.table
     print(f"{job.out}: {table}")
-    print(f"{job.scheduler_out}: the same for schedulers, never falling as the batch grows")
+    print(f"{job.scheduler_out}: the table for schedulers; its latencies never fall as the batch grows")
     print("  accuracy" + "".join(f"{f'batch {b}':>11}" for b in table.batch_sizes) + "  ms  subnet")
-    step = max(1, math.ceil(len(table.subnets) / shown))
+    step = max(1, math.ceil(len(table.subnets) / ROWS_SHOWN))
     for i in range(0, len(table.subnets), step):
         percent = table.accuracy[i]
         cells = "".join("     (none)" if ms != ms else f"{ms:11.2f}" for ms in table.latency_ms[i])
@@ -112,34 +125,34 @@ def _print(job: Job, found: Profile, own_network: bool) -> None:
             ("         -" if percent != percent else f"{percent:8.2f} %") + f"{cells}      {table.subnets[i]}"
         )
     if step > 1:
-        print(f"  (every {step}. of {len(table.subnets)} subnets)")
+        print(f"  (one of every {step} of the {len(table.subnets)} subnets is shown)")
     if any(percent != percent for percent in table.accuracy):
         print(
-            "accuracies are not known, and most policies choose by them: give table.with_accuracy([...]), or "
+            "accuracies are not known, and most policies need them: give table.with_accuracy([...]), or "
             "profile with --accuracy"
         )
-    print(f"calibrated on {found.calibrated}")
+    print(f"calibrated on {result.calibrated}")
     if job.bundle is not None:
         own = ", supernet=yours" if own_network else ""
         print(f"{job.bundle}: the bundle; subnetact.Engine.load({str(job.bundle)!r}{own})")
     cells_out = int(sum(ms != ms for ms in table.latency_ms.ravel()))
     if cells_out:
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
-    if found.beaten:
+    if result.dominated:
         print(
-            f"{found.beaten} of {len(table.subnets)} subnets are beaten by another one's accuracy and "
-            "measured medians at all batch sizes"
+            f"{result.dominated} of {len(table.subnets)} subnets are dominated: another subnet is at least "
+            "as accurate and has no larger median at any batch size"
         )
-    if found.unstable:
+    if result.unstable:
         print(
-            f"{found.unstable} of {found.cells} cells are unstable: their median is not known to "
-            f"{100 * job.settings.stability:g} %. Quieten the machine, or raise --max-windows"
+            f"{result.unstable} of {result.cells} cells are unstable: their median is not known to "
+            f"{job.settings.tolerance:g} %. Stop other work on the machine, or raise --max-windows"
         )
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the work as SIGINT does."""
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -151,7 +164,7 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _subject(args: argparse.Namespace) -> ProfileSource:
+def _source(args: argparse.Namespace) -> ProfileSource:
     return load_source(
         model=args.model,
         family=args.family,
@@ -165,25 +178,21 @@ def _subject(args: argparse.Namespace) -> ProfileSource:
     )
 
 
-def _job(args: argparse.Namespace) -> Job:
-    return Job(
-        request=Request(
+def _job(args: argparse.Namespace) -> ProfileJob:
+    return ProfileJob(
+        request=SelectionRequest(
             subnets=args.subnets or ("all" if args.bundle else "8"),
             accuracy=tuple(args.accuracy),
-            accuracy_predictor=args.accuracy_predictor,
-            accuracy_encoding=args.accuracy_encoding,
-            search_latency=args.search_latency,
-            fitted=args.fitted,
+            fit_subnets=args.fit_subnets,
             evaluations=args.evaluations,
             seed=args.seed,
         ),
         settings=SweepSettings(
             warmup_ms=args.warmup_ms,
-            min_time_ms=1e3 * args.min_time_s,
+            min_time_ms=args.min_time_ms,
             windows=args.windows,
             max_windows=args.max_windows or max(args.windows, 10),
-            stability=args.stability / 100,
-            order=args.order,
+            tolerance=args.tolerance,
             quantiles=tuple(args.quantiles),
             statistic=args.statistic or "p50",
             co_runners=tuple(args.co_runners),
@@ -192,33 +201,24 @@ def _job(args: argparse.Namespace) -> Job:
         batch_sizes=tuple(args.batch_sizes),
         device=args.device,
         mode=args.mode,
-        include_actuation=args.include_actuation,
-        include_h2d=args.include_h2d,
-        channels_last=args.channels_last,
-        budget_mb=args.budget_mb,
+        include=tuple(name for name in INCLUDES if name in args.include),
+        memory_budget_mb=args.memory_budget_mb,
         calibrate_on=args.calibrate_on,
-        random_images=args.random_images,
-        calibration_batch=args.calibration_batch,
         out=args.out,
         csv=args.csv,
         bundle=args.save_bundle,
         plots=args.plot,
         resume=args.resume,
-        progress=not args.quiet,
     )
 
 
-def _work(args: argparse.Namespace) -> Path:
-    return Job(out=args.out).work
-
-
-def _object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as '{{\"n_classes\": 10}}' is")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object such as '{{\"n_classes\": 10}}'")
     return found
 
 
@@ -226,60 +226,61 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         "python -m subnetact.profile",
-        description="From a checkpoint to a latency table, subnet x batch size, and a bundle to serve from.",
-        epilog=EXIT_CODES,
+        description="Measures a latency table, subnets x batch sizes, and writes a bundle to serve from.",
+        epilog=EPILOG,
         formatter_class=_Formatter,
     )
-    group = parser.add_argument_group("what to profile (the embedded digits supernet if nothing is given)")
-    group.add_argument("--family", help="a family of ofa_adapters, ofa_resnet50 for example")
-    group.add_argument("--checkpoint", metavar="FILE", help="its weights; random ones, as fast, if left out")
-    group.add_argument("--model", metavar="PKG.MOD:FACTORY", help="a function that returns a Supernet")
-    group.add_argument("--bundle", metavar="DIR", help="what Engine.save wrote; all its subnets by default")
+    group = parser.add_argument_group("what to profile (if nothing is given, the embedded digits supernet)")
+    group.add_argument("--family", help="a family of ofa_adapters, for example ofa_resnet50")
     group.add_argument(
-        "--constructor", type=_object, default={}, metavar="JSON", help="arguments of family or factory"
+        "--checkpoint", metavar="FILE", help="weights of the family; if not given, random weights, as fast"
     )
+    group.add_argument(
+        "--model", metavar="PKG.MOD:FACTORY", help="your own function that returns a Supernet; see below"
+    )
+    group.add_argument(
+        "--bundle", metavar="DIR", help="a directory that Engine.save wrote; a bundle of your own network "
+        "needs --model too",
+    )  # fmt: skip
+    group.add_argument(
+        "--constructor", type=_json_object, default={}, metavar="JSON",
+        help="keyword arguments for the family or the factory",
+    )  # fmt: skip
     group = parser.add_argument_group("which subnets")
     group.add_argument(
         "--subnets",
         metavar="N|FILE|all|random:N",
-        help="a number: the Pareto set of that size that a search of the whole space finds, all where it has "
-        "no more; a JSON list of subnets; all; or random ones with the smallest and the largest (default: 8, "
-        "of a bundle all its own)",
+        help="N: a Pareto set of N subnets, found by a search; FILE: a JSON list of subnets; all; random:N: "
+        "the smallest, the largest and random ones (default: 8; of a bundle, all its subnets)",
     )
     group.add_argument(
         "--accuracy",
         nargs="+",
         default=[],
-        metavar="PERCENT",
-        help="of each listed subnet; or one PKG.MOD:FACTORY, called with the supernet, that returns a "
-        "function spec -> percent. Not known if left out: the search then takes more arithmetic for better",
-    )
-    group.add_argument("--accuracy-predictor", metavar="FILE", help="checkpoint of OFA's accuracy predictor")
-    group.add_argument(
-        "--accuracy-encoding", metavar="NAME", help="what it reads: tutorial (default: the family's own)"
+        metavar="ACCURACY",
+        help="percent per subnet; or PKG.MOD:FACTORY, a function that is called with the supernet and "
+        "returns a function subnet -> percent; or a checkpoint of OFA's accuracy predictor. Without "
+        "accuracies the search uses multiply-accumulates as a stand-in and prefers more of them",
     )
     group.add_argument(
-        "--search-latency",
-        choices=("measured", "macs"),
-        default="measured",
-        help="what the search goes by: a predictor fitted to subnets measured here, or multiply-accumulates",
-    )
-    group.add_argument("--fitted", type=int, default=32, metavar="N", help="subnets it is fitted to")
-    group.add_argument("--evaluations", type=int, default=1500, metavar="N", help="subnets the search tries")
+        "--fit-subnets", type=int, default=32, metavar="N",
+        help="subnets measured before a search, to fit its latency predictors; 0: the search uses "
+        "multiply-accumulates as a stand-in for latency",
+    )  # fmt: skip
     group.add_argument(
-        "--seed", type=int, default=0, help="of random subnets, weights, images, and the search"
+        "--evaluations", type=int, default=1500, metavar="N", help="subnets that a search evaluates"
     )
-    group = parser.add_argument_group("BatchNorm statistics of the subnets (shared ones if nothing is given)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of random subnets, weights and images, and of the search"
+    )
+    group = parser.add_argument_group("BatchNorm statistics of the subnets")
     group.add_argument(
         "--calibrate-on",
         metavar="DATA",
-        help=".npy of images (N, C, H, W), or PKG.MOD:FUNCTION giving batches",
+        help="a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches; or random:N for N "
+        "random images, for latency only. If not given, subnets keep the statistics that they have",
     )
-    group.add_argument(
-        "--random-images", type=int, default=0, metavar="N", help="calibrate on noise: right for latency only"
-    )
-    group.add_argument("--calibration-batch", type=int, default=100, metavar="N", help="images a batch")
-    group = parser.add_argument_group("what is run")
+    group = parser.add_argument_group("how subnets are run")
     group.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="ascending"
     )
@@ -288,76 +289,95 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         metavar="N",
-        help="of one input (default: the bundle's; digits 1 16 16; text families 128; otherwise 3 224 224)",
+        help="shape of one input (default: that of the bundle, the family or the digits; --model needs it)",
     )
     group.add_argument(
         "--input-dtype",
         metavar="DTYPE",
-        help="of the input: int64 for token ids (default: the bundle's, or --dtype)",
+        help="dtype of the input, int64 for token ids (default: that of the bundle or family, or --dtype)",
     )
     group.add_argument(
-        "--dtype", help="of the weights: float32, bfloat16, float16 (default: the bundle's own, or float32)"
+        "--dtype", help="dtype of the weights: float32, bfloat16, float16 (default: the bundle's, or float32)"
     )
-    group.add_argument("--mode", choices=MODES, default="zero-copy", help=_modes())
-    group.add_argument("--budget-mb", type=float, default=2048.0, help="for fused and graphs, MiB")
-    group.add_argument("--channels-last", action="store_true", help="in mode eager; other modes always are")
-    group.add_argument("--include-actuation", action="store_true", help="time choosing the subnet too")
-    group.add_argument("--include-h2d", action="store_true", help="time the input's copy to the device too")
-    group = parser.add_argument_group("on what")
+    group.add_argument(
+        "--mode", choices=MODES, default="zero-copy", help="; ".join(f"{n}: {m}" for n, m in MODES.items())
+    )
+    group.add_argument(
+        "--memory-budget-mb", type=float, default=2048.0, metavar="MIB",
+        help="memory for fused programs and CUDA graphs, in MiB",
+    )  # fmt: skip
+    group.add_argument(
+        "--include", nargs="+", choices=INCLUDES, default=[],
+        help="time this too; " + "; ".join(f"{name}: {what}" for name, what in INCLUDES.items()),
+    )  # fmt: skip
+    group = parser.add_argument_group("where they are run")
     group.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1"
     )
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads of one pass (default: torch's)")
     group.add_argument(
-        "--co-runners", type=int, nargs="+", default=[], metavar="N",
-        help="measure also beside so many processes that run a subnet without pause",
-    )  # fmt: skip
-    group.add_argument("--co-runner-subnet", type=int, default=0, metavar="ID", help="its row in the table")
-    group = parser.add_argument_group("how it is measured")
-    group.add_argument("--warmup-ms", type=float, default=20.0, help="untimed, before each window")
-    group.add_argument("--min-time-s", type=float, default=0.5, help="timed, per cell, over its windows")
-    group.add_argument("--windows", type=int, default=5, metavar="N", help="visits to each cell")
-    group.add_argument(
-        "--max-windows", type=int, metavar="N", help="to a cell that is unstable (default: 10, or --windows)"
+        "--threads", type=int, metavar="N", help="CPU threads of one forward pass (default: torch's own)"
     )
     group.add_argument(
-        "--stability",
+        "--co-runners", type=int, nargs="+", default=[], metavar="N",
+        help="measure also beside this many processes that run a subnet without pause",
+    )  # fmt: skip
+    group.add_argument(
+        "--co-runner-subnet", type=int, default=0, metavar="ID", help="the subnet that co-runners run"
+    )
+    group = parser.add_argument_group("how times are measured")
+    group.add_argument(
+        "--warmup-ms", type=float, default=20.0, metavar="MS", help="untimed running before each window"
+    )
+    group.add_argument(
+        "--min-time-ms", type=float, default=500.0, metavar="MS",
+        help="least timed running per cell, over its first windows",
+    )  # fmt: skip
+    group.add_argument("--windows", type=int, default=5, metavar="N", help="windows of every cell")
+    group.add_argument(
+        "--max-windows",
+        type=int,
+        metavar="N",
+        help="most windows of an unstable cell (default: 10, or --windows)",
+    )
+    group.add_argument(
+        "--tolerance",
         type=float,
         default=5.0,
         metavar="PERCENT",
-        help="of the median: half the width of its 90 %% confidence interval, at most, in a stable cell",
+        help="a cell is stable if half the width of the 90 %% confidence interval of its median is at most "
+        "this much of the median; with --compare: the largest difference between two tables",
     )
-    group.add_argument("--order", choices=ORDERS, default="interleaved", help="of the visits")
     group.add_argument(
-        "--quantiles", type=float, nargs="+", default=[50, 90, 95, 99], metavar="Q", help="kept"
-    )
+        "--quantiles", type=float, nargs="+", default=[50, 90, 95, 99], metavar="Q",
+        help="quantiles in the table, in percent",
+    )  # fmt: skip
     group.add_argument(
         "--statistic",
         metavar="NAME",
-        help="that becomes the table's latency: mean, p50, p90 ...; all are kept. With --compare: what is "
-        "compared, the tables' latency where they have no p50 (default: p50)",
+        help="the statistic that becomes the table's latency: mean, p50, p90 ...; all are kept. With "
+        "--compare: the statistic that is compared (default: p50)",
     )
-    group.add_argument("--strict", action="store_true", help=f"exit {UNSTABLE} if a cell is unstable")
-    group = parser.add_argument_group("what comes out")
+    group.add_argument("--strict", action="store_true", help=f"exit with {UNSTABLE} if a cell is unstable")
+    group = parser.add_argument_group("what is written")
     group.add_argument("--out", type=Path, default=Path("latency.json"), metavar="FILE", help="the table")
-    group.add_argument("--save-bundle", type=Path, metavar="DIR", help="weights, statistics, subnets, tables")
-    group.add_argument("--csv", type=Path, metavar="FILE", help="the table cell by cell")
-    group.add_argument("--plot", type=Path, metavar="DIR", help="heat map, and front where accuracy is known")
-    group.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
-    group.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
-    group.add_argument("--quiet", action="store_true", help="no progress bars")
-    group = parser.add_argument_group("two tables beside each other")
-    group.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help="print ratios, second to first")
-    group.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help="between them")
+    group.add_argument(
+        "--save-bundle", type=Path, metavar="DIR", help="weights, statistics, subnets and tables"
+    )
+    group.add_argument("--csv", type=Path, metavar="FILE", help="the table, one line per cell")
+    group.add_argument(
+        "--plot", type=Path, metavar="DIR", help="a heat map, and the Pareto front if accuracies are known"
+    )
+    group.add_argument("--resume", action="store_true", help="continue where an earlier run stopped")
+    group.add_argument("--dry-run", action="store_true", help="only print what would be done")
+    group = parser.add_argument_group("comparing two tables")
+    group.add_argument(
+        "--compare", type=Path, nargs=2, metavar="FILE", help="print the ratios of the second to the first"
+    )
     return parser
 
 
-def _modes() -> str:
-    return "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
-
-
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults where there is something to say, and the examples as they are."""
+    """Shows defaults unless they are empty or explained already, and keeps the lines of the epilog."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         empty = (

@@ -1,7 +1,8 @@
-"""Co-runners: other processes that run a network on the device while latencies are measured.
+"""Co-runners: processes that run a network on the device while latencies are measured.
 
-VELTAIR (ASPLOS'22, section 3) measures how a layer slows down beside co-located ones and schedules by the
-pressure on the machine. Here that pressure is the number of processes that run one subnet without pause.
+Source: VELTAIR (ASPLOS'22, section 3) measures how much co-located layers slow each other down, and schedules
+by the pressure on the machine. Here that pressure is the number of processes that run one subnet without
+pause.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ STARTS_WITHIN_S = 120.0
 
 
 class CoRunners:
-    """Background processes, of which the first few run at a time.
+    """A context in which background processes exist; `run(n)` lets the first n of them work.
 
-    Processes, not threads: they share the device, its caches and memory bandwidth, but no interpreter.
-    When the context begins each has run the network, and all pause. They end with the context, and soon
-    after this process if it is killed.
+    Co-runners are processes, not threads, so that they share the device, its caches and its memory bandwidth,
+    but not the interpreter. On entering the context, every process runs the network at least twice and then
+    pauses. The processes end with the context, and soon after this process if it is killed.
 
     Args:
-        network: what each of them runs, a copy of its own.
-        x: its input, a batch.
-        count: how many processes.
+        network: the network that every process runs; every process makes its own copy.
+        x: the input of the network, a batch.
+        count: the number of processes.
 
     Raises:
-        DeviceError: a process ended, or did not run the network in time.
+        DeviceError: a process ended, or did not run the network within two minutes.
     """
 
     def __init__(self, network: nn.Module, x: Any, count: int) -> None:
@@ -74,11 +75,18 @@ class CoRunners:
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """How many forward passes each of the processes has finished so far."""
+        """The number of forward passes that each process has finished so far."""
         return tuple(int(passes.value) for passes in self._passes)
 
     def run(self, count: int) -> None:
-        """Let the first `count` of them run and the others pause; return when all are at that."""
+        """Let the first processes run and the others pause; return once they do.
+
+        Args:
+            count: the number of processes that run.
+
+        Raises:
+            DeviceError: a process ended, or did not follow within two minutes.
+        """
         for i, turn in enumerate(self._turns):
             turn.set() if i < count else turn.clear()
         before = self.passes
@@ -96,10 +104,10 @@ class CoRunners:
             time.sleep(0.005)
 
     def check(self) -> None:
-        """Refuse to go on where one of them has ended.
+        """Raise an error if a process has ended.
 
         Raises:
-            DeviceError: naming it.
+            DeviceError: a process has ended; the message says which one.
         """
         for i, process in enumerate(self._processes):
             if not process.is_alive():
@@ -110,9 +118,11 @@ class CoRunners:
 
 
 def _work(network: nn.Module, x: Any, turn: Any, busy: Any, passes: Any, parent: int, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends SIGINT to every process; the parent decides
     torch.set_num_threads(threads)
-    network = copy.deepcopy(network)  # what is sent to a process shares memory with the sender's
+    network = copy.deepcopy(network)  # parameters that are sent to a process share memory with the sender
     with torch.inference_mode():
         device = next(network.parameters()).device
         while os.getppid() == parent:

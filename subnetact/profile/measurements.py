@@ -7,21 +7,28 @@ from typing import TypeAlias
 import numpy as np
 
 from subnetact.journal import Journal
-from subnetact.profile.stability import CLOCKS, Window, stable
-from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.profile.stability import CLOCKS, Window, is_stable
 
 __all__ = ["Cell", "Measurements"]
 
 Cell: TypeAlias = tuple[int, int, int]
-"""(number of co-runners, subnet, batch size)."""
+"""What one latency belongs to: (number of co-runners, index of the subnet, batch size)."""
 
 
 class Measurements:
-    """What was measured so far: windows by cell, and the cells without memory. Kept in a journal, if any.
+    """The windows of every cell, and the cells that ran out of memory.
+
+    If there is a journal, every addition is written to it at once, so that a sweep that is killed loses one
+    window at most.
 
     Args:
-        journal: where they are, and go.
-        record: the name of its records, so that one journal may hold several sweeps.
+        journal: where measurements are kept; those that it already has are read. If None, they are kept in
+            memory only.
+        record: name of the records in the journal, so that one journal can hold several sweeps.
+
+    Attributes:
+        windows: the windows of every cell, in the order they were measured in.
+        out_of_memory: the cells that ran out of memory.
     """
 
     def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
@@ -31,38 +38,46 @@ class Measurements:
         self._journal = journal
         self._record = record
         for line in journal.of(record) if journal else ():
-            level, subnet, batch_size = line["cell"]
+            co_runners, subnet, batch_size = line["cell"]
             window = {clock: np.array(line[clock]) for clock in CLOCKS if clock in line}
-            self._put((level, subnet, batch_size), window or None)
+            self._put((co_runners, subnet, batch_size), window or None)
 
     def add(self, cell: Cell, window: Window | None) -> None:
-        """Keep one window; None where the memory ran out."""
+        """Keep one window of a cell.
+
+        Args:
+            cell: the cell that was measured.
+            window: its times in ms; None if the memory ran out.
+        """
         if self._journal is not None:
             times = {clock: np.round(values, 6).tolist() for clock, values in (window or {}).items()}
             self._journal.append(self._record, cell=list(cell), **times)
             window = window and {clock: np.array(values) for clock, values in times.items()}
         self._put(cell, window)
 
+    def count(self, cell: Cell) -> int:
+        """Return how many windows a cell has."""
+        return len(self.windows.get(cell, ()))
+
     def impossible(self, cell: Cell) -> bool:
-        """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
-        level, subnet, batch_size = cell
-        return any((n, i) == (level, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
+        """Return whether this cell, or a smaller batch of the same subnet, ran out of memory."""
+        co_runners, subnet, batch_size = cell
+        return any((n, i) == (co_runners, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
 
-    def wants(self, cell: Cell, settings: SweepSettings) -> bool:
-        """Tell whether a cell needs one more window: too few yet, or its median not known well enough."""
-        windows = self.windows.get(cell, [])
-        if self.impossible(cell) or len(windows) >= settings.max_windows:
-            return False
-        return len(windows) < settings.windows or not self.stable(cell, settings)
+    def stable(self, cell: Cell, tolerance: float) -> bool:
+        """Return whether the median of a cell is known well enough.
 
-    def stable(self, cell: Cell, settings: SweepSettings) -> bool:
-        """Tell whether the median of a cell is known well enough."""
-        windows = self.windows.get(cell, [])
-        if not windows:
+        Args:
+            cell: the cell; if it has no windows, the answer is False.
+            tolerance: percent of the median; see `subnetact.profile.stability.is_stable`. It must be the
+                same in every call.
+        """
+        count = self.count(cell)
+        if not count:
             return False
         known = self._stable.get(cell)
-        if known is None or known[0] != len(windows):
-            known = self._stable[cell] = len(windows), stable(windows, settings.stability)
+        if known is None or known[0] != count:
+            known = self._stable[cell] = count, is_stable(self.windows[cell], tolerance)
         return known[1]
 
     def _put(self, cell: Cell, window: Window | None) -> None:

@@ -1,4 +1,4 @@
-"""How a profile runs a subnet: the modes an engine offers, and what counts into the time."""
+"""How a profile runs a subnet: the modes of an engine, and what a timed call includes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from subnetact.errors import DeviceError, TableError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["MODES", "Runner", "TimedCall", "check_running", "engine_for", "running"]
+__all__ = ["INCLUDES", "MODES", "TimedCall", "TimedRunner", "check_mode", "engine_for", "run_facts"]
 
 MODES = {
-    "eager": "the subnet's view, called as the plain module it is",
-    "zero-copy": "an engine without a budget: no weight copied, channels_last",
+    "eager": "call the subnet's view as a plain PyTorch module",
+    "zero-copy": "an engine without a memory budget: no weight is copied, inputs are channels_last",
     "fused": "every subnet as a fused program: BatchNorm folded, activations fused; CUDA graphs on CUDA",
-    "graphs": "CUDA graphs of the subnets' views (CUDA)",
-    "compile": "torch.compile (inductor) for every subnet and batch size",
+    "graphs": "CUDA graphs of the subnets' views (CUDA only)",
+    "compile": "torch.compile (inductor) of every subnet at every batch size",
 }
-"""What `--mode` takes."""
+"""The modes of `--mode`, and what each of them does."""
+
+INCLUDES = {
+    "actuation": "switching to the subnet",
+    "h2d": "the copy of the input to the device (CUDA only)",
+}
+"""What `--include` adds to the timed call."""
 
 
 def engine_for(
@@ -39,13 +45,22 @@ def engine_for(
     memory_budget_mb: float = 2048.0,
     accuracy: Sequence[float | None] | None = None,
 ) -> Engine:
-    """Return an engine that runs its subnets in one of `MODES`; those without statistics are accepted.
+    """Return an engine that runs its subnets in one mode; subnets without statistics are accepted.
+
+    Args:
+        supernet: the supernet.
+        specs: the subnets that the engine serves.
+        mode: one of `MODES`.
+        example: one input without a batch dimension.
+        device: where subnets run.
+        memory_budget_mb: MiB for fused programs and CUDA graphs; ignored in modes without a budget.
+        accuracy: percent per subnet, None if it is not known. If None, no accuracy is known.
 
     Raises:
         TableError: the mode is unknown.
-        DeviceError: the mode is not for this device.
+        DeviceError: the mode does not exist on this device.
     """
-    check_running(mode, False, torch.device(device))
+    check_mode(mode, (), torch.device(device))
     return Engine(
         supernet,
         specs,
@@ -59,84 +74,101 @@ def engine_for(
     )
 
 
-def check_running(mode: str, include_h2d: bool, device: torch.device) -> None:
-    """Refuse a way of running that a device does not have.
+def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
+    """Refuse a mode, or an addition to the timed call, that does not exist on a device.
+
+    Args:
+        mode: one of `MODES`.
+        include: some of `INCLUDES`.
+        device: where subnets run.
 
     Raises:
-        TableError: the mode is unknown.
-        DeviceError: the mode is not for this device, or `include_h2d` on a CPU.
+        TableError: the mode or an addition is unknown.
+        DeviceError: the mode or an addition does not exist on this device.
     """
     if mode not in MODES:
         raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join(MODES)}")
+    for name in include:
+        if name not in INCLUDES:
+            raise TableError(f"include: {name!r} is unknown; choose from {', '.join(INCLUDES)}")
     if mode == "graphs" and device.type != "cuda":
         raise DeviceError(f"mode 'graphs' is for cuda; on {device} choose fused or zero-copy")
-    if include_h2d and device.type == "cpu":
-        raise DeviceError("include_h2d: on a CPU the input is already there; leave it out")
+    if "h2d" in include and device.type == "cpu":
+        raise DeviceError("include: on a CPU no input is copied to a device; leave h2d out")
 
 
-def running(mode: str, include_actuation: bool, include_h2d: bool, channels_last: bool) -> dict[str, Any]:
-    """How subnets are run, as a stamp says it; the arguments are `Runner`'s."""
+def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
+    """Return the facts of a table's stamp that say how its subnets were run.
+
+    Args:
+        mode: one of `MODES`.
+        include: some of `INCLUDES`.
+    """
     return {
         "mode": mode,
-        "include_actuation": include_actuation,
-        "include_h2d": include_h2d,
-        "channels_last": channels_last or mode != "eager",
+        **{f"include_{name}": name in include for name in INCLUDES},
+        "channels_last": mode != "eager",
     }
 
 
 @dataclass(frozen=True)
 class TimedCall:
-    """What is timed, and what is done untimed before each time."""
+    """A call to time.
+
+    Attributes:
+        call: the function whose time is taken.
+        before: a function that is called, untimed, before each timed call; None if there is none.
+    """
 
     call: Callable[[], Any]
     before: Callable[[], Any] | None = None
 
 
-class Runner:
-    """Calls of an engine's subnets in one mode, on inputs of the engine's example's shape.
+class TimedRunner:
+    """Makes the calls to time: subnets of an engine, in one mode, on inputs like the engine's example.
 
-    Inputs are normally distributed, from a fixed seed; zeros where they are not floating point.
+    Inputs are normally distributed with a fixed seed, or zeros if they are not floating-point numbers.
 
     Args:
-        engine: as `engine_for` made it, or any other with mode `zero-copy`.
+        engine: an engine made by `engine_for` for the same mode; for mode `zero-copy`, any engine.
         mode: one of `MODES`.
-        include_actuation: time choosing the subnet too: `supernet.actuate(spec)` with another one active
-            before in mode `eager`, the engine's look-up elsewhere.
-        include_h2d: time the copy of the input to the device too, from pinned memory.
-        channels_last: memory format of the weights and inputs in mode `eager`; engines always use it.
+        include: some of `INCLUDES`. With `actuation` the time of choosing the subnet counts: in mode `eager`
+            that of `supernet.actuate(spec)` after another subnet was active, in other modes that of the
+            engine's look-up. With `h2d` the time of copying the input from pinned memory to the device
+            counts.
+
+    Attributes:
+        engine: the engine.
+        device: the engine's device.
+        keys: the keys of the engine's subnets.
+        mode: the mode.
+        facts: the facts that say how subnets are run; see `run_facts`.
 
     Raises:
-        DeviceError: `include_h2d` on a CPU.
+        TableError: the mode or an addition is unknown.
+        DeviceError: the mode or an addition does not exist on this device.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        mode: str = "zero-copy",
-        include_actuation: bool = False,
-        include_h2d: bool = False,
-        channels_last: bool = False,
-    ) -> None:
-        check_running(mode, include_h2d, engine.device)
+    def __init__(self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = ()) -> None:
+        check_mode(mode, include, engine.device)
         self.engine = engine
         self.device = engine.device
         self.keys = engine.keys
         self.mode = mode
-        self.settings = running(mode, include_actuation, include_h2d, channels_last)
-        self._actuates = include_actuation
-        self._copies = include_h2d
-        self._last = channels_last
+        self.facts = run_facts(mode, include)
+        self._include = tuple(include)
         self._inputs: dict[int, Any] = {}
-        if mode == "eager" and channels_last:
-            engine.supernet.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            engine.supernet.refresh()
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[TimedCall]:
-        """Make a subnet ready at a batch size, for as long as the context lasts.
+        """Make a subnet ready at a batch size for as long as the context lasts, and yield the call to time.
+
+        Args:
+            subnet: index of the subnet in the engine.
+            batch_size: the number of samples of the input.
 
         Raises:
-            TableError: it cannot run in this mode.
+            TableError: the subnet cannot run in this mode.
         """
         x = self._input(batch_size)
         run, before = self._run(subnet)
@@ -145,11 +177,11 @@ class Runner:
         if self.mode == "fused" and not self.engine.pin(subnet):
             raise TableError(
                 f"mode 'fused': subnet {self.keys[subnet]} cannot become a fused program within the budget; "
-                "give more with --budget-mb, or choose another mode"
+                "give more with --memory-budget-mb, or choose another mode"
             )
         try:
             with torch.inference_mode():
-                if self._copies:
+                if "h2d" in self._include:
                     host = map_tensors(lambda part: part.cpu().pin_memory(), x)
                     copied = partial(map_tensors, lambda part: part.to(self.device, non_blocking=True), host)
                     yield TimedCall(lambda: run(copied()), before)
@@ -161,12 +193,13 @@ class Runner:
 
     def _run(self, subnet: int) -> tuple[Callable[[Any], Any], Callable[[], Any] | None]:
         engine, supernet = self.engine, self.engine.supernet
+        actuates = "actuation" in self._include
         if self.mode != "eager":
-            if self._actuates:
+            if actuates:
                 return lambda x: engine(x, subnet=subnet), None
             return engine.ready(subnet), None
         spec = engine.specs[subnet]
-        if not self._actuates:
+        if not actuates:
             return partial(call_with, supernet.subnet(spec)), None
         other = engine.specs[engine.ids[0] if subnet != engine.ids[0] else engine.ids[-1]]
         supernet.subnet(spec)
@@ -177,14 +210,8 @@ class Runner:
 
         return actuate_and_run, lambda: supernet.actuate(other)
 
-    def _placed(self, x: Tensor) -> Tensor:
-        if self._last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return x.to(self.device)
-
     def _input(self, batch_size: int) -> Any:
         if batch_size not in self._inputs:
-            self._inputs = {
-                batch_size: map_tensors(self._placed, batch_like(self.engine.example, batch_size))
-            }
+            x = batch_like(self.engine.example, batch_size)
+            self._inputs = {batch_size: map_tensors(lambda part: part.to(self.device), x)}
         return self._inputs[batch_size]

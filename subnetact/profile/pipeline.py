@@ -1,4 +1,9 @@
-"""From a checkpoint to a profiled bundle, in steps that can be killed and gone on with."""
+"""From a checkpoint to a latency table and a bundle, in steps that survive a kill.
+
+The steps are: select subnets, calibrate them, measure them, write files. All of them share one journal beside
+the table: a line for every selection and every window. Larger results (BatchNorm statistics, the states of
+the search and of the calibration) are files beside the journal, each written atomically.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
 from subnetact.documents import described, replacing
-from subnetact.engine.engine import Engine
 from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, warn_of_fractions
@@ -27,69 +29,52 @@ from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.pareto import non_dominated
 from subnetact.profile.measurements import Cell, Measurements
-from subnetact.profile.modes import (
-    Runner,
-    check_running,
-    engine_for,
-    running,
+from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
+from subnetact.profile.selection import Selection, SelectionRequest, expected_count, select_subnets
+from subnetact.profile.source import (
+    ProfileSource,
+    calibration_batches,
+    check_calibration_data,
+    random_images,
 )
-from subnetact.profile.selection import (
-    Chosen,
-    Request,
-    choose,
-    expected,
-)
-from subnetact.profile.source import ProfileSource, batches_of, check_batches
 from subnetact.profile.stability import statistics_of
-from subnetact.profile.sweep import (
-    environment,
-    measured_at,
-    sweep,
-    table_of,
-)
-from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.profile.sweep import SweepSettings, environment, measured_at, sweep, table_of
 from subnetact.spec import SubnetSpec
 
-__all__ = ["Job", "Profile", "count_beaten", "count_cells", "plan", "profile"]
+__all__ = ["ProfileJob", "ProfileResult", "count_cells", "count_dominated", "outline", "run_profile"]
 
 
 @dataclass(frozen=True)
-class Job:
-    """What to profile, how, and where to leave it.
+class ProfileJob:
+    """What to profile, how, and which files to write.
 
     Attributes:
         request: which subnets.
         settings: how they are measured.
         batch_sizes: ascending.
-        device: where.
-        mode: one of `runners.MODES`.
-        include_actuation: see `Runner`.
-        include_h2d: see `Runner`.
-        channels_last: see `Runner`.
-        budget_mb: MiB an engine may take in the modes that have a budget.
-        calibrate_on: a `.npy` file or `pkg.mod:function`; None = no data.
-        random_images: how many noise images to calibrate on instead, for latency only; 0 = none.
-        calibration_batch: images a batch.
-        out: the table, JSON; beside it the scheduler's, and a folder with the progress.
-        csv: the same cell by cell; None = none.
-        bundle: directory for the bundle; None = none.
-        plots: directory for figures; None = none.
-        resume: go on where an earlier run stopped.
-        progress: whether to show progress bars.
+        device: the device that subnets run on.
+        mode: one of `subnetact.profile.modes.MODES`.
+        include: what the timed call includes besides the forward pass, some of
+            `subnetact.profile.modes.INCLUDES`.
+        memory_budget_mb: MiB for fused programs and CUDA graphs, in modes that have them.
+        calibrate_on: images to calibrate with; see `subnetact.profile.source.calibration_batches`. If None,
+            subnets keep the statistics that they have.
+        out: the JSON file of the table. The table for schedulers and the folder of the journal are beside it.
+        csv: a CSV file of the table. If None, it is not written.
+        bundle: a directory for the bundle. If None, it is not written.
+        plots: a directory for figures. If None, they are not drawn.
+        resume: continue an earlier run.
+        progress: if True, show progress bars when standard error is a terminal.
     """
 
-    request: Request = field(default_factory=Request)
+    request: SelectionRequest = field(default_factory=SelectionRequest)
     settings: SweepSettings = field(default_factory=SweepSettings)
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     device: str = "cpu"
     mode: str = "zero-copy"
-    include_actuation: bool = False
-    include_h2d: bool = False
-    channels_last: bool = False
-    budget_mb: float = 2048.0
+    include: tuple[str, ...] = ()
+    memory_budget_mb: float = 2048.0
     calibrate_on: str | None = None
-    random_images: int = 0
-    calibration_batch: int = 100
     out: Path = Path("latency.json")
     csv: Path | None = None
     bundle: Path | None = None
@@ -99,54 +84,53 @@ class Job:
 
     @property
     def scheduler_out(self) -> Path:
-        """Where the monotone table goes."""
+        """The file of the table for schedulers, whose latencies never fall as the batch grows."""
         return self.out.with_name(f"{self.out.name.removesuffix('.json')}.scheduler.json")
 
     @property
     def work(self) -> Path:
-        """Where progress is kept."""
+        """The folder of the journal and the results of finished steps."""
         return self.out.with_name(f"{self.out.name}.work")
-
-    @property
-    def running(self) -> dict[str, Any]:
-        """How subnets are run, as the stamp says it."""
-        return running(self.mode, self.include_actuation, self.include_h2d, self.channels_last)
 
 
 @dataclass(frozen=True)
-class Profile:
-    """What came out.
+class ProfileResult:
+    """What a job has measured.
 
     Attributes:
-        table: as measured.
-        scheduler: the same with latencies that never fall as the batch grows.
-        cells: how many ran, at every number of co-runners.
-        unstable: how many of them have a median that is not known well enough.
-        beaten: how many subnets another one beats by the medians measured without co-runners; None where
-            accuracies are not known.
-        calibrated: what their BatchNorm statistics are from, in words.
+        table: the table as measured.
+        scheduler: the same table with latencies that never fall as the batch grows.
+        cells: the number of cells that ran, beside every number of co-runners.
+        unstable: the number of these cells whose median is not known well enough.
+        dominated: the number of subnets that another subnet dominates in accuracy and in the medians measured
+            without co-runners; None if accuracies are not known.
+        calibrated: the origin of the BatchNorm statistics, in words.
     """
 
     table: LatencyTable
     scheduler: LatencyTable
     cells: int
     unstable: int
-    beaten: int | None
+    dominated: int | None
     calibrated: str
 
 
-def check(job: Job, subject: ProfileSource) -> None:
+def check_job(job: ProfileJob, source: ProfileSource) -> None:
     """Refuse what could not be run or written, before anything is measured.
 
+    Args:
+        job: what to profile.
+        source: the supernet.
+
     Raises:
-        TableError: naming the option.
-        DeviceError: the mode is not for this device.
-        MissingExtra: figures are wanted and matplotlib is not installed.
-        SpecError: no such subnets.
+        TableError: an option is impossible; the message names it.
+        DeviceError: the mode does not exist on this device.
+        MissingExtra: figures are wanted, and matplotlib is not installed.
+        SpecError: there are no such subnets, or no such calibration data.
     """
-    check_running(job.mode, job.include_h2d, find_device(job.device))
+    check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
-    _check_co_runner_subnet(job, expected(subject, job.request))
+    _check_co_runner_subnet(job, expected_count(source, job.request))
     if job.plots is not None:
         need_matplotlib()
     for name, path in (("out", job.out), ("csv", job.csv)):
@@ -161,260 +145,256 @@ def check(job: Job, subject: ProfileSource) -> None:
         raise TableError(f"save-bundle: {bundle} is neither new nor a bundle, in a folder that exists")
     if job.plots is not None and (not job.plots.parent.is_dir() or job.plots.is_file()):
         raise TableError(f"plot: {job.plots} is not a folder, in a folder that exists")
-    if job.random_images < 0 or job.calibration_batch < 1:
-        raise TableError("random-images must be >= 0 and calibration-batch >= 1")
-    if job.calibrate_on and job.random_images:
-        raise TableError("calibrate on data or on random images, not on both")
     if job.calibrate_on:
-        check_batches(job.calibrate_on, subject.example.shape)
+        check_calibration_data(job.calibrate_on, source.example)
 
 
-def plan(job: Job, subject: ProfileSource) -> str:
-    """Say what `profile` would do, in a few lines; nothing is measured or written.
+def outline(job: ProfileJob, source: ProfileSource) -> str:
+    """Return a description of what `run_profile` would do, in a few lines; nothing is measured or written.
+
+    Args:
+        job: what to profile.
+        source: the supernet.
 
     Raises:
-        SubnetActError: what is known not to work before anything is measured.
+        SubnetActError: the job is impossible; see `check_job`.
     """
-    check(job, subject)
+    check_job(job, source)
     settings, request = job.settings, job.request
-    space = subject.supernet.space
-    count = expected(subject, request)
+    space = source.supernet.space
+    count = expected_count(source, request)
     cells = count * len(job.batch_sizes) * (1 + len(settings.co_runners))
     least_s = cells * (settings.windows * settings.warmup_ms + settings.min_time_ms) / 1e3
     sizes = ", ".join(map(str, job.batch_sizes))
     searched = ""
     if request.searches(space.size()):
-        fitted = {
-            "measured": f"latencies fitted to {request.fitted} measured",
-            "macs": "multiply-accumulates",
-        }
-        searched = f", of {request.evaluations} tried, by {fitted[request.search_latency]}"
-    accuracy = request.accuracy_predictor or " ".join(request.accuracy) or "not known"
-    noise = f"{job.random_images} random images" if job.random_images else "nothing"
+        latency = f"latencies fitted to {request.fit_subnets} measured subnets"
+        searched = f", {request.evaluations} evaluated by " + (
+            latency if request.fit_subnets else "multiply-accumulates"
+        )
     return "\n".join(
         [
-            f"supernet: {space}, weights {subject.supernet.fingerprint()}",
+            f"supernet: {space}, weights {source.supernet.fingerprint()}",
             f"subnets: {count} (--subnets {request.subnets}{searched})",
-            f"accuracy: {accuracy}; calibrated on {job.calibrate_on or noise}",
-            f"inputs: batch sizes {sizes} of {list(subject.example.shape)}, {subject.example.dtype}",
-            f"on: {find_device(job.device)}, {torch.get_num_threads()} threads, mode {job.mode}",
-            f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each, {settings.order}; "
-            f"at least {least_s:.0f} s",
+            f"accuracy: {' '.join(request.accuracy) or 'not known'}; "
+            f"calibrated on {job.calibrate_on or 'nothing'}",
+            f"inputs: batch sizes {sizes} of {list(source.example.shape)}, {source.example.dtype}",
+            f"device: {find_device(job.device)}, {torch.get_num_threads()} threads, mode {job.mode}",
+            f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each; at least "
+            f"{least_s:.0f} s",
             f"files: {job.out}, {job.scheduler_out}, progress in {job.work}"
             + "".join(f", {path}" for path in (job.csv, job.plots, job.bundle) if path is not None),
         ]
     )
 
 
-def begin(job: Job, subject: ProfileSource) -> Journal:
-    """Open the journal of a job; a finished one is begun afresh unless it is to be resumed.
+def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
+    """Open the journal of a job. The journal of a finished job is begun anew unless it is to be resumed.
+
+    Args:
+        job: what to profile.
+        source: the supernet.
 
     Raises:
-        ResumeMismatch: an unfinished one is there and not to be resumed, or is of another environment.
+        ResumeMismatch: there is the journal of an unfinished job that is not to be resumed, or the journal
+            was begun with another machine, other weights or other options.
     """
     path = job.work / "journal.jsonl"
-    device = find_device(job.device)
-    facts = environment(subject.supernet, device, subject.example, job.running, job.settings)
-    read = (job.request.file, job.request.accuracy_predictor)
-    request = {
+    facts = environment(
+        source.supernet,
+        find_device(job.device),
+        source.example,
+        run_facts(job.mode, job.include),
+        job.settings,
+    )
+    files = (job.request.file, job.request.predictor)
+    options = {
         "batch_sizes": list(job.batch_sizes),
         "request": vars(job.request),
-        "files": {str(path): described(Path(path)) for path in read if path is not None},
-        "budget_mb": job.budget_mb,
+        "files": {str(file): described(Path(file)) for file in files if file is not None},
+        "memory_budget_mb": job.memory_budget_mb,
         "calibrate_on": job.calibrate_on,
-        "random_images": job.random_images,
-        "calibration_batch": job.calibration_batch,
     }
     if not job.resume and (job.work / "done").exists():
         shutil.rmtree(job.work)
     job.work.mkdir(exist_ok=True)
-    return Journal(path, {**facts, **request}, job.resume, job.work)
+    return Journal(path, {**facts, **options}, job.resume, job.work)
 
 
-def profile(job: Job, subject: ProfileSource) -> Profile:
-    """Choose subnets, calibrate them, measure them, and write what was asked for.
+def run_profile(job: ProfileJob, source: ProfileSource) -> ProfileResult:
+    """Select subnets, calibrate them, measure them, and write the files of the job.
 
-    Every step leaves its result in the journal or beside it, so a job that was killed goes on where it
-    stopped and ends with what it would have ended with; only what was not measured yet is measured then.
+    A job that was killed continues where it stopped if it is run again with `resume`; only what was not
+    measured yet is measured then.
+
+    Args:
+        job: what to profile.
+        source: the supernet.
 
     Raises:
-        ResumeMismatch: progress of another environment, or of a job that is not to be resumed.
-        SubnetActError: whatever cannot work; before anything is measured, where that can be known.
+        ResumeMismatch: see `open_journal`.
+        SubnetActError: the job is impossible. If that can be known beforehand, the error is raised before
+            anything is measured.
     """
-    check(job, subject)
+    check_job(job, source)
     _check_table(job, ["-"], [math.nan])
-    journal = begin(job, subject)
+    journal = open_journal(job, source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        chosen = choose(
-            subject,
+        selection = select_subnets(
+            source,
             job.request,
             journal=journal,
             batch_sizes=job.batch_sizes,
-            fit=partial(_measure, job, subject, Measurements(journal, "fit")),
-            measure=lambda specs, sizes: _measure(job, subject, Measurements(), specs, sizes),
+            fit=partial(_quick_medians, job, source, Measurements(journal, "fit")),
+            measure=lambda specs, sizes: _quick_medians(job, source, Measurements(), specs, sizes),
             progress=job.progress,
         )
-        accuracy = [math.nan if percent is None else percent for percent in chosen.accuracy]
-        _check_table(job, [spec.key for spec in chosen.specs], accuracy)
-        _check_co_runner_subnet(job, len(chosen.specs))
+        accuracy = [math.nan if percent is None else percent for percent in selection.accuracy]
+        _check_table(job, [spec.key for spec in selection.specs], accuracy)
+        _check_co_runner_subnet(job, len(selection.specs))
         warn_of_fractions(accuracy)
-        calibrated = _calibrate(job, subject, chosen)
-        runner = _runner(job, subject, chosen.specs, chosen.accuracy)
-        readings = sweep(runner, job.batch_sizes, job.settings, Measurements(journal), job.progress)
-    facts = {**chosen.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
-    beaten = count_beaten(job, readings, accuracy)
-    if beaten is not None:
-        facts["beaten"] = beaten
-    table = table_of(runner, job.batch_sizes, job.settings, readings, accuracy, **facts)
-    cells = count_cells(job, readings, len(accuracy))
-    found = Profile(table, table.monotone(), *cells, beaten, calibrated)
-    _write(job, found, runner.engine)
+        calibrated = _calibrate(job, source, selection)
+        runner = _runner(job, source, selection.specs, selection.accuracy)
+        measurements = sweep(runner, job.batch_sizes, job.settings, Measurements(journal), job.progress)
+    facts = {**selection.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
+    dominated = count_dominated(job, measurements, accuracy)
+    if dominated is not None:
+        facts["beaten"] = dominated
+    table = table_of(runner, job.batch_sizes, job.settings, measurements, accuracy, **facts)
+    cells = count_cells(job, measurements, len(accuracy))
+    result = ProfileResult(table, table.monotone(), *cells, dominated, calibrated)
+    _write(job, result, runner)
     (job.work / "done").touch()
-    return found
+    return result
 
 
-def _check_table(job: Job, keys: Sequence[str], accuracy: Sequence[float]) -> None:
-    """Refuse before the measuring what no table could be made of after it."""
+def _check_table(job: ProfileJob, keys: Sequence[str], accuracy: Sequence[float]) -> None:
+    """Refuse, before measuring, keys and accuracies of which no table can be made."""
     LatencyTable.from_arrays(keys, accuracy, job.batch_sizes, [[1.0] * len(job.batch_sizes)] * len(keys))
 
 
-def _check_co_runner_subnet(job: Job, count: int) -> None:
+def _check_co_runner_subnet(job: ProfileJob, count: int) -> None:
     settings = job.settings
     if settings.co_runners and not 0 <= settings.co_runner_subnet < count:
         raise TableError(
-            f"co_runner_subnet: {settings.co_runner_subnet} is no row of the table; it has 0 to {count - 1}"
+            f"co_runner_subnet: there is no subnet {settings.co_runner_subnet}; choose from 0 to {count - 1}"
         )
 
 
 def _runner(
-    job: Job,
-    subject: ProfileSource,
+    job: ProfileJob,
+    source: ProfileSource,
     specs: Sequence[SubnetSpec],
     accuracy: Sequence[float | None] | None = None,
-) -> Runner:
+) -> TimedRunner:
     engine = engine_for(
-        subject.supernet,
+        source.supernet,
         specs,
         job.mode,
-        example=subject.example,
+        example=source.example,
         device=find_device(job.device),
-        memory_budget_mb=job.budget_mb,
+        memory_budget_mb=job.memory_budget_mb,
         accuracy=accuracy,
     )
-    return Runner(engine, job.mode, job.include_actuation, job.include_h2d, job.channels_last)
+    return TimedRunner(engine, job.mode, job.include)
 
 
-def _measure(
-    job: Job,
-    subject: ProfileSource,
-    readings: Measurements,
+def _quick_medians(
+    job: ProfileJob,
+    source: ProfileSource,
+    measurements: Measurements,
     specs: Sequence[SubnetSpec],
-    sizes: Sequence[int],
+    batch_sizes: Sequence[int],
 ) -> list[list[float]]:
-    """Measure subnets quickly, for a search; NaN where the memory runs out."""
+    """Measure subnets in few windows, for a search; return medians in ms, NaN if the memory ran out."""
     few = min(3, job.settings.windows)
-    settings = replace(job.settings, co_runners=(), windows=few, max_windows=few)
+    settings = replace(job.settings, co_runners=(), co_runner_subnet=0, windows=few, max_windows=few)
     progress = job.progress and len(specs) > 1
-    sweep(_runner(job, subject, specs), sizes, settings, readings, progress, "measuring a few subnets")
+    sweep(
+        _runner(job, source, specs), batch_sizes, settings, measurements, progress, "measuring a few subnets"
+    )
 
-    def latency(i: int, size: int) -> float:
-        if readings.impossible((0, i, size)):
+    def median(i: int, size: int) -> float:
+        if measurements.impossible((0, i, size)):
             return math.nan
-        return statistics_of(readings.windows[0, i, size], settings.stability, [50])["p50"]
+        return statistics_of(measurements.windows[0, i, size], settings.tolerance, [50])["p50"]
 
-    return [[latency(i, size) for size in sizes] for i in range(len(specs))]
+    return [[median(i, size) for size in batch_sizes] for i in range(len(specs))]
 
 
-def count_cells(job: Job, readings: Measurements, subnets: int) -> tuple[int, int]:
-    """Return how many cells ran, at every number of co-runners, and how many of them are not stable.
+def count_cells(job: ProfileJob, measurements: Measurements, subnets: int) -> tuple[int, int]:
+    """Return how many cells ran, beside every number of co-runners, and how many of them are not stable.
 
     Args:
-        job: gives the batch sizes, the numbers of co-runners and the stability that is required.
-        readings: what was measured.
-        subnets: how many subnets were measured.
+        job: gives the batch sizes, the numbers of co-runners and the tolerance.
+        measurements: the windows of all cells.
+        subnets: the number of subnets that were measured.
     """
-    levels = (0, *job.settings.co_runners)
-    cells = [(n, i, b) for n in levels for i in range(subnets) for b in job.batch_sizes]
-    ran = [cell for cell in cells if not readings.impossible(cell)]
-    return len(ran), sum(not readings.stable(cell, job.settings) for cell in ran)
+    numbers = (0, *job.settings.co_runners)
+    cells = [(n, i, b) for n in numbers for i in range(subnets) for b in job.batch_sizes]
+    ran = [cell for cell in cells if not measurements.impossible(cell)]
+    return len(ran), sum(not measurements.stable(cell, job.settings.tolerance) for cell in ran)
 
 
-def count_beaten(job: Job, readings: Measurements, accuracy: Sequence[float]) -> int | None:
-    """Return how many subnets are no better than another one in accuracy and in any batch size's median.
+def count_dominated(job: ProfileJob, measurements: Measurements, accuracy: Sequence[float]) -> int | None:
+    """Return how many subnets another subnet dominates in accuracy and in the medians of all batch sizes.
 
     Args:
         job: gives the batch sizes.
-        readings: what was measured; only cells without co-runners count.
-        accuracy: of each subnet, percent; if one is NaN, the result is None.
+        measurements: the windows of all cells; only cells without co-runners count.
+        accuracy: percent per subnet; if one is NaN, the result is None.
     """
     if any(map(math.isnan, accuracy)):
         return None
 
     def median(cell: Cell) -> float:
-        if readings.impossible(cell):
+        if measurements.impossible(cell):
             return math.inf
-        return float(np.median(np.concatenate([window["host_ms"] for window in readings.windows[cell]])))
+        return float(np.median(np.concatenate([window["host_ms"] for window in measurements.windows[cell]])))
 
     costs = [[-percent, *(median((0, i, b)) for b in job.batch_sizes)] for i, percent in enumerate(accuracy)]
     return len(costs) - len(non_dominated(np.array(costs)))
 
 
-def _calibrate(job: Job, subject: ProfileSource, chosen: Chosen) -> str:
-    """Fill the supernet's norm table, once; return what with."""
-    supernet = subject.supernet
+def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> str:
+    """Calibrate the selected subnets, if the job says so; return the origin of their statistics."""
+    supernet, specs = source.supernet, selection.specs
     if not supernet.norm_operators():
         return "nothing to calibrate"
-    if not job.calibrate_on and not job.random_images:
-        bare = [spec for spec in chosen.specs if not supernet.calibrated(spec)]
-        if not bare:
+    if not job.calibrate_on:
+        uncalibrated = sum(not supernet.calibrated(spec) for spec in specs)
+        if not uncalibrated:
             return "their own statistics"
-        return f"nothing: {len(bare)} of {len(chosen.specs)} subnets have the shared statistics, latency only"
-    supernet.to(find_device(job.device))  # a resumed job has built no engine that would have moved it
-    source = job.calibrate_on or f"{job.random_images} random images: latency only, no accuracy"
-    batches = (
-        batches_of(job.calibrate_on, job.calibration_batch, subject.example.dtype)
-        if job.calibrate_on
-        else _noise(job, subject)
-    )
-    calibrate(supernet, chosen.specs, batches, job.progress, resume=job.work / "calibration")
-    return source
+        return f"nothing: {uncalibrated} of {len(specs)} subnets have the shared statistics, latency only"
+    supernet.to(find_device(job.device))  # a resumed job has not built an engine, which would have moved it
+    batches = calibration_batches(job.calibrate_on, source.example, job.request.seed)
+    calibrate(supernet, specs, batches, job.progress, resume=job.work / "calibration")
+    count = random_images(job.calibrate_on)
+    return f"{count} random images: latency only, no accuracy" if count else job.calibrate_on
 
 
-def _noise(job: Job, subject: ProfileSource) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(job.request.seed)
-    images = torch.randn(job.random_images, *subject.example.shape, generator=generator)
-    return list(torch.split(images.to(subject.example.dtype), job.calibration_batch))
-
-
-def _write(job: Job, found: Profile, engine: Engine) -> None:
-    found.table.save(job.out)
-    found.scheduler.save(job.scheduler_out)
+def _write(job: ProfileJob, result: ProfileResult, runner: TimedRunner) -> None:
+    result.table.save(job.out)
+    result.scheduler.save(job.scheduler_out)
     if job.csv is not None:
-        _write_csv(found.table, job.csv)
+        _write_csv(result.table, job.csv)
     if job.plots is not None:
         job.plots.mkdir(exist_ok=True)
-        plot_heat_map(found.table, job.plots / "latency.png")
-        if not any(map(math.isnan, found.table.accuracy)):
-            plot_front(found.table, job.plots / "front.png")
+        plot_heat_map(result.table, job.plots / "latency.png")
+        if not any(map(math.isnan, result.table.accuracy)):
+            plot_front(result.table, job.plots / "front.png")
     if job.bundle is not None:
-        engine.tables = {"measured": found.table, "scheduler": found.scheduler}
-        fresh, old = (job.bundle.with_name(f".{job.bundle.name}.{age}") for age in ("new", "old"))
-        for folder in (fresh, old):
-            shutil.rmtree(folder, ignore_errors=True)
-        engine.save(fresh)
-        if job.bundle.exists():
-            job.bundle.rename(old)
-        fresh.rename(job.bundle)
-        shutil.rmtree(old, ignore_errors=True)
+        runner.engine.tables = {"measured": result.table, "scheduler": result.scheduler}
+        runner.engine.save(job.bundle)
 
 
 def _write_csv(table: LatencyTable, path: Path) -> None:
     names = list(table.statistics)
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        levels = [f"latency_ms_with_{n:g}_co_runners" for n in table.co_runners]
-        writer.writerow(["id", "subnet", "accuracy", "batch_size", "latency_ms", *names, *levels])
+        beside = [f"latency_ms_with_{n:g}_co_runners" for n in table.co_runners]
+        writer.writerow(["id", "subnet", "accuracy", "batch_size", "latency_ms", *names, *beside])
         for i, key in enumerate(table.subnets):
             for j, size in enumerate(table.batch_sizes):
                 planes = (table.latency_ms, *(table.statistics[name] for name in names), *table.co_runner_ms)

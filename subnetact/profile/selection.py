@@ -1,4 +1,9 @@
-"""Which subnets to profile: all, those of a file, random ones, or a Pareto set that a search finds."""
+"""Which subnets are profiled: all, those of a file, random ones, or a Pareto set that a search finds.
+
+For a Pareto set, a few random subnets are measured first, latency predictors are fitted to them, and the
+search goes by these predictors. Subnets that the search finds are measured before they are trusted, if their
+accuracies are known.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +11,59 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
+from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
 from subnetact.journal import Journal
-from subnetact.nas.latency_predictor import LatencyPredictor
-from subnetact.profile.pareto_set import (
-    Measure,
-    accuracy_of,
-    find_pareto_set,
-    fitted_latencies,
-    searched_sizes,
-)
-from subnetact.profile.source import ProfileSource, read_specs
+from subnetact.nas.accuracy_predictor import AccuracyPredictor
+from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor
+from subnetact.nas.search import search
+from subnetact.profile.source import ProfileSource, import_name, read_specs
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Chosen", "Request", "choose", "expected"]
+__all__ = ["Selection", "SelectionRequest", "expected_count", "fitted_latencies", "select_subnets"]
 
 MOST = 10_000
-"""Subnets that `all` stands for at the most."""
+"""The largest number of subnets that `all` may stand for."""
+NEVER_MS = 1e12
+"""The latency that a search assumes for a subnet that ran out of memory."""
+MeasureLatencies: TypeAlias = Callable[[Sequence[SubnetSpec], Sequence[int]], Sequence[Sequence[float]]]
+"""A function (subnets, batch sizes) -> latencies in ms, one sequence per subnet; NaN if memory ran out."""
+AccuracyFunction: TypeAlias = Callable[[SubnetSpec], float]
+"""A function subnet -> accuracy in percent."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked for.
+class SelectionRequest:
+    """Which subnets a user asks for.
 
     Attributes:
-        subnets: `all`, a number (a Pareto set of that size), `random:N`, or a JSON file of subnets.
-        accuracy: numbers, percent, one a subnet; or one `pkg.mod:factory`, which called with the supernet
-            returns a callable, spec -> percent; empty where it is not known.
-        accuracy_predictor: a checkpoint of an accuracy predictor; None = none.
-        accuracy_encoding: what that was trained on: `tutorial`; None = the family's own encoding.
-        search_latency: what the search goes by: `measured` (a predictor fitted to subnets measured here) or
-            `macs`.
-        fitted: how many subnets that predictor is fitted to.
-        evaluations: how many subnets the search looks at.
-        seed: of everything that is drawn.
+        subnets: `all`; a number N for a Pareto set of N subnets; `random:N`; or a JSON file of subnets.
+        accuracy: numbers in percent, one per subnet; or one `pkg.mod:factory` that is called with the
+            supernet and returns a function subnet -> percent; or one checkpoint of once-for-all's accuracy
+            predictor. If empty, accuracies are not known.
+        fit_subnets: the number of subnets that are measured to fit the search's latency predictors. If 0,
+            the search uses multiply-accumulates as a stand-in for latency.
+        evaluations: the number of subnets that the search evaluates.
+        seed: seed of random subnets and of the search.
+
+    Raises:
+        SpecError: an attribute is not one of the above.
     """
 
     subnets: str = "8"
     accuracy: tuple[str, ...] = ()
-    accuracy_predictor: str | None = None
-    accuracy_encoding: str | None = None
-    search_latency: str = "measured"
-    fitted: int = 32
+    fit_subnets: int = 32
     evaluations: int = 1500
     seed: int = 0
 
@@ -67,38 +74,49 @@ class Request:
             raise SpecError(f"subnets: {self.subnets!r} is no file; give a number, all, random:8, or a file")
         if number.lstrip("-").isdigit() and int(number) < 1:
             raise SpecError(f"subnets: {self.subnets} must be at least 1")
-        if self.accuracy and self.accuracy_predictor:
-            raise SpecError("accuracy: give numbers, a callable or a predictor, only one of them")
-        if self.accuracy_encoding and not self.accuracy_predictor:
-            raise SpecError("accuracy-encoding: it is what --accuracy-predictor reads; give that too")
-        if self.accuracy_predictor and not Path(self.accuracy_predictor).is_file():
-            raise SpecError(f"accuracy-predictor: {self.accuracy_predictor} is no file")
-        if self.fitted < 8 or self.evaluations < 2:
+        if self.predictor is not None and not Path(self.predictor).is_file():
             raise SpecError(
-                f"a search fits to at least 8 subnets and tries at least 2, got {self.fitted} and "
-                f"{self.evaluations}"
+                f"accuracy: {self.predictor} is no file; give numbers in percent, one pkg.mod:factory, or "
+                "the checkpoint of an accuracy predictor"
+            )
+        if (self.fit_subnets and self.fit_subnets < FEWEST) or self.evaluations < 2:
+            raise SpecError(
+                f"fit_subnets must be 0 or at least {FEWEST} and evaluations at least 2, got "
+                f"{self.fit_subnets} and {self.evaluations}"
             )
 
     @property
     def file(self) -> str | None:
-        """The file of subnets; None where they are asked for in another way."""
+        """The file of subnets; None if subnets are asked for in another way."""
         return None if self.subnets == "all" or self.count is not None else self.subnets
 
     @property
     def count(self) -> int | None:
-        """How many subnets were asked for; None for all and for a file."""
+        """The number of subnets asked for; None for `all` and for a file."""
         number = self.subnets.removeprefix("random:")
         return int(number) if number.isdigit() else None
 
+    @property
+    def factory(self) -> str | None:
+        """The `pkg.mod:factory` of a function subnet -> percent; None if accuracies come from elsewhere."""
+        return self.accuracy[0] if len(self.accuracy) == 1 and ":" in self.accuracy[0] else None
+
+    @property
+    def predictor(self) -> str | None:
+        """The checkpoint of an accuracy predictor; None if accuracies come from elsewhere."""
+        if len(self.accuracy) != 1 or self.factory is not None:
+            return None
+        return None if _is_number(self.accuracy[0]) else self.accuracy[0]
+
     def searches(self, size: int) -> bool:
-        """Tell whether a space of that size is searched for a Pareto set."""
+        """Return whether a space of `size` subnets is searched for a Pareto set."""
         return self.subnets.isdigit() and int(self.subnets) < size
 
     def size(self, size: int) -> int:
-        """How many subnets of a space of that size it asks for, if not those of a file.
+        """Return how many subnets of a space of `size` subnets are asked for, files of subnets aside.
 
         Raises:
-            SpecError: it asks for all of too many.
+            SpecError: all subnets are asked for, and they are too many.
         """
         if self.subnets == "all" and size > MOST:
             raise SpecError(f"subnets: all {size:.3g} are too many; give a number")
@@ -106,13 +124,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Selection:
     """The subnets to profile.
 
     Attributes:
-        specs: in ascending latency, as far as that was known.
-        accuracy: percent or None, one a subnet.
-        facts: how they were chosen, for the stamp.
+        specs: the subnets; those of a search are in ascending order of latency.
+        accuracy: percent per subnet, None if it is not known.
+        facts: how the subnets were selected, for the table's stamp.
     """
 
     specs: list[SubnetSpec]
@@ -120,105 +138,130 @@ class Chosen:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def expected(subject: ProfileSource, request: Request) -> int:
-    """Return how many subnets a request is for; a search may find fewer.
+def expected_count(source: ProfileSource, request: SelectionRequest) -> int:
+    """Return how many subnets are asked for; a search may find fewer.
+
+    Args:
+        source: the supernet.
+        request: which of its subnets.
 
     Raises:
-        SpecError: it asks for too many, or for a file that holds no list of this supernet's subnets.
+        SpecError: too many are asked for, or the file holds no list of this supernet's subnets.
     """
-    if request.subnets == "all" and subject.specs:
-        return len(subject.specs)
+    if request.subnets == "all" and source.specs:
+        return len(source.specs)
     if request.file is not None:
-        return len(_read(subject, request.file))
-    return request.size(subject.supernet.space.size())
+        return len(_read(source, request.file))
+    return request.size(source.supernet.space.size())
 
 
-def choose(
-    subject: ProfileSource,
-    request: Request,
+def select_subnets(
+    source: ProfileSource,
+    request: SelectionRequest,
     *,
     journal: Journal,
     batch_sizes: Sequence[int],
-    fit: Measure,
-    measure: Measure,
+    fit: MeasureLatencies,
+    measure: MeasureLatencies,
     progress: bool = True,
-) -> Chosen:
-    """Return the subnets of a request, the same ones every time the journal is resumed.
+) -> Selection:
+    """Return the subnets of a request, the same ones whenever the journal is resumed.
 
     Args:
-        subject: what they are of.
-        request: which ones.
-        journal: where the choice is kept, and beside it the state of a search.
-        batch_sizes: what they will be measured at.
-        fit: measures the subnets that latencies are fitted to.
-        measure: measures what a search has chosen.
-        progress: whether to show progress bars.
+        source: the supernet.
+        request: which of its subnets.
+        journal: keeps the selection. The state of the search and the selected subnets' BatchNorm statistics
+            are kept in files beside the journal.
+        batch_sizes: the batch sizes that the subnets will be measured at.
+        fit: measures the subnets that latency predictors are fitted to.
+        measure: measures subnets that the search has found.
+        progress: if True, show progress bars when standard error is a terminal.
 
     Raises:
-        SpecError: the request makes no sense for this supernet.
+        SpecError: the request is impossible for this supernet.
     """
-    space = subject.supernet.space
+    space = source.supernet.space
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
         specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
         if statistics.exists():
-            subject.supernet.norms = NormTable.load(statistics)
-        return Chosen(specs, line["accuracy"], line["facts"])
-    if subject.specs and request.subnets == "all":
-        known = list(subject.accuracy)
-        if request.accuracy or request.accuracy_predictor:
-            known = _accuracies(subject, request, subject.specs, progress)
-        chosen = Chosen(list(subject.specs), known, {"subnets_chosen": "the bundle's"})
+            source.supernet.norms = NormTable.load(statistics)
+        return Selection(specs, line["accuracy"], line["facts"])
+    if source.specs and request.subnets == "all":
+        known = list(source.accuracy)
+        if request.accuracy:
+            known = _accuracies(source, request, source.specs, progress)
+        selection = Selection(list(source.specs), known, {"subnets_chosen": "the bundle's"})
     elif request.searches(space.size()):
-        chosen = _pareto_set(subject, request, journal, batch_sizes, fit, measure, progress)
+        selection = _search(source, request, journal, batch_sizes, fit, measure, progress)
     else:
-        specs = _listed(subject, request)
-        chosen = Chosen(
-            specs, _accuracies(subject, request, specs, progress), {"subnets_chosen": request.subnets}
-        )
-    _keep_statistics(subject.supernet, chosen.specs, statistics)
+        specs = _listed(source, request)
+        known = _accuracies(source, request, specs, progress)
+        selection = Selection(specs, known, {"subnets_chosen": request.subnets})
+    _keep_statistics(source.supernet, selection.specs, statistics)
     journal.append(
         "chosen",
-        specs=[spec.to_json() for spec in chosen.specs],
-        accuracy=chosen.accuracy,
-        facts=chosen.facts,
+        specs=[spec.to_json() for spec in selection.specs],
+        accuracy=selection.accuracy,
+        facts=selection.facts,
     )
-    return chosen
+    return selection
 
 
 def _keep_statistics(supernet: Supernet, specs: Sequence[SubnetSpec], path: Path) -> None:
-    """Leave statistics to the chosen subnets only, and keep what evaluating them has calibrated."""
-    rows = {spec: row for spec in specs if (row := supernet.norms.get(spec)) is not None}
+    """Keep the statistics of the selected subnets only; save those that an evaluation has calibrated."""
+    kept = {spec: statistics for spec in specs if (statistics := supernet.norms.get(spec)) is not None}
     supernet.norms = NormTable(supernet.space.id)
-    supernet.norms.update(rows)
-    if rows:
+    supernet.norms.update(kept)
+    if kept:
         supernet.norms.save(path)
 
 
-def _listed(subject: ProfileSource, request: Request) -> list[SubnetSpec]:
-    space = subject.supernet.space
+def _listed(source: ProfileSource, request: SelectionRequest) -> list[SubnetSpec]:
+    space = source.supernet.space
     if request.subnets.startswith("random:"):
-        return _random(subject, request.size(space.size()), request.seed)
+        return space.sample(request.seed, request.size(space.size()))
     if request.file is not None:
-        return _read(subject, request.file)
+        return _read(source, request.file)
     request.size(space.size())
     return list(space.enumerate())
 
 
-def _read(subject: ProfileSource, file: str) -> list[SubnetSpec]:
-    return list(dict.fromkeys(read_specs(Path(file), subject.supernet)))
+def _read(source: ProfileSource, file: str) -> list[SubnetSpec]:
+    return list(dict.fromkeys(read_specs(Path(file), source.supernet)))
 
 
-def _random(subject: ProfileSource, count: int, seed: int) -> list[SubnetSpec]:
-    return subject.supernet.space.sample(seed, count)
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _accuracy_function(
+    source: ProfileSource, request: SelectionRequest
+) -> tuple[AccuracyFunction | None, str]:
+    """Return the function that gives any subnet's accuracy, None if there is none, and its origin."""
+    if request.factory is not None:
+        return import_name(request.factory)(source.supernet), request.factory
+    if request.predictor is None:
+        return None, "not known"
+    space = source.supernet.space
+    encodes_size = any(axis.name == "resolution" for axis in space.axes)
+    encode = partial(
+        import_module("ofa_adapters").encode,
+        space,
+        image_size=None if encodes_size else int(source.example.shape[-1]),
+    )
+    predictor = AccuracyPredictor.from_checkpoint(request.predictor, encode)
+    return predictor, f"predicted by {Path(request.predictor).name}"
 
 
 def _accuracies(
-    subject: ProfileSource, request: Request, specs: Sequence[SubnetSpec], progress: bool
+    source: ProfileSource, request: SelectionRequest, specs: Sequence[SubnetSpec], progress: bool
 ) -> list[float | None]:
-    function, _ = accuracy_of(
-        subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
-    )
+    function, _ = _accuracy_function(source, request)
     if function is not None:
         bar = tqdm(specs, desc="accuracy", disable=not progress or None)
         return [None if math.isnan(percent := float(function(spec))) else percent for spec in bar]
@@ -227,56 +270,120 @@ def _accuracies(
     try:
         known = [float(number) for number in request.accuracy]
     except ValueError as error:
-        raise SpecError(f"accuracy: {error}; give numbers in percent, or one pkg.mod:factory") from error
+        raise SpecError(
+            f"accuracy: {error}; give numbers in percent, one pkg.mod:factory, or the checkpoint of an "
+            "accuracy predictor, only one of them"
+        ) from error
     if len(known) != len(specs):
-        raise SpecError(f"accuracy: {len(known)} values for {len(specs)} subnets; give one a subnet")
+        raise SpecError(f"accuracy: {len(known)} values for {len(specs)} subnets; give one per subnet")
     return list(known)
 
 
-def _pareto_set(
-    subject: ProfileSource,
-    request: Request,
+def _search(
+    source: ProfileSource,
+    request: SelectionRequest,
     journal: Journal,
     batch_sizes: Sequence[int],
-    fit: Measure,
-    measure: Measure,
+    fit: MeasureLatencies,
+    measure: MeasureLatencies,
     progress: bool,
-) -> Chosen:
-    accuracy, source = accuracy_of(
-        subject, request.accuracy, request.accuracy_predictor, request.accuracy_encoding
-    )
+) -> Selection:
+    """Search for subnets that are not dominated, spread evenly over latency.
+
+    Without latency predictors multiply-accumulates are a stand-in for latency; without accuracies they are a
+    stand-in for accuracy. Subnets are measured before they are selected if both are known.
+    """
+    accuracy, origin = _accuracy_function(source, request)
     if accuracy is None and request.accuracy:
-        raise SpecError("accuracy: a search needs a function of a subnet; give one pkg.mod:factory")
+        raise SpecError(
+            "accuracy: a search needs a function of a subnet; give one pkg.mod:factory, or the checkpoint of "
+            "an accuracy predictor"
+        )
+    supernet, example = source.supernet, source.example
     latencies: list[LatencyPredictor] = []
-    if request.search_latency == "measured":
-        some = _random(subject, request.fitted, request.seed)
-        latencies = fitted_latencies(subject, some, searched_sizes(batch_sizes), fit)
-    size = request.size(subject.supernet.space.size())
-    found, facts = find_pareto_set(
-        subject,
+    if request.fit_subnets:
+        some = source.supernet.space.sample(request.seed, request.fit_subnets)
+        latencies = fitted_latencies(source, some, sorted({batch_sizes[0], batch_sizes[-1]}), fit)
+    sizes = [one.batch_size for one in latencies]
+
+    def remeasure(spec: SubnetSpec) -> list[float]:
+        return [NEVER_MS if math.isnan(ms) else ms for ms in measure([spec], sizes)[0]]
+
+    functions: list[Callable[[SubnetSpec], float]] = [*latencies]
+    if not functions:
+        costs = CostModel(supernet, example.shape, example.dtype)
+        functions = [lambda spec: float(costs(spec).macs)]
+    size = request.size(supernet.space.size())
+    result = search(
+        supernet,
         accuracy,
-        latencies,
-        size,
-        request.evaluations,
-        request.seed,
-        measure,
-        journal.path.with_name(f"search-{_digest(journal, latencies)}.json"),
-        progress,
+        functions,
+        size=size,
+        evaluations=request.evaluations,
+        seed=request.seed,
+        batch_sizes=sizes or [1],
+        input_shape=example.shape,
+        remeasure=remeasure if latencies and accuracy is not None else None,
+        resume=journal.path.with_name(f"search-{_digest(journal, latencies)}.json"),
+        progress=progress,
     )
     if accuracy is None:
-        source = "not known: the search took more multiply-accumulates for better"
-    if len(found) < size:
-        message = f"{size} subnets were asked for, {len(found)} of those tried are beaten by no other"
+        origin = "not known: the search used multiply-accumulates as a stand-in and preferred more of them"
+    facts: dict[str, Any] = {
+        "subnets_chosen": f"Pareto set of {request.subnets}",
+        "accuracy_source": origin,
+        "search": result.method,
+        "evaluated": len(result.evaluated),
+        "search_latency": "multiply-accumulates",
+        "measured_before_trusted": result.remeasured,
+    }
+    if latencies:
+        facts["search_latency"] = {f"batch {one.batch_size}": str(one.error) for one in latencies}
+    if len(result) < size:
+        message = f"{size} subnets were asked for, {len(result)} of those evaluated are not dominated"
         facts["fewer"] = message
         tqdm.write(message, file=sys.stderr)
-    return Chosen(
-        [one.spec for one in found],
-        [None if math.isnan(one.accuracy) else one.accuracy for one in found],
-        {"subnets_chosen": f"Pareto set of {request.subnets}", "accuracy_source": source, **facts},
+    return Selection(
+        [one.spec for one in result],
+        [None if math.isnan(one.accuracy) else one.accuracy for one in result],
+        facts,
     )
+
+
+def fitted_latencies(
+    source: ProfileSource,
+    specs: Sequence[SubnetSpec],
+    batch_sizes: Sequence[int],
+    measure: MeasureLatencies,
+) -> list[LatencyPredictor]:
+    """Measure subnets and fit one latency predictor per batch size at which enough of them ran.
+
+    Args:
+        source: the supernet.
+        specs: the subnets to measure.
+        batch_sizes: the batch sizes to measure at.
+        measure: measures the subnets.
+
+    Raises:
+        SpecError: there is no batch size at which enough subnets ran.
+    """
+    costs = CostModel(source.supernet, source.example.shape, source.example.dtype)
+    found, ran = [], []
+    for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
+        pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]
+        ran.append(f"{len(pairs)} ran at batch size {size}")
+        if len(pairs) >= FEWEST:
+            some, latency_ms = zip(*pairs, strict=True)
+            found.append(LatencyPredictor.fit(source.supernet, some, latency_ms, size, costs=costs))
+    if not found:
+        raise SpecError(
+            f"a latency predictor is fitted to at least {FEWEST} measured subnets; of {len(specs)}, "
+            f"{', '.join(ran)}. Give smaller --batch-sizes, --fit-subnets 0, or --subnets all"
+        )
+    return found
 
 
 def _digest(journal: Journal, latencies: Sequence[LatencyPredictor]) -> str:
-    """Name what a search's objectives depend on, so that no other search is taken up."""
+    """Return a name for everything that the search depends on, so that no other search is resumed."""
     facts = [journal.environment, [one.weights.tolist() for one in latencies]]
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()

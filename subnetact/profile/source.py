@@ -1,9 +1,13 @@
-"""What a profile is of: a family's checkpoint, an own network, a bundle, or the embedded digits."""
+"""Where a profile gets its supernet, its input and its images for calibration from.
+
+The supernet is that of a published family, of a user's own factory, of a bundle, or the embedded one for
+digits.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -13,23 +17,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subnetact.documents import parse_json
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["ProfileSource", "batches_of", "check_batches", "find", "load_source", "read_specs"]
+__all__ = [
+    "ProfileSource",
+    "calibration_batches",
+    "check_calibration_data",
+    "import_name",
+    "load_source",
+    "random_images",
+    "read_specs",
+]
+
+IMAGES_PER_BATCH = 100
+"""The number of images per calibration batch, unless a function makes the batches."""
 
 
 @dataclass(frozen=True)
 class ProfileSource:
-    """A supernet, one input, and, of a bundle, the subnets it registers.
+    """A supernet to profile, with one input; if it comes from a bundle, with the bundle's subnets.
 
     Attributes:
-        supernet: on the CPU.
+        supernet: the supernet, on the CPU.
         example: one input without a batch dimension.
-        specs: the subnets to profile; empty where they are to be chosen.
-        accuracy: theirs, percent or None.
+        specs: the subnets of the bundle; empty if there is no bundle.
+        accuracy: percent per subnet of the bundle, None if it is not known.
     """
 
     supernet: Supernet
@@ -49,38 +65,43 @@ def load_source(
     dtype: str | None = None,
     seed: int = 0,
 ) -> ProfileSource:
-    """Load a model, a family or a bundle; the embedded digits supernet where none is given.
+    """Load the supernet of a family, of a factory or of a bundle; if none is given, the one for digits.
 
-    A bundle of an own network needs the model too: it gives the network, the bundle its weights.
+    The bundle of a user's own network needs the factory too: the factory makes the network, and the bundle
+    has its weights.
 
     Args:
-        model: `pkg.mod:factory`; called with `constructor`, it returns a `Supernet`.
+        model: `pkg.mod:factory`, a function that is called with `constructor` and returns a `Supernet`.
         family: a name of `ofa_adapters.families()`.
-        checkpoint: the family's weights; None = random ones, the same for the same seed.
-        constructor: arguments of the factory or of the family.
+        checkpoint: a file with the family's weights. If None, weights are random, and the same for the same
+            seed.
+        constructor: keyword arguments for the factory or for the family.
         bundle: a directory that `Engine.save` wrote.
-        input_shape: of one input; None = the bundle's or family's, 1 16 16 of the digits, otherwise
-            3 224 224.
-        input_dtype: of the input where it is not `dtype`, int64 for token ids; None = the bundle's or
-            family's, or `dtype`.
-        dtype: what weights are cast to; None = the bundle's own, otherwise float32.
-        seed: of random weights.
+        input_shape: shape of one input without a batch dimension. If None, that of the bundle, of the family
+            or of the digits; a model without a bundle needs it.
+        input_dtype: dtype of the input, for example `int64` for token ids. If None, that of the bundle or of
+            the family, otherwise `dtype`.
+        dtype: dtype to which the weights are converted. If None, a bundle keeps its own, and others are
+            float32.
+        seed: seed of random weights.
 
     Raises:
-        SpecError: the model is no supernet, its input is no single tensor, or the arguments do not go
-            together.
+        SpecError: the factory returns no `Supernet`, the input is not a single tensor, the shape of the input
+            is not known, a dtype is unknown, or the arguments exclude each other.
+        CheckpointError: the checkpoint does not fit the family.
+        FileFormatError: the directory is no bundle.
     """
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
     if len(given) > 1 and given != ["model", "bundle"]:
         raise SpecError(f"{' and '.join(given)} were given; give one of them")
     if checkpoint and not family:
-        raise SpecError("checkpoint: say with --family what it is a checkpoint of")
+        raise SpecError("checkpoint: say with --family whose checkpoint it is")
     if constructor and not (model or family):
-        raise SpecError("constructor: its arguments are those of --family or --model; give one of them")
+        raise SpecError("constructor: these are arguments for --family or --model; give one of them")
     torch.manual_seed(seed)
     specs: tuple[SubnetSpec, ...] = ()
     accuracy: tuple[float | None, ...] = ()
-    shape = [1, 16, 16] if not given else [3, 224, 224]
+    shape = list(input_shape or ())
     cast = _dtype(dtype or "float32")
     input_cast = cast
     if bundle:
@@ -90,47 +111,53 @@ def load_source(
         specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
         if not isinstance(engine.example, Tensor):
             raise SpecError(
-                f"bundle {bundle}: its input is a {type(engine.example).__name__}, this command measures "
-                "networks of one tensor; use subnetact.profile_latency(engine)"
+                f"bundle {bundle}: its input is a {type(engine.example).__name__}, and this command measures "
+                "networks of one tensor only; use subnetact.profile_latency(engine)"
             )
-        shape = list(engine.example.shape)
+        shape = shape or list(engine.example.shape)
         if dtype is None or not engine.example.is_floating_point():
             input_cast = engine.example.dtype
     elif model:
         supernet = _built(model, constructor)
+        if not shape:
+            raise SpecError(
+                f"model {model!r}: the shape of its input is not known; give one input's shape without the "
+                "batch dimension, for example --input-shape 3 224 224"
+            )
     elif family:
         registry = import_module("ofa_adapters.registry")
         supernet = registry.load(family, checkpoint, **(constructor or {}))
         usual = registry.family_of(family)
-        shape = list(usual.input_shape)
+        shape = shape or list(usual.input_shape)
         if not _dtype(usual.input_dtype).is_floating_point:
             input_cast = _dtype(usual.input_dtype)
     else:
         supernet = import_module("subnetact.digits").load_digits_supernet()
+        shape = shape or [1, 16, 16]
     supernet.eval()
     if dtype is not None or not bundle:
         supernet.to(cast)
     if input_dtype is not None:
         input_cast = _dtype(input_dtype)
-    example = torch.zeros(list(input_shape or shape), dtype=input_cast)
+    example = torch.zeros(shape, dtype=input_cast)
     return ProfileSource(supernet, example, specs, accuracy)
 
 
 def _built(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
-    supernet = find(model)(**(constructor or {}))
+    supernet = import_name(model)(**(constructor or {}))
     if not isinstance(supernet, Supernet):
         raise SpecError(
-            f"model {model!r} gave a {type(supernet).__name__}; it must return a Supernet, as "
+            f"model {model!r} returned a {type(supernet).__name__}; it must return a Supernet, as "
             "subnetact.insert_(network, ...) does"
         )
     return supernet
 
 
-def find(name: str) -> Any:
-    """Import `pkg.mod:attribute`.
+def import_name(name: str) -> Any:
+    """Return what `pkg.mod:attribute` names.
 
     Raises:
-        SpecError: there is none.
+        SpecError: the module or the attribute cannot be imported.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -140,13 +167,18 @@ def find(name: str) -> Any:
 
 
 def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
-    """Read a JSON list of subnets, each in the family's own notation or as `SubnetSpec.to_json` writes it.
+    """Read a file of subnets.
+
+    Args:
+        path: a JSON list; every entry is a subnet in the notation of its space, or as `SubnetSpec.to_json`
+            writes it.
+        supernet: the supernet that the subnets belong to.
 
     Raises:
-        SpecError: the file is no such list, or a subnet is outside the space.
+        SpecError: the file is no such list, or a subnet is not in the supernet's space.
     """
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
+        listed = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: not a readable file of subnets ({error})") from error
     if not isinstance(listed, list) or not listed:
@@ -160,42 +192,72 @@ def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
     ]
 
 
-def batches_of(source: str, batch_size: int, dtype: torch.dtype) -> Iterator[Any]:
-    """Yield calibration batches from a `.npy` file of images (N, C, H, W), or from `pkg.mod:function()`.
+def calibration_batches(calibrate_on: str, example: Tensor, seed: int = 0) -> Iterable[Any]:
+    """Return batches to calibrate with.
 
     Args:
-        source: which of the two.
-        batch_size: images of the file in a batch.
-        dtype: what the network takes; floating-point images are converted to it.
+        calibrate_on: a `.npy` file of images of shape (N, C, H, W); `pkg.mod:function`, a function that
+            returns batches; or `random:N` for N random images.
+        example: one input of the network; floating-point images are converted to its dtype.
+        seed: seed of random images.
 
     Raises:
-        SpecError: the source is neither, or holds integers for a floating-point network, or the reverse.
+        SpecError: there are no such images, or they are integers and the network takes floating-point
+            numbers, or the reverse.
     """
-    if not source.endswith(".npy"):
-        for batch in find(source)():
-            yield _converted(batch, source, dtype)
-        return
-    images = _images(source)
-    for start in range(0, len(images), batch_size):
-        yield _converted(torch.from_numpy(np.array(images[start : start + batch_size])), source, dtype)
+    count = random_images(calibrate_on)
+    if count is None:
+        return _loaded(calibrate_on, example.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, *example.shape, generator=generator)
+    return torch.split(images.to(example.dtype), IMAGES_PER_BATCH)
 
 
-def check_batches(source: str, shape: Sequence[int]) -> None:
-    """Refuse a source of calibration batches that does not exist, or images of another shape.
+def check_calibration_data(calibrate_on: str, example: Tensor) -> None:
+    """Refuse calibration data that does not exist, or images of another shape.
 
     Args:
-        source: see `batches_of`; a function is found but not called.
-        shape: of one input.
+        calibrate_on: see `calibration_batches`; a function is imported but not called.
+        example: one input of the network.
 
     Raises:
-        SpecError: what is wrong with it.
+        SpecError: the data cannot be used.
     """
-    if not source.endswith(".npy"):
-        find(source)
+    if random_images(calibrate_on) is not None:
         return
-    images = _images(source)
-    if list(images.shape[1:]) != list(shape):
-        raise SpecError(f"{source}: images are {list(images.shape[1:])}, --input-shape is {list(shape)}")
+    if not calibrate_on.endswith(".npy"):
+        import_name(calibrate_on)
+        return
+    images = _images(calibrate_on)
+    if list(images.shape[1:]) != list(example.shape):
+        raise SpecError(
+            f"{calibrate_on}: images are {list(images.shape[1:])}, --input-shape is {list(example.shape)}"
+        )
+
+
+def random_images(calibrate_on: str) -> int | None:
+    """Return N if the calibration data is `random:N`, otherwise None.
+
+    Raises:
+        SpecError: N is no positive number.
+    """
+    if not re.fullmatch(r"random:-?\d+", calibrate_on):
+        return None
+    count = int(calibrate_on.removeprefix("random:"))
+    if count < 1:
+        raise SpecError(f"calibrate_on: {calibrate_on} must be at least random:1")
+    return count
+
+
+def _loaded(calibrate_on: str, dtype: torch.dtype) -> Iterator[Any]:
+    if not calibrate_on.endswith(".npy"):
+        for batch in import_name(calibrate_on)():
+            yield _converted(batch, calibrate_on, dtype)
+        return
+    images = _images(calibrate_on)
+    for start in range(0, len(images), IMAGES_PER_BATCH):
+        batch = torch.from_numpy(np.array(images[start : start + IMAGES_PER_BATCH]))
+        yield _converted(batch, calibrate_on, dtype)
 
 
 def _images(source: str) -> np.ndarray:
@@ -226,5 +288,7 @@ def _converted(batch: Any, source: str, dtype: torch.dtype) -> Any:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise SpecError(f"dtype: {name!r} is none of torch's; float32, bfloat16 or float16 for weights")
+        raise SpecError(
+            f"dtype: {name!r} is no dtype of torch; choose float32, bfloat16 or float16 for weights"
+        )
     return found

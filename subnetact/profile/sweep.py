@@ -1,10 +1,16 @@
-"""Measuring every cell, subnet x batch size x co-runners: in which order, how often, and what is kept."""
+"""Measures every cell of a table: `profile_latency`, and the sweep behind it.
+
+A cell is a subnet at a batch size beside a number of co-runners. Every cell is measured in several short
+windows. All other cells are visited between two windows of one cell, so that a machine that speeds up or
+slows down does so for all cells alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from numbers import Integral
 from os import PathLike
@@ -24,16 +30,81 @@ from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
-from subnetact.profile.modes import Runner
-from subnetact.profile.stability import Window, statistics_of
-from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.profile.modes import TimedRunner
+from subnetact.profile.stability import Window, quantile_name, statistics_of
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["environment", "make_co_runners", "measured_at", "profile_latency", "sweep", "table_of"]
+__all__ = [
+    "SweepSettings",
+    "environment",
+    "make_co_runners",
+    "measured_at",
+    "profile_latency",
+    "sweep",
+    "table_of",
+]
 
 
-def make_co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
-    """Return the co-runner processes, not yet started; they run subnet `settings.co_runner_subnet`."""
+@dataclass(frozen=True)
+class SweepSettings:
+    """How the cells of a table are measured.
+
+    Attributes:
+        warmup_ms: time for which a cell runs untimed before each window.
+        min_time_ms: least time for which a cell is timed, over its first `windows` windows.
+        windows: the number of windows that every cell gets.
+        max_windows: the largest number of windows of a cell whose median is not known well enough.
+        tolerance: percent of the median; the median is known well enough if half the width of its 90 %
+            confidence interval is at most this. Fewer than five windows never suffice.
+        quantiles: in percent; they are kept in addition to mean, standard deviation and minimum.
+        statistic: the statistic that becomes `latency_ms`: `mean` or a quantile, for example `p90`.
+        co_runners: ascending numbers of co-runners; everything is measured beside each of them as well.
+        co_runner_subnet: index of the subnet that the co-runners run.
+
+    Raises:
+        TableError: no table can be measured with a setting.
+    """
+
+    warmup_ms: float = 20.0
+    min_time_ms: float = 100.0
+    windows: int = 5
+    max_windows: int = 5
+    tolerance: float = 5.0
+    quantiles: tuple[float, ...] = (50, 90, 95, 99)
+    statistic: str = "p50"
+    co_runners: tuple[int, ...] = ()
+    co_runner_subnet: int = 0
+
+    def __post_init__(self) -> None:
+        known = ["mean", *map(quantile_name, self.quantiles)]
+        if self.statistic not in known:
+            raise TableError(f"statistic: {self.statistic!r} is unknown; choose from {', '.join(known)}")
+        if not self.quantiles or not all(0 < q < 100 for q in self.quantiles):
+            raise TableError(f"quantiles: {list(self.quantiles)} must be between 0 and 100, at least one")
+        if not 1 <= self.windows <= self.max_windows:
+            raise TableError(
+                f"windows: {self.windows} must be at least 1 and at most max_windows, {self.max_windows}"
+            )
+        for name in ("warmup_ms", "min_time_ms", "tolerance"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TableError(f"{name}: {getattr(self, name)} must be finite and >= 0")
+        if self.co_runner_subnet and not self.co_runners:
+            raise TableError("co_runner_subnet: there are no co-runners; give --co-runners too")
+        if list(self.co_runners) != sorted(set(self.co_runners)) or any(n < 1 for n in self.co_runners):
+            raise TableError(f"co_runners: {list(self.co_runners)} must be ascending numbers >= 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain lists, strings and numbers."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+def make_co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
+    """Return the co-runner processes, not yet started; they run subnet `settings.co_runner_subnet`.
+
+    Args:
+        runner: runs the subnets that are measured, on the same device.
+        settings: the numbers of co-runners, and their subnet.
+    """
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
     x = map_tensors(lambda part: part.to(engine.device), batch_like(engine.example, 1))
@@ -41,83 +112,90 @@ def make_co_runners(runner: Runner, settings: SweepSettings) -> CoRunners:
 
 
 def sweep(
-    runner: Runner,
+    runner: TimedRunner,
     batch_sizes: Sequence[int],
     settings: SweepSettings,
-    readings: Measurements,
+    measurements: Measurements,
     progress: bool = True,
     label: str = "profiling",
     measure: Callable[..., Window] = measure,
-    co_runners: Callable[[Runner, SweepSettings], CoRunners] = make_co_runners,
+    co_runners: Callable[[TimedRunner, SweepSettings], CoRunners] = make_co_runners,
 ) -> Measurements:
-    """Measure until every cell has the windows it needs, and return the readings.
+    """Measure until every cell has the windows it needs.
 
-    Measurements that are there already are not taken again. A cell whose memory runs out is noted and
-    skipped, and so are larger batches of its subnet.
+    Windows that exist already are not measured again. A cell that runs out of memory is recorded, and it is
+    skipped from then on, as are larger batches of its subnet.
 
     Args:
         runner: prepares the call of each cell.
         batch_sizes: ascending.
-        settings: how each cell is measured, and beside how many co-runners.
-        readings: where windows are kept.
-        progress: whether to show a progress bar.
-        label: what the progress bar says.
-        measure: takes one window of a cell; it is called as `subnetact.timing.measure` is.
-        co_runners: makes the co-runners, if the settings want any.
+        settings: how the cells are measured.
+        measurements: the windows so far; new ones are added.
+        progress: if True, show a progress bar when standard error is a terminal.
+        label: the text of the progress bar.
+        measure: measures one window of a cell; it is called as `subnetact.device.measure` is.
+        co_runners: makes the co-runners, if the settings demand any.
+
+    Returns:
+        The measurements.
+
+    Raises:
+        DeviceError: a co-runner has ended.
+        TableError: a subnet cannot run in this mode.
     """
     cells = [(n, i, b) for n in (0, *settings.co_runners) for i in runner.engine.ids for b in batch_sizes]
-    company: CoRunners | nullcontext[None] = nullcontext()
+    context: CoRunners | nullcontext[None] = nullcontext()
     if settings.co_runners:
-        company = co_runners(runner, settings)
-    with company as others, tqdm(total=0, desc=label, unit="window", disable=not progress or None) as bar:
-        for wave in _waves(cells, settings, readings):
-            level = 0
+        context = co_runners(runner, settings)
+    bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
+    with context as processes, bar:
+        while wave := _next_wave(cells, settings, measurements):
+            working = 0
             for cell in wave:
-                bar.total = bar.n + _remaining(cells, settings, readings)
-                if others is not None and cell[0] == level:
-                    others.check()
-                elif others is not None:
-                    others.run(cell[0])
-                    level = cell[0]
-                _visit(runner, cell, settings, readings, measure)
+                if measurements.impossible(cell):
+                    continue
+                bar.total = bar.n + _remaining(cells, settings, measurements)
+                if processes is not None and cell[0] == working:
+                    processes.check()
+                elif processes is not None:
+                    processes.run(cell[0])
+                    working = cell[0]
+                _measure_window(runner, cell, settings, measurements, measure)
                 bar.update()
-            if others is not None:
-                others.run(0)
-    return readings
+            if processes is not None:
+                processes.run(0)
+    return measurements
 
 
-def _waves(
-    cells: Sequence[Cell], settings: SweepSettings, readings: Measurements
-) -> Iterable[Iterable[Cell]]:
-    """Cells in the order of their visits; who consumes a cell must visit it before asking for the next."""
-    if settings.order == "sequential":
-        for cell in cells:
-            while readings.wants(cell, settings):
-                yield [cell]
-        return
-    while True:
-        wanting = [cell for cell in cells if readings.wants(cell, settings)]
-        if not wanting:
-            return
-        behind = min(len(readings.windows.get(cell, ())) for cell in wanting)
-        now = [cell for cell in wanting if len(readings.windows.get(cell, ())) == behind]
-        yield (cell for cell in now if not readings.impossible(cell))
+def _needs_window(cell: Cell, settings: SweepSettings, measurements: Measurements) -> bool:
+    """Return whether a cell has too few windows, or a median that is not known well enough."""
+    count = measurements.count(cell)
+    if measurements.impossible(cell) or count >= settings.max_windows:
+        return False
+    return count < settings.windows or not measurements.stable(cell, settings.tolerance)
 
 
-def _remaining(cells: Sequence[Cell], settings: SweepSettings, readings: Measurements) -> int:
-    counts = ((cell, len(readings.windows.get(cell, ()))) for cell in cells)
+def _next_wave(cells: Sequence[Cell], settings: SweepSettings, measurements: Measurements) -> list[Cell]:
+    """Return the cells to visit once each: of those that need a window, the ones with the fewest."""
+    needing = [cell for cell in cells if _needs_window(cell, settings, measurements)]
+    fewest = min(map(measurements.count, needing), default=0)
+    return [cell for cell in needing if measurements.count(cell) == fewest]
+
+
+def _remaining(cells: Sequence[Cell], settings: SweepSettings, measurements: Measurements) -> int:
+    """Return how many more windows are needed at least."""
     return sum(
-        max(settings.windows - count, int(readings.wants(cell, settings)))
-        for cell, count in counts
-        if not readings.impossible(cell)
+        max(settings.windows - measurements.count(cell), int(_needs_window(cell, settings, measurements)))
+        for cell in cells
+        if not measurements.impossible(cell)
     )
 
 
-def _visit(
-    runner: Runner,
+def _measure_window(
+    runner: TimedRunner,
     cell: Cell,
     settings: SweepSettings,
-    readings: Measurements,
+    measurements: Measurements,
     measure: Callable[..., Window],
 ) -> None:
     _, subnet, batch_size = cell
@@ -136,28 +214,30 @@ def _visit(
             raise
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        readings.add(cell, None)
+        measurements.add(cell, None)
     else:
-        readings.add(cell, window)
+        measurements.add(cell, window)
 
 
 def environment(
     supernet: Supernet,
     device: torch.device,
     example: Any,
-    running: Mapping[str, Any],
+    run_facts: Mapping[str, Any],
     settings: SweepSettings,
     fingerprint: str | None = None,
 ) -> dict[str, Any]:
-    """What must be the same for two sweeps to be parts of one: machine, versions, weights, settings.
+    """Return the facts under which measurements are comparable: machine, versions, weights and settings.
+
+    A journal is resumed only if they are the same, and they become the stamp of the table.
 
     Args:
-        supernet: what is measured.
-        device: where.
+        supernet: the supernet that is measured.
+        device: the device that it runs on.
         example: one input without a batch dimension.
-        running: `Runner.settings`.
-        settings: how it is measured.
-        fingerprint: the supernet's, where it is known already.
+        run_facts: how subnets are run; see `subnetact.profile.modes.run_facts`.
+        settings: how cells are measured.
+        fingerprint: the supernet's fingerprint. If None, it is computed.
     """
     return {
         **machine(device),
@@ -166,21 +246,25 @@ def environment(
         "dtype": str(next(supernet.parameters()).dtype).removeprefix("torch."),
         "input_shape": shapes(example),
         "input_dtype": map_tensors(lambda part: str(part.dtype).removeprefix("torch."), example),
-        **running,
+        **run_facts,
         **settings.to_json(),
         "subnetact": __version__,
     }
 
 
-def _environment_of(runner: Runner, settings: SweepSettings) -> dict[str, Any]:
+def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, Any]:
     engine = runner.engine
     return environment(
-        engine.supernet, engine.device, engine.example, runner.settings, settings, engine.fingerprint
+        engine.supernet, engine.device, engine.example, runner.facts, settings, engine.fingerprint
     )
 
 
 def measured_at(journal: Journal | None) -> str:
-    """Return when a sweep ended: now, or what its journal noted the first time."""
+    """Return the time in UTC at which a sweep ended, in ISO 8601.
+
+    Args:
+        journal: the journal of the sweep. It keeps the time of the first call; if None, the time is now.
+    """
     for line in journal.of("measured") if journal else ():
         return str(line["at"])
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -190,27 +274,39 @@ def measured_at(journal: Journal | None) -> str:
 
 
 def table_of(
-    runner: Runner,
+    runner: TimedRunner,
     batch_sizes: Sequence[int],
     settings: SweepSettings,
-    readings: Measurements,
+    measurements: Measurements,
     accuracy: Sequence[float],
     **facts: Any,
 ) -> LatencyTable:
-    """The readings as a table, stamped with the environment and further facts."""
+    """Return the measurements as a table.
+
+    Args:
+        runner: runs the subnets that were measured.
+        batch_sizes: ascending.
+        settings: how cells were measured.
+        measurements: the windows of all cells.
+        accuracy: percent per subnet, NaN if it is not known.
+        **facts: further facts for the stamp.
+
+    Raises:
+        TableError: all cells ran out of memory.
+    """
     shape = len(runner.keys), len(batch_sizes)
 
-    def statistics(level: int) -> dict[str, np.ndarray]:
-        cells = [(level, i, b) for i in range(shape[0]) for b in batch_sizes]
+    def statistics(co_runners: int) -> dict[str, np.ndarray]:
+        cells = [(co_runners, i, b) for i in range(shape[0]) for b in batch_sizes]
         found = [
-            {} if readings.impossible(cell) or cell not in readings.windows
-            else statistics_of(readings.windows[cell], settings.stability, settings.quantiles)
+            {} if measurements.impossible(cell) or not measurements.count(cell)
+            else statistics_of(measurements.windows[cell], settings.tolerance, settings.quantiles)
             for cell in cells
         ]  # fmt: skip
         names = dict.fromkeys(name for one in found for name in one)
         return {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
 
-    found = {level: statistics(level) for level in (0, *settings.co_runners)}
+    found = {n: statistics(n) for n in (0, *settings.co_runners)}
     alone = found[0]
     if settings.statistic not in alone:
         raise TableError("no cell could be measured: the memory ran out in all of them; use smaller batches")
@@ -218,9 +314,9 @@ def table_of(
         for values in found.values():
             if count in values:
                 values[count] = np.nan_to_num(values[count])
-    levels = tuple(found) if settings.co_runners else ()
-    co_runner_ms = [found[n].get(settings.statistic, np.full(shape, math.nan)) for n in levels]
-    beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in levels[1:] for name in found[n]}
+    numbers = tuple(found) if settings.co_runners else ()
+    co_runner_ms = [found[n].get(settings.statistic, np.full(shape, math.nan)) for n in numbers]
+    beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
     return LatencyTable.from_arrays(
         runner.keys,
         accuracy,
@@ -229,11 +325,11 @@ def table_of(
         statistics={**alone, **beside},
         stamp={
             **_environment_of(runner, settings),
-            "out_of_memory": sorted(list(cell) for cell in readings.out_of_memory),
+            "out_of_memory": sorted(list(cell) for cell in measurements.out_of_memory),
             **facts,
         },
-        co_runners=levels,
-        co_runner_ms=co_runner_ms if levels else None,
+        co_runners=numbers,
+        co_runner_ms=co_runner_ms if numbers else None,
     )
 
 
@@ -244,35 +340,54 @@ def profile_latency(
     statistic: str = "p50",
     warmup_ms: float = 20.0,
     min_time_ms: float = 100.0,
-    rounds: int = 5,
+    windows: int = 5,
     progress: bool = True,
-    max_rounds: int | None = None,
-    stability: float = 0.05,
+    max_windows: int | None = None,
+    tolerance: float = 5.0,
     resume: str | PathLike[str] | None = None,
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.
 
-    Rounds over all cells are interleaved, so that a machine that speeds up or slows down does so for
-    every cell. Times are synchronised host times of `engine.ready(subnet)(x)` with x already on the
-    device; on cuda the statistics of the time between CUDA events stand beside them as `device_p50` and so
-    on.
+    Times are synchronised host times of `engine.ready(subnet)(x)` with x on the device. On CUDA the table
+    also has statistics of the times between CUDA events, `device_p50` for example. Every cell is measured in
+    several windows, between which all other cells are visited.
+
+    The arguments have the names and units of the options of `python -m subnetact.profile`.
 
     Args:
-        engine: the subnets.
+        engine: the engine whose subnets are measured.
         batch_sizes: ascending.
-        accuracy: percent, one a subnet; unknown where left out.
-        statistic: which one becomes `latency_ms`: mean, p50, p90, p95 or p99. All are kept.
-        warmup_ms: untimed running before each cell of each round.
-        min_time_ms: timed running of each cell, over all rounds.
-        rounds: how often to come back to each cell.
-        progress: whether to show a progress bar.
-        max_rounds: how often to come back to cells whose median is not known well; None = `rounds`.
-        stability: how well it must be, relative (`subnetact.windows.stable`).
-        resume: a file to keep what was measured, and to go on from; None = none.
+        accuracy: percent per subnet. If None, the table's accuracies are not known (NaN), and schedulers
+            refuse it until `table.with_accuracy([...])`.
+        statistic: the statistic that becomes `table.latency_ms`: `mean`, `p50`, `p90`, `p95` or `p99`. The
+            table keeps all of them in `table.statistics`.
+        warmup_ms: time for which a cell runs untimed before each window.
+        min_time_ms: least time for which a cell is timed, over its first `windows` windows.
+        windows: the number of windows of every cell.
+        progress: if True, show a progress bar when standard error is a terminal.
+        max_windows: the largest number of windows of a cell whose median is not known well enough. If None,
+            no cell gets more than `windows`.
+        tolerance: percent of the median. A cell is stable if half the width of the 90 % confidence interval
+            of its median is at most this; `table.statistics["stable"]` says which cells are.
+        resume: a file that keeps every window as soon as it is measured. If the file exists, its windows are
+            not measured again. If None, nothing is kept.
+
+    Returns:
+        The table, stamped with the machine, the versions, the weights' fingerprint and the settings. Cells
+        that ran out of memory are NaN.
 
     Raises:
-        TableError: an argument that no table can be made of.
-        ResumeMismatch: `resume` is of another environment.
+        TableError: `engine` is no `Engine`, no table can be made of an argument, or all cells ran out of
+            memory.
+        ResumeMismatch: the file `resume` was begun with another machine, other weights or settings.
+        FileFormatError: the file `resume` is no journal.
+
+    Example:
+        ```python
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224))
+        table = subnetact.profile_latency(engine, [1, 4, 16], accuracy=[71.3, 76.1], resume="sweep.jsonl")
+        table.save("latency.json")
+        ```
     """
     if not isinstance(engine, Engine):
         raise TableError(
@@ -282,15 +397,15 @@ def profile_latency(
         raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
     batch_sizes = tuple(batch_sizes)
     settings = SweepSettings(
-        warmup_ms, min_time_ms, rounds, max(rounds, max_rounds or rounds), stability, statistic=statistic
+        warmup_ms, min_time_ms, windows, max(windows, max_windows or windows), tolerance, statistic=statistic
     )
     known = [math.nan] * len(engine) if accuracy is None else list(accuracy)
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     warn_of_fractions(known)
-    runner = Runner(engine)
+    runner = TimedRunner(engine)
     journal = None
     if resume is not None:
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}
         journal = Journal(resume, {**_environment_of(runner, settings), **facts})
-    readings = sweep(runner, batch_sizes, settings, Measurements(journal), progress)
-    return table_of(runner, batch_sizes, settings, readings, known, measured=measured_at(journal))
+    measurements = sweep(runner, batch_sizes, settings, Measurements(journal), progress)
+    return table_of(runner, batch_sizes, settings, measurements, known, measured=measured_at(journal))

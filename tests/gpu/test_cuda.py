@@ -10,9 +10,8 @@ import torch
 import subnetact
 from ofa_adapters import load
 from subnetact.profile.measurements import Measurements
-from subnetact.profile.modes import Runner, engine_for
-from subnetact.profile.sweep import sweep, table_of
-from subnetact.profile.sweep_settings import SweepSettings
+from subnetact.profile.modes import TimedRunner, engine_for
+from subnetact.profile.sweep import SweepSettings, sweep, table_of
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = [
@@ -78,7 +77,8 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     engine = engine_for(
         supernet, specs, mode, example=torch.zeros(3, 64, 64), device="cuda", memory_budget_mb=512
     )
-    runner, settings = Runner(engine, mode, include_h2d=include_h2d), SweepSettings(min_time_ms=10)
+    runner = TimedRunner(engine, mode, ["h2d"] if include_h2d else [])
+    settings = SweepSettings(min_time_ms=10)
     table = table_of(
         runner, [1, 4], settings, sweep(runner, [1, 4], settings, Measurements(), False), [1.5, 2.5]
     )

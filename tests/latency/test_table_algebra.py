@@ -143,7 +143,7 @@ def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
 
 
 def test_what_a_stamp_says_by_row_follows_the_rows() -> None:
-    stamp = {"out_of_memory": [[0, 1, 2], [0, 2, 4]], "subnet_dimension": ["x", "y", "z"], "beaten": 1}
+    stamp = {"out_of_memory": [[0, 1, 2], [0, 2, 4]], "subnet_dimension": ["x", "y", "z"], "dominated": 1}
     table = LatencyTable.from_arrays(
         ["a", "b", "c"], [math.nan] * 3, [1, 2, 4], [[1.0, 2.0, 4.0]] * 3, stamp=stamp
     )

@@ -55,7 +55,7 @@ def test_really_measured_latencies_can_be_fitted(digits: Supernet) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)
         engine = subnetact.Engine(digits, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True)
-        table = subnetact.profile_latency(engine, [1], warmup_ms=1, min_time_ms=5, rounds=1, progress=False)
+        table = subnetact.profile_latency(engine, [1], warmup_ms=1, min_time_ms=5, windows=1, progress=False)
     predictor = subnetact.LatencyPredictor.fit(digits, specs, table.latency_ms[:, 0], input_shape=(1, 16, 16))
     assert 0 <= predictor.error.mean_percent <= predictor.error.worst_percent
     assert "rank correlation" in str(predictor.error)

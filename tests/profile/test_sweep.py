@@ -23,13 +23,12 @@ from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import (
     MODES,
-    Runner,
     TimedCall,
+    TimedRunner,
     engine_for,
 )
+from subnetact.profile.sweep import SweepSettings, table_of
 from subnetact.profile.sweep import sweep as sweep_with
-from subnetact.profile.sweep import table_of
-from subnetact.profile.sweep_settings import SweepSettings
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -39,7 +38,7 @@ CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't 
 class FakeRunner:
     """Cells whose windows are made up: `times(subnet, batch size, visit)`, ms."""
 
-    settings: ClassVar[dict[str, Any]] = {}
+    facts: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, times: Any, subnets: int = 2) -> None:
         self.engine = SimpleNamespace(
@@ -66,9 +65,9 @@ def made_up(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
 
 
 def sweep(
-    runner: Any, batch_sizes: list[int], settings: SweepSettings, readings: Measurements, **options: Any
+    runner: Any, batch_sizes: list[int], settings: SweepSettings, measurements: Measurements, **options: Any
 ) -> Measurements:
-    return sweep_with(runner, batch_sizes, settings, readings, progress=False, measure=made_up, **options)
+    return sweep_with(runner, batch_sizes, settings, measurements, progress=False, measure=made_up, **options)
 
 
 def steady(subnet: int, batch_size: int, visit: int) -> float:
@@ -80,24 +79,20 @@ def test_the_order_of_visits() -> None:
     runner = FakeRunner(steady)
     sweep(runner, [1, 4], SweepSettings(), Measurements())
     assert runner.visits == 5 * cells
-    runner = FakeRunner(steady)
-    sweep(runner, [1, 4], SweepSettings(order="sequential"), Measurements())
-    assert runner.visits == [cell for cell in cells for _ in range(5)]
 
 
-@pytest.mark.parametrize("order", ["interleaved", "sequential"])
-def test_unstable_cells_are_visited_again_up_to_a_bound(order: str) -> None:
+def test_unstable_cells_are_visited_again_up_to_a_bound() -> None:
     def times(subnet: int, batch_size: int, visit: int) -> float:
         if (subnet, batch_size) == (0, 1):  # known at the eighth visit, whose interval leaves out two
             return [1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0][visit]
         return 2.0**visit if subnet == 1 and batch_size == 4 else 3.0  # never
 
     runner = FakeRunner(times)
-    settings = SweepSettings(order=order, max_windows=9)
-    readings = sweep(runner, [1, 4], settings, Measurements())
+    settings = SweepSettings(max_windows=9)
+    measurements = sweep(runner, [1, 4], settings, Measurements())
     counts = {cell: runner.visits.count(cell) for cell in runner.visits}
     assert counts == {(0, 1): 8, (0, 4): 5, (1, 1): 5, (1, 4): 9}
-    table = table_of(runner, [1, 4], settings, readings, [math.nan] * 2)
+    table = table_of(runner, [1, 4], settings, measurements, [math.nan] * 2)
     assert table.latency_ms.tolist() == [[1.0, 3.0], [3.0, 16.0]]
     assert table.statistics["stable"].tolist() == [[1, 1], [1, 0]]
     assert table.statistics["windows"].tolist() == [[8, 5], [5, 9]]
@@ -105,12 +100,11 @@ def test_unstable_cells_are_visited_again_up_to_a_bound(order: str) -> None:
     assert table.statistics["p99"][0, 0] > 5.0
 
 
-@pytest.mark.parametrize("order", ["interleaved", "sequential"])
-def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_path: Path) -> None:
+def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> None:
     def times(subnet: int, batch_size: int, visit: int) -> float:
         return 1.0 + subnet + batch_size + (0.5 * visit if (subnet, batch_size) == (0, 4) else 0)
 
-    settings = SweepSettings(order=order, max_windows=7)
+    settings = SweepSettings(max_windows=7)
     whole = FakeRunner(times)
     expected = table_of(whole, [1, 4], settings, sweep(whole, [1, 4], settings, Measurements()), [70.0, 80.0])
     for after in range(len(whole.visits)):
@@ -127,9 +121,9 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(order: str, tmp_pat
         with pytest.raises(KeyboardInterrupt):
             sweep(first, [1, 4], settings, Measurements(Journal(path, {})))
         before = path.read_bytes()
-        readings = Measurements(Journal(path, {}))
-        second = FakeRunner(lambda i, b, v, r=readings: times(i, b, len(r.windows.get((0, i, b), []))))
-        sweep(second, [1, 4], settings, readings)
+        measurements = Measurements(Journal(path, {}))
+        second = FakeRunner(lambda i, b, v, r=measurements: times(i, b, len(r.windows.get((0, i, b), []))))
+        sweep(second, [1, 4], settings, measurements)
         assert path.read_bytes().startswith(before)
         assert len(second.visits) == len(whole.visits) - after
         table = table_of(second, [1, 4], settings, Measurements(Journal(path, {})), [70.0, 80.0])
@@ -151,8 +145,8 @@ def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
         return 1.0
 
     runner, settings = FakeRunner(times), SweepSettings()
-    readings = Measurements(Journal(tmp_path / "j", {}))
-    sweep(runner, [1, 4, 8], settings, readings)
+    measurements = Measurements(Journal(tmp_path / "j", {}))
+    sweep(runner, [1, 4, 8], settings, measurements)
     assert runner.visits.count((1, 4)) == 1
     assert (1, 8) not in runner.visits
     table = table_of(runner, [1, 4, 8], settings, Measurements(Journal(tmp_path / "j", {})), [70.0, 80.0])
@@ -178,10 +172,9 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
     [
         ({"statistic": "p42"}, "p42.*mean, p50"),
         ({"quantiles": (0, 50)}, "between 0 and 100"),
-        ({"order": "random"}, "interleaved, sequential"),
         ({"windows": 6, "max_windows": 5}, "at most max_windows"),
         ({"windows": 0}, "at least 1"),
-        ({"stability": math.nan}, "stability"),
+        ({"tolerance": math.nan}, "tolerance"),
         ({"warmup_ms": -1.0}, "warmup_ms"),
         ({"co_runners": (2, 1)}, "ascending"),
     ],
@@ -209,8 +202,9 @@ def engine(digits: Supernet) -> subnetact.Engine:
 def test_every_mode_runs_the_subnet_it_times(engine: subnetact.Engine, mode: str, actuation: bool) -> None:
     supernet, specs = engine.supernet, engine.specs
     engine = engine_for(supernet, specs, mode, example=EXAMPLE, device="cpu", memory_budget_mb=64)
-    runner = Runner(engine, mode, include_actuation=actuation, channels_last=mode == "eager" and actuation)
-    assert runner.settings["channels_last"] == (mode != "eager" or actuation)
+    runner = TimedRunner(engine, mode, ["actuation"] if actuation else [])
+    assert runner.facts["channels_last"] == (mode != "eager")
+    assert runner.facts["include_actuation"] == actuation
     for batch_size in (1, 3):
         x = torch.randn((batch_size, 1, 16, 16), generator=torch.Generator().manual_seed(0))
         for i, spec in enumerate(specs):
@@ -230,8 +224,10 @@ def test_modes_of_another_device_are_refused(engine: subnetact.Engine) -> None:
     for mode, error in (("graphs", DeviceError), ("quick", TableError)):
         with pytest.raises(error, match=mode):
             engine_for(engine.supernet, engine.specs, mode, example=EXAMPLE, device="cpu")
-    with pytest.raises(DeviceError, match="include_h2d"):
-        Runner(engine, include_h2d=True)
+    with pytest.raises(DeviceError, match="leave h2d out"):
+        TimedRunner(engine, include=["h2d"])
+    with pytest.raises(TableError, match="choose from actuation, h2d"):
+        TimedRunner(engine, include=["copies"])
 
 
 def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engine, tmp_path: Path) -> None:
@@ -252,9 +248,9 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
 
 def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
     settings = SweepSettings(warmup_ms=0, min_time_ms=2, co_runners=(1,), co_runner_subnet=1)
-    runner = Runner(engine)
-    readings = sweep_with(runner, [1], settings, Measurements(), progress=False)
-    table = table_of(runner, [1], settings, readings, [60.0, 80.0])
+    runner = TimedRunner(engine)
+    measurements = sweep_with(runner, [1], settings, Measurements(), progress=False)
+    table = table_of(runner, [1], settings, measurements, [60.0, 80.0])
     assert table.co_runners == (0.0, 1.0)
     assert table.co_runner_ms.shape == (2, 2, 1)
     assert table.co_runner_ms[0].tolist() == table.latency_ms.tolist()
@@ -265,8 +261,7 @@ def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact
     assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
 
 
-@pytest.mark.parametrize("order", ["interleaved", "sequential"])
-def test_co_runners_run_in_their_cells_only(order: str) -> None:
+def test_co_runners_run_in_their_cells_only() -> None:
     class Company:
         running = 0
 
@@ -295,7 +290,7 @@ def test_co_runners_run_in_their_cells_only(order: str) -> None:
             wanted.append(cell[0])
             super().add(cell, window)
 
-    settings = SweepSettings(co_runners=(1, 3), order=order)
+    settings = SweepSettings(co_runners=(1, 3))
     sweep(FakeRunner(times), [1, 2], settings, Noted(), co_runners=lambda *_: company)
     assert len(running) == 2 * 2 * 3 * settings.windows
     assert running == wanted

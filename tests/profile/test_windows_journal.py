@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.journal import Journal
-from subnetact.profile.stability import median_interval, stable, statistics_of
+from subnetact.profile.stability import is_stable, median_interval, statistics_of
 
 
 def windows(*medians: float) -> list[dict[str, np.ndarray]]:
@@ -40,32 +40,32 @@ def test_the_interval_is_of_order_statistics(values: list[float]) -> None:
 
 
 def test_a_cell_is_stable_when_its_median_is_known() -> None:
-    assert stable(windows(1.0, 1.02, 0.98, 1.0, 1.01), 0.03)
-    assert not stable(windows(1.0, 1.02, 0.98, 1.0, 1.08), 0.03)
-    assert not stable(windows(1.0, 1.0, 1.0, 1.0), 0.03)  # too few to say
+    assert is_stable(windows(1.0, 1.02, 0.98, 1.0, 1.01), 3)
+    assert not is_stable(windows(1.0, 1.02, 0.98, 1.0, 1.08), 3)
+    assert not is_stable(windows(1.0, 1.0, 1.0, 1.0), 3)  # too few to say
     disturbed = windows(1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0, 1.01, 9.0)
-    assert stable(disturbed, 0.03)  # a minority of outliers
-    assert statistics_of(disturbed, 0.03, [50])["p50"] == pytest.approx(1.0, rel=0.05)
+    assert is_stable(disturbed, 3)  # a minority of outliers
+    assert statistics_of(disturbed, 3, [50])["p50"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_windows_of_slow_minutes_are_no_independent_samples() -> None:
     slow = [1.2 if 10 <= i % 30 < 20 else 1.0 for i in range(60)]
     spread = [1.2 if i % 3 == 0 else 1.0 for i in range(60)]
     assert sorted(slow) == sorted(spread)
-    assert stable(windows(*spread), 0.05)
-    assert not stable(windows(*slow), 0.05)
+    assert is_stable(windows(*spread), 5)
+    assert not is_stable(windows(*slow), 5)
 
 
 @pytest.mark.parametrize("count", [11, 15, 16, 23, 24, 31, 60])
 def test_a_few_disturbed_windows_do_not_make_a_cell_unstable(count: int) -> None:
     values = [1.0] * count
     values[2] = values[-2] = 3.0
-    assert stable(windows(*values), 0.03)
+    assert is_stable(windows(*values), 3)
 
 
 def test_statistics_are_of_all_runs_by_clock() -> None:
     one = {"host_ms": np.array([2.0, 3.0]), "device_ms": np.array([1.0, 1.5])}
-    found = statistics_of([one] * 5, 0.05, [50, 99.9])
+    found = statistics_of([one] * 5, 5, [50, 99.9])
     assert found["device_p50"] == 1.25
     assert found["p99.9"] > found["p50"] == found["mean"] == 2.5
     assert (found["min"], found["std"], found["device_min"]) == (2.0, 0.5, 1.0)
