@@ -1,4 +1,4 @@
-"""HERD: which streams of requests share which workers (Shepherd, NSDI'23, section 4.1)."""
+"""`group_streams`: which streams of requests share which workers (the algorithm HERD of Shepherd)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from subnetact.errors import PolicyError, TraceError
+from subnetact.errors import MissingExtra, PolicyError, TraceError
 from subnetact.serving.scheduling.checks import check_count
 
 __all__ = ["Grouping", "Stream", "group_streams"]
@@ -16,13 +16,16 @@ __all__ = ["Grouping", "Stream", "group_streams"]
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests of one user for one model.
+    """The requests of one user for one model.
 
     Attributes:
-        rate_qps: mean rate.
-        capacity_qps: what one worker serves of it within its SLO.
-        cv2: squared coefficient of variation of its gaps; more bursty streams need more room.
-        memory_mb: what its model takes on a worker that may serve it.
+        rate_qps: mean rate, requests per second.
+        capacity_qps: how many of these requests one worker answers per second within the SLO.
+        cv2: squared coefficient of variation of the gaps between requests; 1 is a Poisson process.
+        memory_mb: memory, MB, that the model takes on every worker of its group.
+
+    Raises:
+        TraceError: a value is negative or not finite, or the capacity is 0.
     """
 
     rate_qps: float
@@ -39,13 +42,19 @@ class Stream:
 
     @property
     def load(self) -> float:
-        """Workers it keeps busy on average."""
+        """Number of workers that the stream keeps busy on average."""
         return self.rate_qps / self.capacity_qps
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Group of each stream, workers of each group, and the least ratio of workers to load over the groups."""
+    """An assignment of streams to groups and of workers to groups.
+
+    Attributes:
+        group_of: for each stream, its group.
+        workers: for each group, its number of workers.
+        headroom: the least ratio of workers to load over the groups; inf if there is no load.
+    """
 
     group_of: tuple[int, ...]
     workers: tuple[int, ...]
@@ -60,24 +69,30 @@ def group_streams(
     burst_weight: float = 0.0,
     time_limit_s: float = 10.0,
 ) -> Grouping:
-    """Assign streams to groups and workers to groups so that the least provisioned group has the most room.
+    """Assign streams to groups and workers to groups so that the least ratio of workers to load is greatest.
 
-    A small integer program, solved by HiGHS: every stream in one group, the workers shared out in whole
-    numbers, the models of a group's streams within one worker's memory, and at least `headroom` times the
-    group's load in workers, with `headroom` maximised by bisection over feasible programs. Needs scipy
-    (the extra `plan`).
+    Every stream is in one group, the numbers of workers are whole, and the models of a group fit into the
+    memory of one worker. The greatest possible ratio is found by bisection over integer programs, which
+    HiGHS solves. The function needs scipy (the extra `plan`).
 
     Args:
-        streams: at least one.
-        workers: to share out.
-        groups: at most so many groups; empty ones get no worker.
-        memory_mb: of one worker.
-        burst_weight: a stream's load counts as load + burst_weight * sqrt(cv2 * load).
-        time_limit_s: for each program.
+        streams: the streams; at least one.
+        workers: number of workers to assign.
+        groups: the greatest number of groups; empty groups get no worker.
+        memory_mb: memory of one worker, MB.
+        burst_weight: the load of a stream counts as load + burst_weight * sqrt(cv2 * load).
+        time_limit_s: time limit of each integer program, s.
+
+    Returns:
+        The assignment.
 
     Raises:
-        TraceError: no streams.
-        PolicyError: a setting out of range, or no grouping fits the memory.
+        TraceError: there are no streams.
+        PolicyError: a setting is out of range, or no assignment fits the memory.
+        MissingExtra: scipy is not installed.
+
+    Source:
+        Shepherd (NSDI'23, section 4.1).
     """
     if not streams:
         raise TraceError("streams: empty; give at least one")
@@ -116,8 +131,15 @@ def _solve(
     headroom: float,
     time_limit_s: float,
 ) -> tuple[list[int], list[int]] | None:
-    """A grouping with at least `headroom`, or None; variables x[stream, group], then workers[group]."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    """Return (group of each stream, workers of each group) with at least `headroom`, or None.
+
+    The variables of the program are x[stream, group], which is 1 if the stream is in the group, and then
+    workers[group].
+    """
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise MissingExtra("group_streams needs scipy; pip install 'subnetact[plan]'") from error
 
     count = len(loads)
     in_group = count * groups
@@ -140,7 +162,7 @@ def _solve(
     if math.isfinite(memory_mb):
         constraints.append(LinearConstraint(memory, -np.inf, memory_mb))
     upper = np.concatenate([np.ones(in_group), np.full(groups, workers)])
-    # Streams of equal kind are interchangeable: stream i goes to group <= i, which breaks the symmetry.
+    # Groups are interchangeable. That stream i is in a group <= i breaks the symmetry.
     for i in range(min(count, groups)):
         upper[i * groups + i + 1 : (i + 1) * groups] = 0
     answer = milp(

@@ -1,4 +1,4 @@
-"""Capacity planning by simulation (InferLine, SoCC'20, section 4): the fewest workers that meet a target."""
+"""Capacity planning by simulation: the fewest workers that meet a target."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Make = Callable[[LatencyTable], Policy]
 
 @dataclass(frozen=True)
 class Plan:
-    """The cheapest plan found.
+    """The fewest workers that meet the target, and the policy that does so.
 
     Attributes:
-        workers: how many.
+        workers: number of workers.
         policy: name of the candidate that was chosen.
-        make: makes that policy for a table.
-        result: its simulation on the derated profile.
-        tried: attainment of every simulated (candidate, workers).
+        make: makes that policy from a table.
+        result: the simulation of this plan on the slower table.
+        tried: SLO attainment of every simulated (candidate, number of workers).
     """
 
     workers: int
@@ -42,7 +42,14 @@ class Plan:
 
 
 def standard_candidates(slo_ms: float) -> dict[str, Make]:
-    """HullFit, and SlackFit with several bucket counts."""
+    """Return the candidates that `plan` uses by default: HullFit, and SlackFit with 4, 8 and 16 buckets.
+
+    Args:
+        slo_ms: the usual time from arrival to deadline, ms.
+
+    Returns:
+        For each name, a function that makes the policy from a table.
+    """
     candidates: dict[str, Make] = {"hullfit": lambda table: HullFit(table, slo_ms)}
     for buckets in (4, 8, 16):
         candidates[f"slackfit:{buckets}"] = lambda table, k=buckets: SlackFit(table, slo_ms, k)  # type: ignore[misc]
@@ -63,27 +70,35 @@ def plan(
     seed: int = 0,
     hopeless: str | None = None,
 ) -> Plan:
-    """The fewest workers, and the policy settings, that meet the target on a slower machine than profiled.
+    """Find the fewest workers, and a policy, that meet a target on a machine slower than the profiled one.
 
-    For each candidate the number of workers is doubled until the target is met and then bisected; among
-    candidates with equally few workers the greatest effective accuracy wins.
+    For each candidate the number of workers is doubled until the target is met and then bisected. Among
+    candidates with equally few workers, the one with the greatest effective accuracy wins.
 
     Args:
-        trace: arrivals, ms, shape (n,).
-        table: the profile.
-        slo_ms: time each request is given.
-        attainment: target, in (0, 1].
-        derate: factor on every latency of the simulated machine; the policy sees it, too.
-        candidates: name -> makes a policy; None = `standard_candidates`.
-        min_mean_accuracy: further target, percent over met requests.
-        most_workers: give up beyond.
+        trace: arrival times, ms, ascending, shape (n,).
+        table: the latency table.
+        slo_ms: time from arrival to deadline, ms.
+        attainment: the least SLO attainment, in (0, 1].
+        derate: factor on every latency of the simulated machine; the policy plans with these latencies.
+        candidates: for each name, a function that makes a policy from a table. If None,
+            `standard_candidates(slo_ms)`.
+        min_mean_accuracy: the least mean accuracy over met requests, percent.
+        most_workers: the greatest number of workers to try.
         expired: the rule for expired requests; see `simulate`.
-        seed: of the simulation.
-        hopeless: the former name of `expired`.
+        seed: seed of the simulation.
+        hopeless: former name of `expired`.
+
+    Returns:
+        The plan.
 
     Raises:
-        PolicyError: a setting out of range, or no candidate meets the target with `most_workers`.
-        TraceError: arrivals that cannot be simulated.
+        PolicyError: a setting is out of range, or no candidate meets the target with `most_workers`.
+        TraceError: the arrivals cannot be simulated.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        InferLine (SoCC'20, section 4).
     """
     arrivals = checked_arrivals(trace)
     if not 0.0 < attainment <= 1.0:
@@ -130,7 +145,7 @@ def plan(
 
 
 def _fewest(meets: Callable[[int], bool], most: int) -> int | None:
-    """The least number in 1..most that `meets`, where more never hurts; None if `most` does not."""
+    """Return the least number from 1 to `most` that `meets`; greater numbers must meet as well."""
     failed, passed = 0, 1
     while not meets(passed):
         if passed >= most:

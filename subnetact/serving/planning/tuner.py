@@ -1,4 +1,4 @@
-"""When to add and remove workers at run time (InferLine, SoCC'20, section 5)."""
+"""`Tuner`: when to add and to remove workers while a service runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,18 @@ Floats = npt.NDArray[np.float64]
 
 
 def arrival_envelope(arrivals_ms: npt.ArrayLike, windows_ms: Sequence[float]) -> Floats:
-    """Most arrivals in any window of each length (a traffic envelope), shape (windows,)."""
+    """Return the greatest number of arrivals in any window of each length (a traffic envelope).
+
+    Args:
+        arrivals_ms: arrival times, ms, ascending, shape (n,).
+        windows_ms: lengths of the windows, ms.
+
+    Returns:
+        The numbers, shape (windows,).
+
+    Raises:
+        TraceError: the arrivals cannot be simulated.
+    """
     arrivals = checked_arrivals(arrivals_ms)
     numbers = np.arange(len(arrivals))
     most = [
@@ -31,24 +42,34 @@ def arrival_envelope(arrivals_ms: npt.ArrayLike, windows_ms: Sequence[float]) ->
 
 
 class Tuner:
-    """Compares the recent arrival envelope with the one that was planned for.
+    """Compares the recent arrivals with those that were planned for, over windows of many lengths.
 
-    Windows double from the service time of one batch up to about a minute. When the traffic within any
-    window exceeds what was planned, workers are added at once, in proportion to that window's rate; when
-    for `patience_ms` the greatest need stayed lower, they are removed down to that need.
+    The lengths double from the latency of the fastest full batch up to about a minute. If the arrivals within
+    any window exceed the planned ones, workers are added at once, in proportion to the excess. If fewer
+    workers were needed during the last `patience_ms`, workers are removed down to the greatest need within
+    that time.
 
     Args:
-        planned: arrivals, ms, that `workers` were planned for.
-        workers: how many that plan uses.
-        table: the profile; its fastest full batch gives the shortest window.
-        slo_ms: the usual time a request is given.
-        patience_ms: how long the need must stay lower before workers are removed.
-        longest_ms: the longest window.
-        most_workers: never ask for more.
+        planned: the arrivals that were planned for, ms, ascending, shape (n,).
+        workers: the number of workers of that plan.
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, ms.
+        patience_ms: how long the need must stay lower before workers are removed, ms.
+        longest_ms: the longest window, ms.
+        most_workers: the greatest number of workers to ask for.
+
+    Attributes:
+        workers: the number of workers to run now.
+        windows_ms: lengths of the windows, ms.
+        planned: the greatest number of planned arrivals in any window of each length.
 
     Raises:
-        PolicyError: a setting out of range.
-        TraceError: arrivals that cannot be simulated.
+        PolicyError: a setting is out of range.
+        TraceError: the arrivals cannot be simulated.
+        TableError: the accuracy of a subnet is not known.
+
+    Source:
+        InferLine (SoCC'20, section 5).
     """
 
     def __init__(
@@ -78,20 +99,23 @@ class Tuner:
         arrivals = checked_arrivals(planned)
         self.planned = arrival_envelope(arrivals, self.windows_ms)
         span_ms = float(arrivals[-1] - arrivals[0])
-        #: windows longer than the planned trace saw no more than its mean rate allows
+        # Windows longer than the planned trace get its mean rate.
         self.planned *= np.maximum(1.0, np.array(self.windows_ms) / max(span_ms, self.windows_ms[0]))
-        self._per_worker = self.workers
+        self._planned_workers = self.workers
         self._patience_ms = float(patience_ms)
         self._times: list[float] = []
         self._needs: deque[tuple[float, int]] = deque()
         self._started_ms: float | None = None
 
     def step(self, now_ms: float, arrivals_ms: Sequence[float]) -> int:
-        """The number of workers to run from now on.
+        """Update the number of workers.
 
         Args:
             now_ms: the time.
-            arrivals_ms: arrivals since the last step, ascending, none after `now_ms`.
+            arrivals_ms: arrival times since the last step, ms, ascending, none after `now_ms`.
+
+        Returns:
+            The number of workers to run from now on.
         """
         if self._started_ms is None:
             self._started_ms = now_ms
@@ -109,19 +133,29 @@ class Tuner:
         return self.workers
 
     def _need(self, now_ms: float) -> int:
-        """Workers in proportion to the window whose traffic exceeds its plan the most."""
+        """Return the workers needed for the window whose arrivals exceed the planned ones the most."""
         times = self._times
         counts = [len(times) - bisect_right(times, now_ms - width) for width in self.windows_ms]
         ratio: float = max(count / plan for count, plan in zip(counts, self.planned.tolist(), strict=True))
-        return min(max(1, math.ceil(self._per_worker * ratio - 1e-9)), self.most_workers)
+        return min(max(1, math.ceil(self._planned_workers * ratio - 1e-9)), self.most_workers)
 
     def schedule(
         self, arrivals_ms: npt.ArrayLike, step_ms: float = 100.0, delay_ms: float = 0.0
     ) -> list[WorkerEvent]:
-        """Worker events for `simulate` over a trace, asking every `step_ms`.
+        """Return the worker events for a simulation in which this tuner is asked every `step_ms`.
 
-        Simulate with `workers=most_workers`; those not planned start down. A worker that is added comes up
-        `delay_ms` later.
+        Simulate with `workers=most_workers`; the workers beyond the planned ones are down at first.
+
+        Args:
+            arrivals_ms: arrival times, ms, ascending, shape (n,).
+            step_ms: time between two steps of the tuner, ms.
+            delay_ms: how long it takes until an added worker is up, ms.
+
+        Returns:
+            The events.
+
+        Raises:
+            TraceError: the arrivals cannot be simulated.
         """
         arrivals = checked_arrivals(arrivals_ms)
         running = self.workers
