@@ -34,10 +34,10 @@ class Pair(NamedTuple):
 
 def test_tensors_tuples_and_dictionaries_are_stacked_and_padded() -> None:
     stager = Stager(CPU)
-    rows = [torch.full((2,), float(i)) for i in range(3)]
-    assert stager.stack(rows, 3).tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert stager.stack(rows, 4).tolist() == [[0, 0], [1, 1], [2, 2], [2, 2]]
-    pairs = stager.stack([(row, {"b": 2 * row}) for row in rows], 3)
+    samples = [torch.full((2,), float(i)) for i in range(3)]
+    assert stager.stack(samples, 3).tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert stager.stack(samples, 4).tolist() == [[0, 0], [1, 1], [2, 2], [2, 2]]
+    pairs = stager.stack([(sample, {"b": 2 * sample}) for sample in samples], 3)
     assert isinstance(pairs, tuple)
     assert torch.equal(pairs[1]["b"], 2 * pairs[0])
     tracked = torch.ones(2, requires_grad=True)
@@ -77,12 +77,12 @@ def test_page_locked_memory_is_reused_only_once_it_was_copied(monkeypatch: pytes
     monkeypatch.setattr(Tensor, "to", lambda self, device, non_blocking: self.clone())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     stager = Stager(torch.device("cuda"))
-    rows = [torch.full((2,), float(i)) for i in range(4)]
+    samples = [torch.full((2,), float(i)) for i in range(4)]
     batches = [
-        stager.stack(rows[:2], 2),
-        stager.stack(rows[2:], 2),
-        stager.stack(rows, 4),
-        stager.stack(rows, 1),
+        stager.stack(samples[:2], 2),
+        stager.stack(samples[2:], 2),
+        stager.stack(samples, 4),
+        stager.stack(samples, 1),
     ]
     assert [len(batch) for batch in batches] == [2, 2, 4, 4]
     assert [batch[:, 0].tolist() for batch in batches[:3]] == [[0, 1], [2, 3], [0, 1, 2, 3]]
@@ -93,8 +93,12 @@ def test_page_locked_memory_is_reused_only_once_it_was_copied(monkeypatch: pytes
 
 def test_outputs_are_given_back_one_by_one() -> None:
     y = torch.arange(6.0).reshape(3, 2)
-    assert [row.tolist() for row in unstack(y, 2)] == [[0, 1], [2, 3]]
-    assert [row["a"].tolist() for row in unstack(OrderedDict(a=y, b=None), 3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [sample.tolist() for sample in unstack(y, 2)] == [[0, 1], [2, 3]]
+    assert [sample["a"].tolist() for sample in unstack(OrderedDict(a=y, b=None), 3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
     first, second = unstack((y, [y + 1]), 2)[1]
     assert (first.tolist(), second[0].tolist()) == ([2, 3], [3, 4])
     with pytest.raises(EngineError, match="returned int"):
@@ -174,7 +178,8 @@ def test_a_text_network_is_served_with_its_named_inputs(bert: Supernet, form: st
     masks[::2, 6:] = 0
     names = ("input_ids", "attention_mask")
     inputs: list[Any] = [
-        dict(zip(names, row, strict=True)) if form == "dict" else row for row in zip(ids, masks, strict=True)
+        dict(zip(names, sample, strict=True)) if form == "dict" else sample
+        for sample in zip(ids, masks, strict=True)
     ]
     engine = subnetact.Engine(
         bert, [bert.space.smallest(), bert.space.largest()], example=inputs[0], memory_budget_mb=4
@@ -205,13 +210,13 @@ def test_a_compiled_engine_is_given_the_prepared_size(digits: Supernet) -> None:
     subnetact.calibrate(digits, [digits.space.smallest()], [torch.randn(20, 1, 16, 16)], progress=False)
     engine = subnetact.Engine(digits, [digits.space.smallest()], example=IMAGE, compile="eager")
     engine.prepare([4])
-    rows = list(torch.randn(3, 1, 16, 16))
-    outputs = engine.run(0, rows, batch_size=4)
+    samples = list(torch.randn(3, 1, 16, 16))
+    outputs = engine.run(0, samples, batch_size=4)
     assert len(outputs) == 3
     with pytest.raises(InvalidRequest, match="a compiled engine serves single tensors, got tuple"):
-        engine((rows[0],), subnet=0)
+        engine((samples[0],), subnet=0)
     torch.testing.assert_close(
-        torch.stack(list(outputs)), engine.supernet(torch.stack(rows), subnet=engine.specs[0])
+        torch.stack(list(outputs)), engine.supernet(torch.stack(samples), subnet=engine.specs[0])
     )
 
 
