@@ -1,11 +1,13 @@
-"""Search: NSGA-II beside random search, and beside the whole front where the space is small.
+"""Measures the search, the cost model and the latency predictor.
 
-  truth     true accuracy of all 864 subnets of the digits supernet, each calibrated; kept in
-            results/search_digits_accuracy.json, and continued from there
-  digits    fronts found with a tenth of those evaluations, against the exhaustive front
-  families  evolution against random search on large spaces, with stand-ins for accuracy and latency
-  costs     how many subnets a second the cost model counts
-  latency   the latency predictor, fitted to subnets measured on this machine
+  truth     measures the true accuracy of all 864 subnets of the digits supernet, each one calibrated; the
+            accuracies are kept in results/search_digits_accuracy.json, and an unfinished file is continued
+  digits    compares the fronts that evolution and random search find with a tenth of these evaluations
+            with the front of all subnets
+  families  compares evolution with random search on large spaces, with made-up accuracies and latencies
+  ablation  compares evolution with and without its surrogate, and random search, at equal evaluations
+  costs     measures how many subnets per second the cost model computes
+  latency   fits the latency predictor to subnets that are measured on this machine
 
 `--report` draws the plots and writes the section of README.md.
 """
@@ -16,7 +18,8 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +38,17 @@ from subnetact.digits import (
     read_digits,
 )
 from subnetact.documents import replacing
+from subnetact.nas.nsga2 import METHODS, evolve
 from subnetact.pareto import pareto_front
 from subnetact.spec import SubnetSpec
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
 BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
-SEEDS = range(10)
+SEEDS = tuple(range(10))
 COPIES = 4
 """Distortions of each held-out digit."""
+FAMILIES = ("ofa_resnet50", "ofa_mbv3")
+Objective = Callable[[SubnetSpec], float]
 
 
 def truth(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,12 +93,53 @@ def true_digits(path: Path) -> tuple[Any, dict[SubnetSpec, float], dict[SubnetSp
 
 
 def share(found: Sequence[subnetact.Candidate], reference: tuple[float, float], whole: float) -> float:
-    points = [(c.accuracy, c.latency_ms) for c in found]
+    """Return the hypervolume of subnets as a share of the hypervolume `whole`."""
+    points = [(c.accuracy, c.latency_ms) for c in front_of(found)]
     return subnetact.hypervolume(points, reference) / whole
 
 
+def front_of(found: Iterable[subnetact.Candidate]) -> list[subnetact.Candidate]:
+    return pareto_front(found, cost=lambda c: c.latency_ms, gain=lambda c: c.accuracy)
+
+
+def searches(
+    supernet: subnetact.Supernet,
+    accuracy: Objective,
+    latency: Objective,
+    evaluations: int,
+    methods: Iterable[str],
+    seeds: Iterable[int],
+) -> dict[str, list[subnetact.SearchResult]]:
+    """Run the same search by several methods, once per seed."""
+    return {
+        method: [
+            subnetact.search(
+                supernet,
+                accuracy,
+                latency,
+                evaluations=evaluations,
+                method=method,
+                seed=seed,
+                progress=False,
+            )
+            for seed in seeds
+        ]
+        for method in methods
+    }
+
+
+def shares_of_all(runs: dict[str, list[subnetact.SearchResult]]) -> dict[str, list[float]]:
+    """Return the hypervolume of every run as a share of the hypervolume of all runs together."""
+    every = [c for found in runs.values() for run in found for c in run.evaluated]
+    reference = min(c.accuracy for c in every), max(c.latency_ms for c in every)
+    whole = subnetact.hypervolume([(c.accuracy, c.latency_ms) for c in front_of(every)], reference)
+    return {
+        method: [share(run.evaluated, reference, whole) for run in found] for method, found in runs.items()
+    }
+
+
 def digits(args: argparse.Namespace) -> dict[str, Any]:
-    """Search a tenth of the digits space; accuracies are true ones, the latency is the MACs."""
+    """Search a tenth of the digits space; the accuracies are true ones, the latency is the MACs."""
     supernet, accuracy, macs, data = true_digits(args.truth)
     points = [(accuracy[spec], macs[spec]) for spec in accuracy]
     reference = min(a for a, _ in points), max(m for _, m in points)
@@ -106,21 +153,17 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
         "all": [[round(m, 4), round(a, 3)] for a, m in points],
         "reference": reference,
     }
-    for method in ("evolution", "random"):
-        runs = [
-            subnetact.search(
-                supernet,
-                accuracy.__getitem__,
-                macs.__getitem__,
-                evaluations=result["evaluations"],
-                method=method,
-                seed=seed,
-                progress=False,
-            )
-            for seed in SEEDS
-        ]
-        shares = [share(run.evaluated, reference, whole) for run in runs]
-        worst = runs[int(np.argmin(shares))]
+    runs = searches(
+        supernet,
+        accuracy.__getitem__,
+        macs.__getitem__,
+        result["evaluations"],
+        ("evolution", "random"),
+        SEEDS[: args.seeds],
+    )
+    for method, found in runs.items():
+        shares = [share(run.evaluated, reference, whole) for run in found]
+        worst = found[int(np.argmin(shares))]
         result[method] = {
             "share_of_hypervolume": shares,
             "worst_front": [[c.latency_ms, c.accuracy] for c in worst],
@@ -132,8 +175,8 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
 def stand_in(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
     """Return a made-up accuracy: a saturating function of depth, widths and kernels, block by block.
 
-    It is no prediction. It rewards balance: every slot adds less the larger it already is, so neither
-    all-small nor all-large subnets with equal operations are the best.
+    The function predicts nothing. It rewards balance: a slot adds less the larger its choice is, so that
+    among subnets with equal operations neither very deep nor very wide ones are the best.
     """
     tops = [slot.choices[-1] for axis in space.axes for slot in axis.slots]
     weights = np.random.default_rng(0).uniform(0.5, 1.5, len(tops))
@@ -146,84 +189,90 @@ def stand_in(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
     return accuracy
 
 
+def made_up(family: str) -> tuple[subnetact.Supernet, Objective, Objective]:
+    """Return a supernet of a large space with a made-up accuracy and a made-up latency."""
+    supernet = load(family)
+    model = CostModel(supernet, (3, 224, 224))
+
+    def milliseconds(spec: SubnetSpec) -> float:
+        cost = model(spec)
+        return 2 + cost.macs / 1e8 + cost.activation_bytes / 5e7
+
+    return supernet, stand_in(supernet.space), milliseconds
+
+
 def families(args: argparse.Namespace) -> dict[str, Any]:
-    """Evolution against random search on large spaces, with the same number of evaluations."""
+    """Compare evolution with random search on large spaces, with the same number of evaluations."""
     result: dict[str, Any] = {
         "what": "accuracy: a made-up saturating function of the choices; latency: a made-up 2 ms + 1 ms "
-        "for every 100 million multiply-accumulates + 1 ms for every 50 MB of activations, at 224 px",
+        "per 100 million multiply-accumulates + 1 ms per 50 MB of activations, at 224 px",
         "evaluations": args.evaluations,
     }
-    for family in ("ofa_resnet50", "ofa_mbv3"):
-        supernet = load(family)
-        model = CostModel(supernet, (3, 224, 224))
-        accuracy = stand_in(supernet.space)
-
-        def milliseconds(spec: SubnetSpec, model: CostModel = model) -> float:
-            cost = model(spec)
-            return 2 + cost.macs / 1e8 + cost.activation_bytes / 5e7
-
-        runs = {
-            method: [
-                subnetact.search(
-                    supernet,
-                    accuracy,
-                    milliseconds,
-                    evaluations=args.evaluations,
-                    method=method,
-                    seed=seed,
-                    progress=False,
-                )
-                for seed in list(SEEDS)[:5]
-            ]
-            for method in ("evolution", "random")
-        }
-        every = [c for found in runs.values() for run in found for c in run.evaluated]
-        reference = min(c.accuracy for c in every), max(c.latency_ms for c in every)
-        whole = subnetact.hypervolume(
-            [(c.accuracy, c.latency_ms) for c in pareto_front(every, cost=_ms, gain=_percent)], reference
+    for family in FAMILIES:
+        runs = searches(
+            *made_up(family), args.evaluations, ("evolution", "random"), SEEDS[: min(5, args.seeds)]
         )
+        shares = shares_of_all(runs)
         result[family] = {
             method: {
-                "share_of_hypervolume": [
-                    share(pareto_front(run.evaluated, cost=_ms, gain=_percent), reference, whole)
-                    for run in found
-                ],
-                "subnets_in_front": [
-                    len(pareto_front(run.evaluated, cost=_ms, gain=_percent)) for run in found
-                ],
+                "share_of_hypervolume": shares[method],
+                "subnets_in_front": [len(front_of(run.evaluated)) for run in found],
                 "front": [[c.latency_ms, c.accuracy] for c in found[0]],
             }
             for method, found in runs.items()
         }
-        for method, found in result[family].items():
-            shares = found["share_of_hypervolume"]
-            print(f"{family}, {method}: {min(shares):.4f} .. {max(shares):.4f}")
+        for method, some in shares.items():
+            print(f"{family}, {method}: {min(some):.4f} .. {max(some):.4f}")
     return result
 
 
-def _ms(candidate: subnetact.Candidate) -> float:
-    return candidate.latency_ms
-
-
-def _percent(candidate: subnetact.Candidate) -> float:
-    return candidate.accuracy
+def ablation(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare evolution with and without its surrogate, and random search, at equal evaluations."""
+    METHODS["nsga2_only"] = partial(evolve, surrogate=False)
+    methods = ("evolution", "nsga2_only", "random")
+    result: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "what": "share of hypervolume; the same evaluations for each method",
+    }
+    supernet, accuracy, macs, _ = true_digits(args.truth)
+    points = [(accuracy[spec], macs[spec]) for spec in accuracy]
+    reference = min(a for a, _ in points), max(m for _, m in points)
+    whole = subnetact.hypervolume(points, reference)
+    for evaluations in (len(accuracy) // 10, len(accuracy) // 5):
+        runs = searches(
+            supernet, accuracy.__getitem__, macs.__getitem__, evaluations, methods, SEEDS[: args.seeds]
+        )
+        result[f"digits, {evaluations} evaluations"] = {
+            method: [share(run.evaluated, reference, whole) for run in found]
+            for method, found in runs.items()
+        }
+    for family in FAMILIES:
+        objectives = made_up(family)
+        for evaluations in (args.evaluations * 3 // 10, args.evaluations):
+            runs = searches(*objectives, evaluations, methods, SEEDS[: min(5, args.seeds)])
+            result[f"{family}, {evaluations} evaluations"] = shares_of_all(runs)
+    for name, shares in result.items():
+        if isinstance(shares, dict) and "evolution" in shares:
+            means = {method: float(np.mean(some)) for method, some in shares.items()}
+            print(f"{name}: " + ", ".join(f"{method} {100 * mean:.2f} %" for method, mean in means.items()))
+    return result
 
 
 def costs(_: argparse.Namespace) -> dict[str, Any]:
-    """How fast costs are known, for subnets not seen before."""
+    """Measure how many subnets not seen before the cost model computes per second of processor time."""
     result: dict[str, Any] = {}
-    for family in ("ofa_resnet50", "ofa_mbv3"):
+    for family in FAMILIES:
         supernet = load(family)
-        started = time.perf_counter()
+        started = time.process_time()
         model = CostModel(supernet, (3, 224, 224))
-        set_up = time.perf_counter() - started
+        set_up = time.process_time() - started
         specs = supernet.space.sample(0, 2000)
-        started = time.perf_counter()
+        started = time.process_time()
         for spec in specs:
             model(spec)
         result[family] = {
             "set_up_s": set_up,
-            "subnets_per_s": len(specs) / (time.perf_counter() - started),
+            "subnets_per_s": len(specs) / (time.process_time() - started),
         }
     return result
 
@@ -248,7 +297,7 @@ def latency(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw what was found, and put it into benchmarks/README.md."""
+    """Draw the plots, and write the section of benchmarks/README.md."""
     lines = []
     if "digits" in result and "families" in result:
         plot(result, out)
@@ -263,8 +312,8 @@ def report(result: dict[str, Any], out: Path) -> None:
             if isinstance(e, dict) and "mean_percent" in e
         ]
     if "costs" in result:
-        lines += ["", "**Costs** of subnets not seen before, one thread:", ""]
-        lines += ["| | set-up, s | subnets a second |", "|---|---|---|"]
+        lines += ["", "**Costs** of subnets not seen before, one thread, processor time:", ""]
+        lines += ["| | construction, s | subnets per second |", "|---|---|---|"]
         lines += [
             f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} |"
             for family, c in result["costs"].items()
@@ -299,7 +348,7 @@ def fronts(result: dict[str, Any]) -> list[str]:
         "| | worst seed | mean | subnets in the front |",
         "|---|---|---|---|",
     ]
-    for family in ("ofa_resnet50", "ofa_mbv3"):
+    for family in FAMILIES:
         for method in ("evolution", "random"):
             s, sizes = (large[family][method][key] for key in ("share_of_hypervolume", "subnets_in_front"))
             lines.append(
@@ -327,7 +376,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
         )
     axes[0].set(xlabel="million MACs", ylabel="true accuracy (%)", xscale="log")
     axes[0].set_title(f"digits: {found['evaluations']} of {found['subnets']} subnets evaluated")
-    for axis, family in zip(axes[1:], ("ofa_resnet50", "ofa_mbv3"), strict=True):
+    for axis, family in zip(axes[1:], FAMILIES, strict=True):
         for method, colour in (("evolution", "tab:blue"), ("random", "tab:orange")):
             points = result["families"][family][method]["front"]
             axis.plot(*zip(*points, strict=True), ".-", color=colour, label=method)
@@ -341,10 +390,21 @@ def plot(result: dict[str, Any], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parts = {"truth": truth, "digits": digits, "families": families, "costs": costs, "latency": latency}
-    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
-    parser.add_argument("--truth", type=Path, default=TRUTH, help="where true accuracies are kept")
-    parser.add_argument("--evaluations", type=int, default=1000, help="of the part `families`")
+    parts = {
+        "truth": truth,
+        "digits": digits,
+        "families": families,
+        "ablation": ablation,
+        "costs": costs,
+        "latency": latency,
+    }
+    default = [part for part in parts if part != "ablation"]
+    parser.add_argument("--parts", nargs="+", default=default, choices=list(parts))
+    parser.add_argument("--truth", type=Path, default=TRUTH, help="file of the true accuracies")
+    parser.add_argument(
+        "--evaluations", type=int, default=1000, help="evaluations per search of a large space"
+    )
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/search.json"))
     parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
     args = parser.parse_args()

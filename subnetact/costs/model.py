@@ -41,7 +41,7 @@ class Cost:
 
 
 class CostModel:
-    """Computes the cost of any subnet of a supernet, thousands of subnets per second.
+    """Computes the cost of any subnet of a supernet, more than a thousand subnets per second.
 
     The supernet is copied to torch's meta device, where tensors have shapes but no data. Each block is
     passed over once per combination of its sizes and its input shape; a new subnet is put together
