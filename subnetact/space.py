@@ -1,4 +1,4 @@
-"""The search space of a supernet: its axes, their choices, and what sizes a choice means."""
+"""SubnetSpace: the search space of a supernet, with its axes, their choices and the sizes that they mean."""
 
 from __future__ import annotations
 
@@ -20,24 +20,41 @@ from subnetact.spec import SubnetSpec, Value
 __all__ = ["Axis", "Row", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
 
 Row: TypeAlias = tuple[int, ...]
-"""A resolved subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
+"""The size row of a subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
 
 AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""The values of every axis, one per slot; None where the slot is skipped."""
+"""The values of every axis, one per slot. A slot that the subnet does not use holds None."""
 
 Rng: TypeAlias = random.Random | np.random.Generator
 
 
 def make_divisible(value: float, divisor: int = 8, minimum: int | None = None) -> int:
-    """Round to a multiple of `divisor`, never below 90 % of `value` (ofa/utils/pytorch_modules.py)."""
-    floor = divisor if minimum is None else minimum
-    rounded = max(floor, int(value + divisor / 2) // divisor * divisor)
+    """Round a number of channels to a multiple of `divisor`.
+
+    Args:
+        value: the number of channels.
+        divisor: the result is a multiple of this number.
+        minimum: the smallest result; if None, `divisor`.
+
+    Returns:
+        The multiple nearest to `value`, or the next larger one if the nearest is below 90 % of `value`.
+
+    Source:
+        `make_divisible` in ofa/utils/pytorch_modules.py.
+    """
+    rounded = max(divisor if minimum is None else minimum, int(value + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * value else rounded
 
 
 @dataclass(frozen=True)
 class UsedWhen:
-    """The condition of a slot: another slot, itself unconditional, takes one of these values."""
+    """The condition under which a subnet uses a slot: another slot takes one of certain values.
+
+    Attributes:
+        axis: the axis of the other slot.
+        slot: the position of the other slot in its axis. That slot must have no condition itself.
+        values: the choices of the other slot with which the conditional slot is used.
+    """
 
     axis: str
     slot: int
@@ -46,10 +63,13 @@ class UsedWhen:
 
 @dataclass(frozen=True)
 class Slot:
-    """One decision of an axis.
+    """One place of an axis where a subnet takes one choice.
 
-    `choices` run from the smallest network to the largest. `aliases` maps accepted spellings to
-    the choice they mean. `used_when` is None where every subnet has this slot.
+    Attributes:
+        name: the name for messages, "stage2" for example.
+        choices: the legal values, from the smallest network to the largest.
+        used_when: the condition under which subnets use the slot. If None, every subnet uses it.
+        aliases: other accepted spellings of values, each with the choice that it means.
     """
 
     name: str
@@ -60,38 +80,63 @@ class Slot:
 
 @dataclass(frozen=True)
 class Axis:
-    """A named kind of decision (depth, expand, width, kernel ...) and its slots."""
+    """One kind of choice, such as depth, expansion ratio, width or kernel size.
+
+    Attributes:
+        name: the name of the axis.
+        slots: the places where a subnet takes a choice of this kind.
+    """
 
     name: str
     slots: tuple[Slot, ...]
 
     @classmethod
     def uniform(cls, name: str, slots: Sequence[str], choices: Sequence[Value]) -> Axis:
-        """Make an axis whose slots are all used by every subnet and share their choices.
+        """Make an axis whose slots are used by every subnet and have the same choices.
 
         Args:
-            name: of the axis.
-            slots: one name for each decision, a stage or a block for example.
-            choices: from the smallest network to the largest.
+            name: the name of the axis.
+            slots: the names of the slots, of stages or blocks for example.
+            choices: the legal values of every slot, from the smallest network to the largest.
         """
         return cls(name, tuple(Slot(slot, tuple(choices)) for slot in slots))
 
 
 class SubnetSpace:
-    """Every subnet of a supernet.
+    """All subnets of a supernet.
 
     Args:
-        name: the family, or any name for an own network.
-        axes: the decisions.
-        resolve: maps axis values (axis -> tuple of one value per slot, None in skipped slots) to named
-            sizes, one per *dimension* of the elastic description; a layer's keep flag is a dimension
-            of size 0 or 1. Every specification must give the same names, and the largest one the
-            largest sizes.
-        parse: maps the family's own notation to axis values; default: axis values as they are.
-        format: maps axis values back to the family's own notation.
+        name: the name of the family, or any name for an own network.
+        axes: the kinds of choices.
+        resolve: a function from axis values to sizes. It gets a mapping from every axis to a tuple of one
+            value per slot, with None in slots that the subnet does not use. It returns a mapping from
+            every dimension that the elastic description names to its size, a whole number. Whether a layer
+            is kept is a dimension of size 1 or 0. All subnets must give the same dimensions in the same
+            order, and the largest subnet must give the largest sizes.
+        parse: a function from the family's own notation to axis values. If None, `parse` takes axis
+            values.
+        format: a function from axis values back to the family's own notation. If None, `format` returns
+            axis values.
+
+    Attributes:
+        name: as given.
+        axes: as given.
+        dimensions: the names of the dimensions, in the order of size rows.
+        id: the name and a hash of the axes and of the smallest and largest sizes. Specifications, norm
+            tables and latency tables carry the id of their space.
+        resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
+            specifications of other spaces. The last 4,096 results are cached.
 
     Raises:
-        SpecError: the axes contradict themselves.
+        SpecError: the axes contradict themselves, or a size is not a whole number.
+
+    Example:
+        >>> widths = Axis.uniform("width", ["stage1", "stage2"], [0.5, 1.0])
+        >>> def resolve(values):
+        ...     return {f"width{i}": int(64 * share) for i, share in enumerate(values["width"])}
+        >>> space = SubnetSpace("my_network", [widths], resolve)
+        >>> space.spec(width=[0.5, 1.0]).key
+        'width=0.5,1.0'
     """
 
     def __init__(
@@ -136,9 +181,14 @@ class SubnetSpace:
     # -- making specifications -------------------------------------------------------------------
 
     def spec(self, **values: Any) -> SubnetSpec:
-        """Make the canonical specification of axis values; a scalar is meant for every slot.
+        """Make the specification of a subnet from the values of every axis.
 
-        Values given for slots that the subnet skips are ignored.
+        Args:
+            values: axis -> a list of one value per slot, or one value that is meant for every slot. Values
+                of slots that the subnet does not use are ignored.
+
+        Returns:
+            The specification in its canonical form.
 
         Raises:
             IllegalChoice: a value is not a choice of its slot.
@@ -153,11 +203,17 @@ class SubnetSpace:
         return self._canonical(given)
 
     def check(self, spec: SubnetSpec) -> SubnetSpec:
-        """Return the canonical form of a specification of this space.
+        """Check that a specification is a legal subnet of this space.
+
+        Args:
+            spec: a specification; one that was read from a file need not be canonical.
+
+        Returns:
+            The specification in its canonical form.
 
         Raises:
-            ForeignSpec: it was made by another space.
-            SpecError: it is no specification, or not a legal one.
+            ForeignSpec: the specification was made by another space.
+            SpecError: the argument is no specification, or a value in it is not legal.
         """
         if not isinstance(spec, SubnetSpec):
             raise SpecError(
@@ -172,7 +228,15 @@ class SubnetSpace:
         return self.spec(**dict(spec.values))
 
     def parse(self, config: Any) -> SubnetSpec:
-        """Read the family's own notation, or a readable key, as tables have it (`SubnetSpec.key`).
+        """Read a subnet in the family's own notation, or its readable key.
+
+        Args:
+            config: for an adapted family, the configuration that the family's own code takes, a dictionary
+                for example; for an own network, axis values. A string may be a `SubnetSpec.key`, as tables
+                contain it.
+
+        Returns:
+            The specification of the subnet.
 
         Raises:
             SpecError: the configuration is malformed or outside the space.
@@ -187,7 +251,18 @@ class SubnetSpace:
         return self.spec(**values)
 
     def format(self, spec: SubnetSpec) -> Any:
-        """Write the family's own notation; skipped slots get their smallest choice."""
+        """Write a subnet in the family's own notation, the inverse of `parse`.
+
+        Args:
+            spec: a subnet of this space.
+
+        Returns:
+            The configuration that the family's own code takes; axis values if the space has no notation of
+            its own. Slots that the subnet does not use get their smallest choice.
+
+        Raises:
+            SpecError: the specification is not legal, or of another space (`ForeignSpec`).
+        """
         canonical = self.check(spec)
         filled = {
             axis.name: tuple(
@@ -199,11 +274,11 @@ class SubnetSpace:
         return self._format(filled) if self._format else {name: list(v) for name, v in filled.items()}
 
     def smallest(self) -> SubnetSpec:
-        """Return the subnet with the first choice everywhere."""
+        """Return the subnet with the first choice in every slot."""
         return self._canonical(self._pick(0))
 
     def largest(self) -> SubnetSpec:
-        """Return the subnet with the last choice everywhere."""
+        """Return the subnet with the last choice in every slot."""
         return self._canonical(self._pick(-1))
 
     @overload
@@ -249,7 +324,7 @@ class SubnetSpace:
     # -- counting and sizes ----------------------------------------------------------------------
 
     def size(self) -> int:
-        """Count the distinct subnets, exactly."""
+        """Return the exact number of distinct subnets."""
         conditional = [slot for _, _, slot in self._slots() if slot.used_when]
         total = 1
         for axis, index, slot in self._slots():
@@ -261,10 +336,13 @@ class SubnetSpace:
         return total
 
     def enumerate(self, limit: int = 1_000_000) -> Iterator[SubnetSpec]:
-        """Yield every distinct subnet once.
+        """Yield every distinct subnet once, the smallest first.
+
+        Args:
+            limit: the largest number of subnets to accept.
 
         Raises:
-            SpecError: there are more than `limit`.
+            SpecError: the space has more than `limit` subnets.
         """
         if self.size() > limit:
             raise SpecError(f"{self.name}: {self.size():.3g} subnets are more than {limit}; sample instead")
@@ -281,10 +359,10 @@ class SubnetSpace:
                 yield self._assemble(values)
 
     def _row(self, spec: SubnetSpec) -> Row:
-        """Return the sizes of a subnet, one per name in `dimensions` (cached as `resolve`).
+        """Return the size row of a subnet, one size per dimension; `resolve` caches the results.
 
         Raises:
-            SpecError: the specification is not one of this space.
+            SpecError: the specification is not legal, or of another space (`ForeignSpec`).
         """
         sizes = self._sizes(dict(self.check(spec).values))
         if tuple(sizes) != self.dimensions:
@@ -294,7 +372,7 @@ class SubnetSpace:
     # -- inner parts -----------------------------------------------------------------------------
 
     def _keyed(self, key: str) -> SubnetSpec | None:
-        """Return the subnet of a readable key, None where it is none of this space."""
+        """Return the subnet of a readable key, or None if the key is of no subnet of this space."""
         known = {axis.name: axis for axis in self.axes}
         values: dict[str, Any] = {}
         for name, _, listed in (part.partition("=") for part in key.split()):

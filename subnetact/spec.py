@@ -1,4 +1,4 @@
-"""The identity of a subnet: which choice every slot of every axis takes."""
+"""SubnetSpec: the identity of a subnet, which is the choice that it takes in every slot of every axis."""
 
 from __future__ import annotations
 
@@ -12,16 +12,27 @@ from subnetact.errors import SpecError
 __all__ = ["SubnetSpec", "Value"]
 
 Value: TypeAlias = int | float | str
-"""One choice of one slot: a width multiplier, a depth, a kernel size ..."""
+"""One choice of one slot, for example a width multiplier, a depth or a kernel size."""
 
 
 @dataclass(frozen=True)
 class SubnetSpec:
-    """Canonical, hashable control tuple of one subnet, made by a `SubnetSpace`.
+    """The specification of one subnet. It is hashable and compares by value.
 
-    `values` pairs each axis, in alphabetical order, with one value per slot; a slot that this subnet
-    skips holds None, so two specifications that differ only in skipped slots are the same subnet.
-    `space` names the space that made it (`SubnetSpace.id`).
+    A `SubnetSpace` makes specifications, in a canonical form: a slot that the subnet does not use holds
+    None, so two specifications that would differ only in unused slots are equal.
+
+    Attributes:
+        space: the id of the space that made the specification (`SubnetSpace.id`).
+        values: pairs of an axis and its values, one per slot; the axes are in alphabetical order.
+
+    Source:
+        The control tuple of SuperServe, section 3.
+
+    Example:
+        >>> spec = supernet.space.smallest()
+        >>> spec["depth"]
+        (1, 1, 1)
     """
 
     space: str
@@ -40,10 +51,16 @@ class SubnetSpec:
     def _hash(self) -> int:
         return hash((self.space, self.values))
 
-    __iter__ = None  # indexing by axis does not make it a sequence
+    __iter__ = None  # Without this, Python would take a class with __getitem__ for a sequence.
 
     def __getitem__(self, axis: str) -> tuple[Value | None, ...]:
-        """Return the values of one axis, None where the slot is skipped.
+        """Return the values of one axis.
+
+        Args:
+            axis: the name of the axis.
+
+        Returns:
+            One value per slot; None for a slot that this subnet does not use.
 
         Raises:
             SpecError: the space has no such axis.
@@ -55,7 +72,7 @@ class SubnetSpec:
 
     @cached_property
     def key(self) -> str:
-        """Readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`; `-` is skipped."""
+        """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot."""
         return " ".join(
             f"{name}={','.join('-' if v is None else str(v) for v in values)}" for name, values in self.values
         )
@@ -64,15 +81,20 @@ class SubnetSpec:
         return self.key
 
     def to_json(self) -> dict[str, Any]:
-        """Return the specification as plain lists, strings and numbers."""
+        """Return the specification as dictionaries, lists, strings and numbers that JSON can hold."""
         return {"space": self.space, "values": {name: list(values) for name, values in self.values}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SubnetSpec:
-        """Rebuild a specification; `SubnetSpace.check` tells whether a space knows it.
+        """Rebuild a specification from what `to_json` returned.
+
+        The values are not compared with any space; `SubnetSpace.check` does that.
+
+        Args:
+            data: a mapping with the fields `space` and `values`.
 
         Raises:
-            SpecError: the mapping does not have the layout `to_json` writes.
+            SpecError: the mapping does not have the layout that `to_json` writes.
         """
         try:
             space, values = data["space"], data["values"]

@@ -1,4 +1,4 @@
-"""What every operator is: full-size parameters under their own names, and the dimensions they follow."""
+"""Operator: an elastic module. Elastic: one entry of a description of elastic modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ __all__ = ["Elastic", "Operator"]
 
 @dataclass(frozen=True)
 class Elastic:
-    """One entry of an elastic description: which operator, and which dimension each part follows."""
+    """One entry of an elastic description; `WeightSlice.on(out="width")` makes one.
+
+    Attributes:
+        operator: the class of the operator that replaces the module.
+        follows: part of the operator -> dimension of the space that gives the part its size.
+    """
 
     operator: type[Operator]
     follows: Mapping[str, str]
@@ -27,24 +32,30 @@ class Elastic:
 
 
 class Operator(nn.Module):
-    """An elastic module.
+    """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
-    It holds the parameters of the module it replaces (its `template`) under the same names. The
-    slicing rule is `tensors`; subnets that agree on `sizes` share the tensors it gives.
+    An operator has the parameters of the module that it replaces, its template, under the same names. A
+    subclass implements the slicing rule in `tensors`. Subnets with equal `sizes` share the sliced tensors.
 
     Args:
         template: the ordinary module; its parameters are taken over, not copied.
-        path: its name in the network, for error messages.
-        dims: for each part the operator knows (see `parts`), the position in a resolved row.
+        path: the name of the module in the network.
+        dims: part -> position in the size row that gives the part its size. Parts that are not named
+            keep their full size.
+
+    Attributes:
+        path: as given.
+        dims: as given.
+        template: as given.
     """
 
     parts: ClassVar[tuple[str, ...]] = ()
-    """Names `Elastic.follows` may use; any where empty."""
+    """The names of the parts that a description may name. If empty, the template decides which are legal."""
 
     template: Any
 
     checks: bool = True
-    """Whether sizes are compared with what is legal; a traced row has none to compare yet."""
+    """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
 
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__()
@@ -60,29 +71,50 @@ class Operator(nn.Module):
 
     @classmethod
     def on(cls, **follows: str) -> Elastic:
-        """Describe an elastic module: `WeightSlice.on(out="stage1.width")`."""
-        return Elastic(cls, follows)
+        """Describe an elastic module, for `insert_`.
+
+        Args:
+            follows: part -> the dimension that gives the part its size; `parts` has the legal names.
+
+        Returns:
+            An entry of an elastic description.
+
+        Example:
+            >>> elastic = {"stage1.0.conv": WeightSlice.on(out="stage1.width")}
+        """
+        return cls._described(**follows)
+
+    @classmethod
+    def _described(cls, **follows: str | None) -> Elastic:
+        return Elastic(cls, {part: dimension for part, dimension in follows.items() if dimension is not None})
 
     def full(self, part: str) -> int:
-        """Return the size of a part in the full network."""
+        """Return the size of a part, one of `parts`, in the full network."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Refuse a module this operator cannot make elastic.
+        """Check that this operator can make its template elastic.
 
         Raises:
-            InsertError: the module's type or settings are not supported.
+            InsertError: the operator does not support the template's type or settings, or the given parts.
         """
 
     def legal(self, part: str) -> Sequence[int]:
-        """Return the sizes a part can have, ascending."""
+        """Return the sizes that a part may have, in ascending order."""
         return range(1, self.full(part) + 1)
 
     def size(self, part: str, row: Row) -> int:
-        """Return a part's size in the subnet; the full size where no dimension is followed.
+        """Return the size of a part in a subnet.
+
+        Args:
+            part: one of `parts`.
+            row: the size row of the subnet.
+
+        Returns:
+            The size in the row, or the full size if the part follows no dimension.
 
         Raises:
-            SpecError: it is not `legal`.
+            SpecError: the size is not among the `legal` ones.
         """
         if part not in self.dims:
             return self.full(part)
@@ -99,19 +131,35 @@ class Operator(nn.Module):
         return f"{part} {size} is not a choice; choose from {', '.join(map(str, legal))}"
 
     def sizes(self, row: Row) -> tuple[int, ...]:
-        """Return the sizes that decide this operator's part of a subnet."""
+        """Return the sizes, one per part, on which this operator's module in a subnet depends."""
         return tuple(self.size(part, row) for part in self.parts)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule: a subnet's parameters, as differentiable views of the full ones."""
+        """Apply the slicing rule: return a subnet's parameters as differentiable views of the full ones.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+
+        Returns:
+            The parameters under the template's names; None for a parameter that the template lacks.
+        """
         raise NotImplementedError
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the plain attributes that the subnet's module has other than the template."""
+        """Return the plain attributes in which the subnet's module differs from the template, by name."""
         raise NotImplementedError
 
     def parameters_of(self, sizes: tuple[int, ...], trainable: bool) -> dict[str, Any]:
-        """Return a subnet's parameters: shared, frozen Parameters, or slices that carry gradients."""
+        """Return a subnet's parameters.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+            trainable: whether to return slices that carry gradients to the full parameters. Otherwise the
+                result consists of frozen parameters, which all subnets of these sizes share.
+
+        Returns:
+            The parameters under the template's names.
+        """
         if trainable:
             return self.tensors(sizes)
         found = self._shared.get(sizes)
@@ -124,24 +172,32 @@ class Operator(nn.Module):
         return found
 
     def bind(self, row: Row, trainable: bool = False) -> nn.Module:
-        """Return the plain module of one subnet, whose parameters share this operator's storage."""
+        """Return the ordinary module of one subnet, whose parameters share this operator's storage.
+
+        Args:
+            row: the size row of the subnet.
+            trainable: whether its parameters carry gradients to this operator's parameters.
+
+        Raises:
+            SpecError: a size in the row is not legal.
+        """
         sizes = self.sizes(row)
         return view_module(
             self.template, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes)
         )
 
     def forget(self) -> None:
-        """Drop the shared tensors, after the parameters have moved to other storage."""
+        """Drop the shared slices. This is needed after the parameters have moved to other storage."""
         self._shared.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_shared": {}}
 
     def extra_repr(self) -> str:
-        """Show the template and the parts that are elastic."""
+        """Return the template and the elastic parts, for the printed network."""
         return f"{self.template!r}, elastic: {', '.join(self.dims)}"
 
     def refuse(self, why: str) -> InsertError:
-        """Make the error for a module this operator cannot make elastic."""
+        """Return the error that says why this operator cannot make its template elastic."""
         kind = type(self.template).__name__
         return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from subnetact.operators.base import Operator
+from subnetact.errors import InsertError
+from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import view_module
 from subnetact.space import Row
@@ -20,14 +21,17 @@ __all__ = ["ElasticKernel", "KernelConv2d"]
 
 
 class KernelConv2d(nn.Conv2d):
-    """A depthwise convolution that also stands for smaller kernels; used as it is, it has the largest.
+    """A depthwise convolution with several kernel sizes. Without an operator around it, it uses the largest.
 
     Args:
-        channels: inputs and outputs.
-        kernel_sizes: the odd sizes of a kernel.
-        stride: of the convolution.
-        matrices: whether a smaller kernel is the centre of the next larger one times a learned matrix,
-            `7to5_matrix` of shape (25, 25) for example, or the bare centre of the largest.
+        channels: the number of input and of output channels.
+        kernel_sizes: the odd kernel sizes to choose from.
+        stride: the stride of the convolution.
+        matrices: whether a smaller kernel is the centre of the next larger one times a learned matrix
+            (`7to5_matrix` of shape (25, 25) for example). If False, it is the centre of the largest kernel.
+
+    Raises:
+        InsertError: a kernel size is not odd and positive, or there is none.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class KernelConv2d(nn.Conv2d):
     ) -> None:
         sizes = tuple(sorted(set(kernel_sizes)))
         if not sizes or any(k < 1 or k % 2 == 0 for k in sizes):
-            raise ValueError(f"kernel sizes are odd and at least one, got {list(kernel_sizes)}")
+            raise InsertError(f"kernel sizes are odd and at least one, got {list(kernel_sizes)}")
         top = sizes[-1]
         super().__init__(channels, channels, top, stride, top // 2, groups=channels, bias=False)
         self.kernel_sizes = sizes
@@ -46,11 +50,14 @@ class KernelConv2d(nn.Conv2d):
 
 
 class ElasticKernel(Operator):
-    """Makes the first channels of a smaller kernel (once-for-all, section 3.3 of its paper).
+    """Gives a depthwise convolution the kernel size and the number of channels of the subnet.
 
-    Follows `channels` and `kernel` of a `KernelConv2d`. A centre crop is a zero-copy slice. A kernel
-    made by matrices is computed once for all channels and shared by every subnet of that size; the
-    views bring it up to date when they run after the weights have changed in place.
+    A smaller kernel that is the centre of the largest one is a zero-copy slice. A kernel that is computed
+    with matrices is computed once, for all channels, and shared by all subnets with that kernel size. Views
+    compute it again when they run after the weights have changed in place.
+
+    Source:
+        Once-for-All (Cai et al., 2020), section 3.3.
     """
 
     parts = ("channels", "kernel")
@@ -59,8 +66,23 @@ class ElasticKernel(Operator):
         super().__init__(template, path, dims)
         self._computed: dict[int, _Computed] = {}
 
+    @classmethod
+    def on(cls, *, channels: str | None = None, kernel: str | None = None, **others: str) -> Elastic:
+        """Describe an elastic KernelConv2d, for `insert_`.
+
+        Args:
+            channels: the dimension that gives the number of channels. If None, all are kept.
+            kernel: the dimension that gives the kernel size. If None, the largest is used.
+            others: parts that this operator does not have; `insert_` refuses them.
+        """
+        return cls._described(channels=channels, kernel=kernel, **others)
+
     def check(self) -> None:
-        """Refuse modules that are not KernelConv2d, and make the template of a subnet's module."""
+        """Check that the template is a KernelConv2d.
+
+        Raises:
+            InsertError: the template is another module.
+        """
         template = self.template
         if not isinstance(template, KernelConv2d):
             raise self.refuse("only KernelConv2d stands for several kernel sizes")
@@ -70,15 +92,15 @@ class ElasticKernel(Operator):
         self.__dict__["_plain"] = plain
 
     def full(self, part: str) -> int:
-        """Return the channels, or the size of the largest kernel."""
+        """Return the number of channels of the full network, or the largest kernel size."""
         return int(self.template.out_channels if part == "channels" else self.template.kernel_sizes[-1])
 
     def legal(self, part: str) -> Sequence[int]:
-        """Return the kernel sizes of this convolution, or every number of channels."""
+        """Return the kernel sizes to choose from, or every number of channels up to the full one."""
         return self.template.kernel_sizes if part == "kernel" else super().legal(part)
 
     def kernel(self, size: int) -> Tensor:
-        """Return the weight of a kernel size for all channels, (channels, 1, size, size)."""
+        """Return the weight with a kernel size for all channels, of shape (channels, 1, size, size)."""
         weight: Any = self.weight
         sizes = self.template.kernel_sizes
         names = [f"{large}to{small}_matrix" for small, large in itertools.pairwise(sizes)]
@@ -86,19 +108,22 @@ class ElasticKernel(Operator):
         return smaller_kernel(weight, matrices, list(sizes), size)
 
     def computed_kernels(self) -> dict[int, Tensor]:
-        """Return the kernels that were made by matrices so far, (channels, 1, size, size), by their size.
+        """Return the kernels that were computed with matrices so far.
 
-        All views of a size share one of them. They are memory beyond the supernet's weights.
+        All views with one kernel size share one of them. They take memory beyond the supernet's weights.
+
+        Returns:
+            The weights, each of shape (channels, 1, size, size), by kernel size.
         """
         return {size: computed.tensor for size, computed in sorted(self._computed.items())}
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the weight of the first channels, made for the kernel size."""
+        """Return the weight of the first channels with the subnet's kernel size."""
         channels, size = sizes
         return {"weight": self.kernel(size)[:channels], "bias": None}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the channel counts, kernel size and padding of the subnet's module."""
+        """Return the numbers of channels, the kernel size and the padding of the subnet's module."""
         channels, size = sizes
         counts = dict.fromkeys(("in_channels", "out_channels", "groups"), channels)
         reversed_padding = [size // 2] * 4
@@ -110,7 +135,7 @@ class ElasticKernel(Operator):
         }
 
     def parameters_of(self, sizes: tuple[int, ...], trainable: bool) -> dict[str, Any]:
-        """Return a subnet's parameters: shared, frozen Parameters, or slices that carry gradients."""
+        """Return a subnet's parameters, as `Operator.parameters_of` does."""
         channels, size = sizes
         if trainable or not self.template.matrices or size == self.full("kernel"):
             return super().parameters_of(sizes, trainable)
@@ -123,13 +148,14 @@ class ElasticKernel(Operator):
         return found
 
     def bind(self, row: Row, trainable: bool = False) -> nn.Module:
-        """Return the convolution of one subnet."""
+        """Return the convolution of one subnet, as `Operator.bind` does."""
         sizes = self.sizes(row)
         parameters = self.parameters_of(sizes, trainable)
-        return view_module(self._plain, parameters=parameters, **self.attributes(sizes))  # type: ignore[arg-type]
+        return view_module(self._plain, parameters=parameters, **self.attributes(sizes))  # type:
+        ignore[arg - type]
 
     def forget(self) -> None:
-        """Drop the shared tensors, after the parameters have moved to other storage."""
+        """Drop the shared slices and the computed kernels."""
         super().forget()
         self._computed.clear()
 
@@ -138,7 +164,7 @@ class ElasticKernel(Operator):
 
 
 class _Computed:
-    """A kernel made by matrices, and the versions of the weights it was made from."""
+    """A kernel that was computed with matrices, and the versions of the weights that it was computed from."""
 
     def __init__(self, operator: ElasticKernel, size: int) -> None:
         self.operator = operator
@@ -152,7 +178,7 @@ class _Computed:
         return [tensor_version(weight) for weight in weights]
 
     def refresh(self) -> None:
-        """Compute again, in place, what changed in place."""
+        """Compute the kernel again, in place, if the weights have changed in place."""
         versions = self._versions()
         if versions != self.versions:
             with torch.inference_mode(False), torch.no_grad():
@@ -160,11 +186,13 @@ class _Computed:
             self.versions = versions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of a view has its own kernel, which follows nothing
+        return type(
+            None
+        ), ()  # The kernel of a copied view is a weight of its own, which is never computed again.
 
 
 class _FollowingConv2d(nn.Conv2d):
-    """The convolution of a view, whose kernel follows the supernet's weights."""
+    """The convolution of a view whose kernel is computed from the supernet's weights."""
 
     owned_as: ClassVar[type[nn.Module]] = nn.Conv2d
 
@@ -178,13 +206,17 @@ class _FollowingConv2d(nn.Conv2d):
 
 
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:
-    """Make a depthwise kernel of a smaller size. TorchScript compiles it as it is.
+    """Return a depthwise kernel of a smaller size. TorchScript compiles this function, so it is kept simple.
 
     Args:
-        weight: of the largest, (channels, 1, sizes[-1], sizes[-1]).
-        matrices: from each size to the one before it; none = the bare centre.
-        sizes: the kernel sizes, ascending.
-        size: one of them.
+        weight: the weight with the largest kernel, of shape (channels, 1, sizes[-1], sizes[-1]).
+        matrices: the matrix from each size to the one before it, of shape (sizes[i] ** 2, sizes[i] ** 2). If
+            the list is empty, the smaller kernel is the centre of the larger one.
+        sizes: the kernel sizes in ascending order.
+        size: one of `sizes`.
+
+    Returns:
+        The weight, of shape (channels, 1, size, size).
     """
     if has_torch_function_unary(weight):
         return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
@@ -15,16 +15,33 @@ __all__ = ["LayerSelect"]
 
 
 class LayerSelect(Operator):
-    """Keeps any subset of a container's layers, in order (SuperServe section 3.1).
+    """Keeps any subset of the layers of an `nn.Sequential` or `nn.ModuleList`, in order.
 
-    Covers `nn.Sequential` and `nn.ModuleList`. `LayerSelect.on(**{"3": "block3.keep"})` names, for
-    each layer that can be skipped, the dimension that is 1 where it is kept and 0 where not; layers
-    that are not named are always kept. A prefix (OFA), a strided choice (DynaBERT) or any other list
-    differ only in the rows the space resolves to.
+    Which layers are kept is up to the size rows of the space: OFA keeps the first ones, DynaBERT every n-th.
+
+    Source:
+        SuperServe, section 3.1.
     """
 
+    @classmethod
+    def on(cls, **follows: str) -> Elastic:
+        """Describe a stack of which layers can be skipped, for `insert_`.
+
+        Args:
+            follows: name of a layer in the container -> the dimension that is 1 if the layer is kept and 0
+                if it is skipped. Layers that are not named are always kept.
+
+        Example:
+            >>> LayerSelect.on(**{"2": "block2.keep", "3": "block3.keep"})
+        """
+        return cls._described(**follows)
+
     def check(self) -> None:
-        """Refuse other containers and layers that do not exist."""
+        """Check that the template is a stack and that the described layers exist.
+
+        Raises:
+            InsertError: the template is another module, or it has no layer of a described name.
+        """
         if not isinstance(self.template, nn.Sequential | nn.ModuleList):
             raise self.refuse("only Sequential and ModuleList are stacks of layers")
         missing = [name for name in self.dims if name not in self._modules]
@@ -32,32 +49,37 @@ class LayerSelect(Operator):
             raise self.refuse(f"it has no layers {missing}; choose from {list(self._modules)}")
 
     def full(self, part: str) -> int:  # noqa: ARG002
-        """Return 1: a layer is kept or not."""
+        """Return 1, the size of a layer that is kept."""
         return 1
 
     def legal(self, part: str) -> Sequence[int]:  # noqa: ARG002
-        """Return 0 and 1: a layer is skipped or kept."""
+        """Return 0 (the layer is skipped) and 1 (it is kept)."""
         return (0, 1)
 
     def gate(self, name: str) -> tuple[int, int] | None:
-        """Return the position in a row, and the value there with which a layer is kept; None = always."""
+        """Return the condition under which a layer is kept.
+
+        Returns:
+            A position in size rows, and the size there with which the layer is kept; None if the layer is
+            always kept.
+        """
         return (self.dims[name], 1) if name in self.dims else None
 
     def kept(self, row: Row) -> list[str]:
-        """Return the names of the layers the subnet keeps, in order."""
+        """Return the names of the layers that the subnet of a size row keeps, in order."""
         gates = {name: self.gate(name) for name in self._modules}
         return [name for name, gate in gates.items() if gate is None or row[gate[0]] == gate[1]]
 
     def chain(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return the container of all layers, of which those not kept hand on their input."""
+        """Return a container of all layers, in which a skipped layer is the identity. Exports use it."""
         return self.select(layers)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return the container of already bound kept layers, renumbered where names are numbers."""
+        """Return a container of the kept layers, which are bound already; numbers as names start at 0 again."""
         numbered = all(name.isdigit() for name in self._modules)
         modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
         return view_module(self.template, modules=modules)
 
     def bind(self, row: Row, trainable: bool = False) -> Any:
-        """Binding a stack binds its layers; `subnetact.binding` does it."""
+        """Not implemented: `subnetact.supernet.bind` binds the kept layers and calls `select`."""
         raise NotImplementedError

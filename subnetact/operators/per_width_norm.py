@@ -1,4 +1,4 @@
-"""PerWidthNorm: BatchNorm with one affine, and statistics for every listed subnet in the checkpoint."""
+"""PerWidthNorm: BatchNorm with one weight and bias and, in the checkpoint, statistics of several widths."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subnetact.operators.base import Elastic
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.space import Row
 
@@ -16,13 +17,18 @@ __all__ = ["PerWidthBatchNorm2d", "PerWidthNorm"]
 
 
 class PerWidthBatchNorm2d(nn.Module):
-    """BatchNorm over (N, C, H, W) that stores statistics of several widths; as it is, the widest's.
+    """BatchNorm over (N, C, H, W) that stores running statistics of several widths.
+
+    Without an operator around it, it runs on the statistics of the widest.
 
     Args:
-        num_features: channels of the full network.
-        listed: the channel count of every listed width, in the order of the list.
-        eps: added to the variance.
-        momentum: of the running statistics in training.
+        num_features: the number of channels of the full network.
+        listed: the number of channels of every listed width, in the order of the list.
+        eps: a small number that is added to the variance.
+        momentum: the weight of a new batch in the running statistics, in training.
+
+    Source:
+        Universally Slimmable Networks (Yu and Huang, 2019).
     """
 
     def __init__(
@@ -41,16 +47,18 @@ class PerWidthBatchNorm2d(nn.Module):
         self.widest = self.listed.index(max(self.listed))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise with the statistics of the widest."""
+        """Normalise an input of shape (N, C, H, W) with the statistics of the widest."""
         mean, var = (self.get_buffer(f"running_{what}_{self.widest}") for what in ("mean", "var"))
         return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
 class PerWidthNorm(SubnetNorm):
-    """A SubnetNorm whose checkpoint brings statistics per listed width (US-Nets).
+    """A SubnetNorm whose checkpoint has statistics for several listed widths.
 
-    Follows `channels`, and `position`, which is one more than the position in the list. Until a
-    subnet is calibrated it runs on the statistics listed for it.
+    Until a subnet is calibrated, it runs on the statistics that are listed for it.
+
+    Source:
+        Universally Slimmable Networks (Yu and Huang, 2019).
     """
 
     parts = ("channels", "position")
@@ -63,27 +71,43 @@ class PerWidthNorm(SubnetNorm):
             self.__dict__["template"] = plain.train(template.training)
             self.listed = template.listed
 
+    @classmethod
+    def on(cls, *, channels: str | None = None, position: str | None = None, **others: str) -> Elastic:
+        """Describe an elastic PerWidthBatchNorm2d, for `insert_`.
+
+        Args:
+            channels: the dimension that gives the number of channels. If None, all are kept.
+            position: the dimension that chooses the listed statistics: 1 for the first listed width, 2 for
+                the second, and so on. It is required.
+            others: parts that this operator does not have; `insert_` refuses them.
+        """
+        return cls._described(channels=channels, position=position, **others)
+
     def check(self) -> None:
-        """Refuse modules that are not PerWidthBatchNorm2d."""
+        """Check that the template is a PerWidthBatchNorm2d and that `position` follows a dimension.
+
+        Raises:
+            InsertError: the template is another module, or `position` is missing.
+        """
         if not hasattr(self, "listed") or "position" not in self.dims:
             raise self.refuse("only PerWidthBatchNorm2d, with a dimension for 'position', lists statistics")
 
     def full(self, part: str) -> int:
-        """Return the number of channels, or of listed widths."""
+        """Return the number of channels of the full network, or the number of listed widths."""
         return len(self.listed) if part == "position" else super().full(part)
 
     def sizes(self, row: Row) -> tuple[int, ...]:
-        """Return the channels; the position decides the statistics only."""
+        """Return the number of channels. The position decides the statistics only, not the shape."""
         return (self.size("channels", row),)
 
     def shared_statistics(self, row: Row) -> tuple[Tensor, Tensor]:
-        """Return the mean and variance listed for the subnet."""
+        """Return the mean and the variance, each of shape (channels,), that are listed for the subnet."""
         position = self.size("position", row) - 1
         mean: Any = self._buffers[f"running_mean_{position}"]
         var: Any = self._buffers[f"running_var_{position}"]
         return mean.data, var.data
 
     def batches_tracked(self) -> Tensor:
-        """Return the widest's counter of training batches."""
+        """Return the counter of training batches of the widest."""
         counter: Any = self._buffers[f"num_batches_tracked_{self.listed.index(max(self.listed))}"]
         return counter  # type: ignore[no-any-return]

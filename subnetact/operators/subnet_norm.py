@@ -1,4 +1,4 @@
-"""SubnetNorm: BatchNorm whose mean and variance belong to the subnet, its affine to the supernet."""
+"""SubnetNorm: BatchNorm with a mean and variance per subnet, and one weight and bias for all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
@@ -16,27 +16,50 @@ __all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_
 WEIGHTED_BIASED = "weighted_biased"
 CUMULATIVE_UNBIASED = "cumulative_unbiased"
 CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
-"""How statistics of batches are averaged: by batch size with biased variances (OFA
-`set_running_statistics`), or every batch alike with unbiased ones (BatchNorm without momentum, as
-AttentiveNAS and Slimmable Networks calibrate)."""
+"""How calibration averages the statistics of batches.
+
+`weighted_biased` weights every batch with its size and averages biased variances (OFA's
+`set_running_statistics`). `cumulative_unbiased` gives every batch the same weight and averages unbiased
+variances (BatchNorm with `momentum=None`, as AttentiveNAS and Slimmable Networks calibrate).
+"""
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class SubnetNorm(Operator):
-    """Keeps one (mean, variance) row per subnet and one affine for all (SuperServe section 3.1).
+    """A BatchNorm with one weight and bias for all subnets, and a mean and variance per subnet.
 
-    The parameters `weight[:channels]` and `bias[:channels]` are shared slices. The statistics come
-    from a `NormTable`; without a row there, from the first entries of the shared running statistics.
+    `weight[:channels]` and `bias[:channels]` are shared slices. The statistics of a calibrated subnet come
+    from the `NormTable` of the supernet. Other subnets use the first channels of the shared running
+    statistics, which costs accuracy.
+
+    Source:
+        SuperServe, section 3.1.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("channels",)
 
     rule: str = WEIGHTED_BIASED
-    """How calibration averages this norm's batches; one of `CALIBRATION_RULES`."""
+    """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
+
+    @classmethod
+    def on(cls, *, channels: str | None = None, **others: str) -> Elastic:
+        """Describe an elastic BatchNorm, for `insert_`.
+
+        BatchNorms that a description does not name become SubnetNorms with all channels.
+
+        Args:
+            channels: the dimension that gives the number of channels. If None, all are kept.
+            others: parts that this operator does not have; `insert_` refuses them.
+        """
+        return cls._described(channels=channels, **others)
 
     def check(self) -> None:
-        """Refuse modules that are not BatchNorm with running statistics."""
+        """Check that the template is a BatchNorm with running statistics.
+
+        Raises:
+            InsertError: the template is another module, or keeps no running statistics.
+        """
         if not isinstance(self.template, BATCH_NORMS):
             raise self.refuse("only BatchNorm has statistics that depend on the subnet")
         if self.template.running_mean is None:
@@ -47,17 +70,17 @@ class SubnetNorm(Operator):
         return int(self.template.num_features)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the affine of the first `channels` channels."""
+        """Return the weight and the bias of the first channels."""
         (channels,) = sizes
         affine: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
         return {name: None if t is None else t[:channels] for name, t in affine.items()}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the channel count of the subnet's module."""
+        """Return the number of channels of the subnet's module."""
         return {"num_features": sizes[0]}
 
     def shared_statistics(self, row: Row) -> tuple[Tensor, Tensor]:
-        """Return the first channels of the supernet's own running mean and variance."""
+        """Return the first channels of the shared running mean and variance, each of shape (channels,)."""
         (channels,) = self.sizes(row)
         mean: Any = self.running_mean
         var: Any = self.running_var
@@ -68,7 +91,14 @@ class SubnetNorm(Operator):
         return self._buffers["num_batches_tracked"]
 
     def bind_with(self, row: Row, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
-        """Return the BatchNorm of one subnet with the given statistics, each of shape (channels,).
+        """Return the BatchNorm of one subnet with given statistics.
+
+        Args:
+            row: the size row of the subnet.
+            mean: the running mean, of shape (channels,).
+            var: the running variance, of shape (channels,).
+            trainable: whether weight and bias carry gradients to the shared ones, and the module keeps the
+                training mode of the supernet.
 
         Raises:
             SpecError: the statistics are of another number of channels.
@@ -91,5 +121,5 @@ class SubnetNorm(Operator):
         return bound
 
     def bind(self, row: Row, trainable: bool = False) -> nn.Module:
-        """Return the BatchNorm of one subnet on the supernet's shared statistics."""
+        """Return the BatchNorm of one subnet with the shared statistics; for the arguments see `bind_with`."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)

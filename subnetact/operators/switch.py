@@ -1,4 +1,4 @@
-"""ModuleSwitch: one of several modules, one for each listed subnet."""
+"""ModuleSwitch: a place of the network where every subnet uses one of several modules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from subnetact.operators.base import Elastic
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.space import Row
 
@@ -14,11 +15,11 @@ __all__ = ["ModuleSwitch", "SwitchableModule"]
 
 
 class SwitchableModule(nn.Module):
-    """Modules of which one is used; as it is, the one at `default`.
+    """Several modules of which one is used. Without an operator around it, that is the default one.
 
     Args:
-        modules: the alternatives, named by their positions.
-        default: the position of the full network's.
+        modules: the alternatives; their positions are their names.
+        default: the position of the alternative of the full network.
     """
 
     def __init__(self, *modules: nn.Module, default: int) -> None:
@@ -28,21 +29,36 @@ class SwitchableModule(nn.Module):
         self.default = str(default)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the default alternative."""
+        """Return the output of the default alternative for an input that it takes."""
         return self._modules[self.default](x)  # type: ignore[misc, no-any-return]
 
 
 class ModuleSwitch(LayerSelect):
-    """Puts one of an `SwitchableModule`' modules in its place (Slimmable Networks' switchable BatchNorm).
+    """Uses one of the alternatives of a `SwitchableModule` in each subnet; they share nothing.
 
-    `ModuleSwitch.on(choice="width.position")` follows a dimension that is one more than the position. The
-    alternatives share nothing, affine parameters included.
+    Source:
+        The switchable BatchNorm of Slimmable Neural Networks (Yu et al., 2019).
     """
 
     parts = ("choice",)
 
+    @classmethod
+    def on(cls, *, choice: str | None = None, **others: str) -> Elastic:
+        """Describe a switchable module, for `insert_`.
+
+        Args:
+            choice: the dimension that chooses the alternative: 1 for the first one, 2 for the second, and so
+                on. It is required.
+            others: parts that this operator does not have; `insert_` refuses them.
+        """
+        return cls._described(choice=choice, **others)
+
     def check(self) -> None:
-        """Refuse other modules."""
+        """Check that the template is a SwitchableModule and that `choice` follows a dimension.
+
+        Raises:
+            InsertError: the template is another module, or `choice` is missing.
+        """
         if not isinstance(self.template, SwitchableModule) or "choice" not in self.dims:
             raise self.refuse("only SwitchableModule, with a dimension for 'choice', can be switched")
 
@@ -51,30 +67,30 @@ class ModuleSwitch(LayerSelect):
         return len(self._modules)
 
     def legal(self, part: str) -> Sequence[int]:
-        """Return 1 .. the number of alternatives."""
+        """Return the numbers from 1 to the number of alternatives."""
         return range(1, self.full(part) + 1)
 
     def gate(self, name: str) -> tuple[int, int]:
-        """Return the position in a row, and the value there that chooses an alternative."""
+        """Return the position in size rows, and the size there with which an alternative is chosen."""
         return self.dims["choice"], int(name) + 1
 
     def kept(self, row: Row) -> list[str]:
-        """Return the name of the subnet's alternative.
+        """Return the name of the alternative that the subnet of a size row uses, as a list of one.
 
         Raises:
-            SpecError: the dimension is outside 1 .. the number of alternatives.
+            SpecError: the size is not between 1 and the number of alternatives.
         """
         self.size("choice", row)
         return super().kept(row)
 
     def chain(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return all alternatives in a row, of which those not chosen hand on their input."""
+        """Return all alternatives one after another; those that are not chosen are the identity."""
         return nn.Sequential(
             OrderedDict((name, layer) for name, layer in layers.items() if layer is not None)
         )
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return the already bound alternative itself."""
+        """Return the chosen alternative, which is bound already."""
         (chosen,) = layers.values()
         if chosen is None:
             raise self.refuse("an alternative is missing")

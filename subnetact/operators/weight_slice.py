@@ -1,4 +1,14 @@
-"""WeightSlice: the first channels of a convolution, the first features of a linear layer."""
+"""WeightSlice: the first channels of a convolution, the first features of a linear layer.
+
+The slicing rule is `weight[:out, :in_]` and `bias[:out]`.
+
+Grouped convolutions keep the number of channels per group and lose whole groups. With G groups of
+`in_channels / G` inputs and `out_channels / G` outputs, a subnet with g of the G groups uses
+`weight[: g * out_channels / G]` with all columns, because the second axis of the weight is the inputs of one
+group. A depthwise convolution (one channel per group) therefore keeps its first channels. The number of
+outputs decides the number of inputs and the other way round, so only one of `out` and `in_` needs a
+dimension.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +17,43 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subnetact.operators.base import Operator
+from subnetact.operators.base import Elastic, Operator
 from subnetact.space import Row
 
 __all__ = ["WeightSlice"]
 
 
 class WeightSlice(Operator):
-    """Slices `weight[:out, :in_]` and `bias[:out]` (SuperServe section 3.1; every published family).
+    """Slices `weight[:out, :in_]` and `bias[:out]` of a convolution or a linear layer.
 
-    Covers `nn.Conv1d/2d/3d` and `nn.Linear`. A grouped convolution keeps the width of a group and
-    loses whole groups, so a depthwise convolution keeps its first channels; only one of `out` and
-    `in_` need be followed there, the other is implied.
+    It covers `nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d` and `nn.Linear`. How grouped convolutions are sliced is
+    said at the top of this file: they lose whole groups.
+
+    Source:
+        SuperServe, section 3.1. Every published family slices in this way.
     """
 
     parts = ("out", "in_")
 
+    @classmethod
+    def on(cls, *, out: str | None = None, in_: str | None = None, **others: str) -> Elastic:
+        """Describe an elastic convolution or linear layer, for `insert_`.
+
+        Args:
+            out: the dimension that gives the number of output channels or features. If None, all are kept.
+            in_: the dimension that gives the number of input channels or features. If None, all are kept.
+                For a grouped convolution one of `out` and `in_` implies the other.
+            others: parts that this operator does not have; `insert_` refuses them.
+        """
+        return cls._described(out=out, in_=in_, **others)
+
     def check(self) -> None:
-        """Refuse other modules, and grouped ones whose two sides follow different dimensions."""
+        """Check that the template is a convolution or linear layer, and that grouped sides agree.
+
+        Raises:
+            InsertError: the template is another module, or a grouped convolution whose inputs and outputs
+                follow different dimensions.
+        """
         if not isinstance(self.template, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear):
             raise self.refuse("only Conv1d, Conv2d, Conv3d and Linear have a weight it can slice")
         if self._groups > 1:
@@ -37,12 +66,12 @@ class WeightSlice(Operator):
         return int(getattr(self.template, "groups", 1))
 
     def legal(self, part: str) -> Sequence[int]:
-        """Return every number of channels that is whole groups."""
+        """Return every legal number of channels: multiples of the channels of one group."""
         each = self.full(part) // self._groups if self._groups > 1 else 1
         return range(each, self.full(part) + 1, each)
 
     def full(self, part: str) -> int:
-        """Return the number of output or input channels of the full network."""
+        """Return the number of output or input channels (or features) of the full network."""
         names = ("out_features", "in_features") if self._is_linear else ("out_channels", "in_channels")
         return int(getattr(self.template, names[part == "in_"]))
 
@@ -51,7 +80,12 @@ class WeightSlice(Operator):
         return isinstance(self.template, nn.Linear)
 
     def sizes(self, row: Row) -> tuple[int, ...]:
-        """Return (out, in_), the one implied by the other where groups tie them together."""
+        """Return (out, in_) of a subnet. In a grouped convolution one of them implies the other.
+
+        Raises:
+            SpecError: a size is not legal.
+            InsertError: the channels are not whole groups.
+        """
         out, in_ = self.size("out", row), self.size("in_", row)
         if self._groups > 1:
             per_out, per_in = self.full("out") // self._groups, self.full("in_") // self._groups
