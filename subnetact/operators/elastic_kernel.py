@@ -151,8 +151,8 @@ class ElasticKernel(Operator):
         """Return the convolution of one subnet, as `Operator.bind` does."""
         sizes = self.sizes(row)
         parameters = self.parameters_of(sizes, trainable)
-        return view_module(self._plain, parameters=parameters, **self.attributes(sizes))  # type:
-        ignore[arg - type]
+        plain: Any = self._plain
+        return view_module(plain, parameters=parameters, **self.attributes(sizes))
 
     def forget(self) -> None:
         """Drop the shared slices and the computed kernels."""
@@ -186,9 +186,7 @@ class _Computed:
             self.versions = versions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(
-            None
-        ), ()  # The kernel of a copied view is a weight of its own, which is never computed again.
+        return type(None), ()  # The kernel of a copied view is an ordinary weight, not computed any more.
 
 
 class _FollowingConv2d(nn.Conv2d):

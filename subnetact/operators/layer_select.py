@@ -75,7 +75,7 @@ class LayerSelect(Operator):
         return self.select(layers)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return a container of the kept layers, which are bound already; numbers as names start at 0 again."""
+        """Return a container of the kept layers, bound already; names that are numbers restart at 0."""
         numbered = all(name.isdigit() for name in self._modules)
         modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
         return view_module(self.template, modules=modules)

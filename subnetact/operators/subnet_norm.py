@@ -121,5 +121,5 @@ class SubnetNorm(Operator):
         return bound
 
     def bind(self, row: Row, trainable: bool = False) -> nn.Module:
-        """Return the BatchNorm of one subnet with the shared statistics; for the arguments see `bind_with`."""
+        """Return the BatchNorm of one subnet with the shared statistics, as `bind_with` does."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
