@@ -1,124 +1,166 @@
 """The whole path on the embedded trained supernet: `python -m subnetact.demo`.
 
-Loads the supernet trained on handwritten digits, repairs the accuracy of its subnets, profiles them on
-this machine, and serves a burst of real digit images under deadlines, next to two fixed networks.
+The demo loads the supernet that was trained on handwritten digits, repairs the accuracy of its subnets by
+calibration, profiles them on this machine, and serves a burst of real digit images under deadlines. The
+same arrivals are served three times: with all subnets, and with the largest and the smallest subnet alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import math
+import random
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import machine
-from subnetact.digits import (
-    Digits,
-    distort,
-    load_digits_supernet,
-    read_digits,
-)
+from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
-from subnetact.errors import RequestError, UncalibratedSubnetWarning
+from subnetact.errors import MissingExtra, RequestError, UncalibratedSubnetWarning
 from subnetact.latency.table import LatencyTable
+from subnetact.nas.evaluation import evaluate
 from subnetact.nas.search import Candidate
 from subnetact.pareto import pareto_front
 from subnetact.profile.sweep import profile_latency
-from subnetact.serving.live.batcher import Batcher, Decided
-from subnetact.serving.policies import Fixed, SlackFit
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.traces import bursty
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Run", "machine_notes", "main"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-SERVED = 8
+SUBNETS = 8
+"""Pareto-optimal subnets that are served."""
+PROFILE_MS = 300.0
+"""Time spent on every cell of the latency table, in ms, so that slow phases of the machine are seen too."""
+BIN_MS = 100.0
+"""Width of the bins of the figure, in ms."""
+BUSY_SHARE = 0.9
+"""A computing thread that gets less than this share of a core shares the machine with other work."""
+DRIFT = 1.5
+"""Batches that take this many times their profiled latency, or its inverse, mean another machine."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one policy did with the trace."""
+    """What one contender did with the trace.
+
+    Attributes:
+        name: the contender.
+        in_time: whether each request was answered within the SLO, of shape (requests,).
+        right: whether each request was answered in time and with the right label, of shape (requests,).
+        accuracy: accuracy in percent that the table promises for the subnet that answered each request in
+            time, of shape (requests,); NaN if the request was missed.
+        late_ms: how long after its due time the client sent each request, of shape (requests,).
+        slowdown: typical latency of a batch, as a multiple of the profiled one.
+    """
 
     name: str
-    requests: int
-    met: int
-    profiled: float
-    right: int
-    decisions: list[Decided]
-    started_ms: float
+    in_time: npt.NDArray[np.bool_]
+    right: npt.NDArray[np.bool_]
+    accuracy: Floats
+    late_ms: Floats
+    slowdown: float
 
     @property
     def row(self) -> str:
-        """The run as one line of the table."""
+        """The run as one line of the printed table."""
+        met = max(int(self.in_time.sum()), 1)
+        promised = float(self.accuracy[self.in_time].sum()) / met
         return (
-            f"{self.name:<26}{100 * self.met / self.requests:>11.2f} %{self.profiled:>12.2f} %"
-            f"{100 * self.right / max(self.met, 1):>12.2f} %{100 * self.right / self.requests:>13.2f} %"
+            f"{self.name:<26}{100 * self.in_time.mean():>11.2f} %{promised:>12.2f} %"
+            f"{100 * self.right.sum() / met:>12.2f} %{100 * self.right.mean():>13.2f} %"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration; return 0."""
+    """Run the demonstration on this machine, print its tables and draw its figure.
+
+    Args:
+        arguments: the command line without the program's name. If None, `sys.argv` is used.
+
+    Returns:
+        The exit status, 0.
+    """
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="where to draw")
+    parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
     parser.add_argument("--candidates", type=int, default=40, help="subnets to choose from")
     parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell")
+    parser.add_argument("--seed", type=int, default=0, help="seed of candidates, digits and arrivals")
     args = parser.parse_args(arguments)
-    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2:
-        parser.error("--out needs a folder that exists, --seconds a positive number, --candidates at least 2")
+    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2 or args.profile_ms <= 0:
+        parser.error(
+            "--out needs a folder that exists, --seconds and --profile-ms positive numbers, --candidates at "
+            "least 2"
+        )
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
     sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
+    log = logging.getLogger("subnetact.serving")
+    level = log.level
+    log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
     try:
         _demonstrate(args)
     finally:
+        log.setLevel(level)
         torch.set_num_threads(threads)
         sys.setswitchinterval(interval)
     return 0
 
 
 def _demonstrate(args: argparse.Namespace) -> None:
+    plt = _pyplot()
     supernet = load_digits_supernet()
     parameters = sum(p.numel() for p in supernet.parameters())
     print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {_machine()}")
     training, held_out = read_digits()
     generator = torch.Generator().manual_seed(args.seed)
     pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
-    validation = _views_of(Digits(held_out.images[::2], held_out.labels[::2]), 3, generator)
-    test = _views_of(Digits(held_out.images[1::2], held_out.labels[1::2]), 3, generator)
+    validation = _distorted(Digits(held_out.images[::2], held_out.labels[::2]), 3, generator)
+    test = _distorted(Digits(held_out.images[1::2], held_out.labels[1::2]), 3, generator)
 
-    specs = supernet.space.sample(args.seed, args.candidates)
+    specs = supernet.space.sample(random.Random(args.seed), args.candidates)
     shown = [specs[0], *specs[2:6], specs[1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
-        before = [_accuracy(supernet, spec, test) for spec in shown]
+        before = evaluate(supernet, shown, [test])
     calibrate(supernet, specs, pool)
     print("\nAccuracy on held-out digits (%), one set of weights:")
     print(f"{'shared statistics':>20}{'SubnetNorm':>14}   subnet")
-    for shared, spec in zip(before, shown, strict=True):
-        print(f"{shared:>20.1f}{_accuracy(supernet, spec, test):>14.1f}   {spec}")
+    for shared, own, spec in zip(before, evaluate(supernet, shown, [test]), shown, strict=True):
+        print(f"{shared:>20.1f}{own:>14.1f}   {spec}")
 
     front = _front(supernet, specs, validation)
     engine = Engine(supernet, [c.spec for c in front], example=test.images[0])
+    share = [_share_of_core()]
     table = profile_latency(
-        engine, BATCH_SIZES, [c.accuracy for c in front], statistic="p90", min_time_ms=120
+        engine, BATCH_SIZES, [c.accuracy for c in front], statistic="p90", min_time_ms=args.profile_ms
     )
     print(f"\nPareto set of {len(specs)} candidates, profiled here (p90 latency in ms):")
     print("  accuracy  " + "".join(f"{f'batch {b}':>10}" for b in BATCH_SIZES) + "   subnet")
-    for key, percent, row in zip(table.subnets, table.accuracy, table.latency_ms, strict=True):
-        print(f"{percent:>8.1f} % " + "".join(f"{ms:>10.2f}" for ms in row) + f"   {key}")
+    for key, percent, cells in zip(table.subnets, table.accuracy, table.latency_ms, strict=True):
+        print(f"{percent:>8.1f} % " + "".join(f"{ms:>10.2f}" for ms in cells) + f"   {key}")
 
     slo_ms, arrivals_ms, burst_qps, capacity_qps = _trace(table, args.seconds, args.seed)
     print(
@@ -126,11 +168,14 @@ def _demonstrate(args: argparse.Namespace) -> None:
         f"the largest subnet alone sustains {capacity_qps:.0f}/s."
     )
     policies: list[tuple[str, Policy]] = [
-        ("SlackFit, all subnets", SlackFit(table, slo_ms=slo_ms, margin_ms=2.0, margin=0.3)),
+        ("HullFit, all subnets", HullFit(table, slo_ms=slo_ms)),
         ("fixed, largest subnet", Fixed(table, len(front) - 1)),
         ("fixed, smallest subnet", Fixed(table, 0)),
     ]
-    runs = [asyncio.run(_serve(name, policy, engine, test, arrivals_ms, slo_ms)) for name, policy in policies]
+    runs = []
+    for name, policy in policies:
+        runs.append(asyncio.run(_serve(name, policy, engine, test, arrivals_ms, slo_ms)))
+        share.append(_share_of_core())
     print(f"{'policy':<26}{'in time':>13}{'profiled':>14}{'measured':>14}{'effective':>15}")
     for run in runs:
         print(run.row)
@@ -138,7 +183,9 @@ def _demonstrate(args: argparse.Namespace) -> None:
         "in time: answered within the SLO, of all requests. profiled: mean accuracy the table promises for\n"
         "those. measured: how many of those carry the right label. effective: right and in time, of all."
     )
-    _draw(args.out, table, runs[0], arrivals_ms, capacity_qps)
+    for note in machine_notes(runs, share, slo_ms):
+        print(f"NOTE: {note}")
+    _draw(plt, args.out, runs, arrivals_ms, capacity_qps)
     print(f"Figure: {args.out}")
 
 
@@ -147,40 +194,38 @@ def _machine() -> str:
     return f"{facts['device_name']}, {facts['cpus']} CPUs, torch {facts['torch']}, 1 thread"
 
 
-def _views_of(data: Digits, copies: int, generator: torch.Generator) -> Digits:
+def _distorted(data: Digits, copies: int, generator: torch.Generator) -> Digits:
     images = torch.cat([distort(data.images, generator) for _ in range(copies)])
     return Digits(images, data.labels.repeat(copies))
 
 
-def _accuracy(supernet: Supernet, spec: SubnetSpec, data: Digits) -> float:
-    with torch.inference_mode():
-        right = supernet(data.images, subnet=spec).argmax(1) == data.labels
-    return 100 * float(right.float().mean())
-
-
 def _front(supernet: Supernet, specs: list[SubnetSpec], data: Digits) -> list[Candidate]:
-    """Evaluate every candidate and keep at most SERVED Pareto-optimal ones, spread over latency."""
+    """Evaluate every candidate and keep at most SUBNETS Pareto-optimal ones, spread over latency."""
     engine = Engine(supernet, specs, example=data.images[0])
     quick = profile_latency(engine, [8], warmup_ms=5, min_time_ms=30)
     candidates = [
-        Candidate(spec, _accuracy(supernet, spec, data), float(ms))
-        for spec, ms in zip(specs, quick.latency_ms[:, 0], strict=True)
+        Candidate(spec, percent, float(ms))
+        for spec, percent, ms in zip(
+            specs, evaluate(supernet, specs, [data]), quick.latency_ms[:, 0], strict=True
+        )
     ]
     front = pareto_front(candidates, cost=lambda c: c.latency_ms, gain=lambda c: c.accuracy)
-    kept = {round(i) for i in np.linspace(0, len(front) - 1, min(SERVED, len(front)))}
+    kept = {round(i) for i in np.linspace(0, len(front) - 1, min(SUBNETS, len(front)))}
     return [front[i] for i in sorted(kept)]
 
 
-def _trace(
-    table: LatencyTable, seconds: float, seed: int
-) -> tuple[float, np.ndarray[Any, Any], float, float]:
-    """Choose SLO and rates from the profile: lulls the largest subnet can serve, and a burst it cannot."""
+def _trace(table: LatencyTable, seconds: float, seed: int) -> tuple[float, Floats, float, float]:
+    """Choose the SLO and the rates from the profile: lulls the largest subnet can serve, a burst it cannot.
+
+    The burst stays below half of what the smallest subnet sustains, so that the machine may become slower
+    after it was profiled.
+    """
     throughput = [
-        max(1e3 * b / ms for b, ms in zip(BATCH_SIZES, row, strict=True)) for row in table.latency_ms
+        max(1e3 * b / ms for b, ms in zip(BATCH_SIZES, cells, strict=True)) for cells in table.latency_ms
     ]
-    slo_ms = max(20.0, math.ceil(2.5 * table.latency_ms[-1][BATCH_SIZES.index(8)]))
-    lull, burst = 0.4 * throughput[-1], min(2.0 * throughput[-1], 0.6 * throughput[0])
-    burst = max(burst, 1.3 * throughput[-1])
+    slo_ms = max(40.0, math.ceil(3.0 * table.latency_ms[-1][BATCH_SIZES.index(8)]))
+    lull, burst = 0.35 * throughput[-1], min(2.0 * throughput[-1], 0.45 * throughput[0])
+    burst = max(burst, 1.2 * throughput[-1])
     third = seconds / 3
     parts = [
         third * 1e3 * i + bursty(0.5 * qps, 0.5 * qps, 4.0, third, seed + i)
@@ -190,11 +235,16 @@ def _trace(
 
 
 async def _serve(
-    name: str, policy: Policy, engine: Engine, data: Digits, arrivals_ms: np.ndarray[Any, Any], slo_ms: float
+    name: str, policy: Policy, engine: Engine, data: Digits, arrivals_ms: Floats, slo_ms: float
 ) -> Run:
-    """Send the trace in real time; a request never waits for an earlier one's answer."""
-    decisions: list[Decided] = []
-    served: list[tuple[bool, float]] = []
+    """Send the trace in real time; a request never waits for an earlier one's answer.
+
+    The batcher gets the profile and nothing else: it learns in service what batches really take.
+    """
+    count = len(arrivals_ms)
+    in_time, right = np.zeros(count, bool), np.zeros(count, bool)
+    accuracy, late_ms = np.full(count, np.nan), np.zeros(count)
+    images, labels = list(data.images), data.labels.tolist()
 
     async def one(i: int) -> None:
         try:
@@ -202,53 +252,126 @@ async def _serve(
         except RequestError:
             return
         if answer.met:
-            right = int(answer.output.argmax()) == labels[i % len(labels)]
-            served.append((right, answer.accuracy))
+            in_time[i], accuracy[i] = True, answer.accuracy
+            right[i] = int(answer.output.argmax()) == labels[i % len(labels)]
 
-    images, labels = list(data.images), data.labels.tolist()
-    async with Batcher(
-        engine, policy=policy, slo_ms=slo_ms, on_decision=decisions.append, learn=False
-    ) as batcher:  # SlackFit is given margins of its own
+    async with Batcher(engine, policy=policy, slo_ms=slo_ms) as batcher:
         started = time.perf_counter()
         tasks = []
         for i, due_ms in enumerate(arrivals_ms):
             delay = started + due_ms / 1e3 - time.perf_counter()
             if delay > 0:
                 await asyncio.sleep(delay)
+            late_ms[i] = (time.perf_counter() - started) * 1e3 - due_ms
             tasks.append(asyncio.create_task(one(i)))
         await asyncio.gather(*tasks)
-    profiled = float(np.mean([accuracy for _, accuracy in served])) if served else 0.0
-    right = sum(right for right, _ in served)
-    return Run(name, len(arrivals_ms), len(served), profiled, right, decisions, started * 1e3)
+        slowdown, _ = batcher.corrections.drift()
+    return Run(name, in_time, right, accuracy, late_ms, slowdown)
 
 
-def _draw(
-    path: Path, table: LatencyTable, run: Run, arrivals_ms: np.ndarray[Any, Any], capacity_qps: float
-) -> None:
-    import matplotlib as mpl
+def _share_of_core(seconds: float = 0.2) -> float:
+    """Return the share of a core that a thread gets which does nothing but compute."""
+    wall, own = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - wall < seconds:
+        sum(range(1000))
+    return (time.thread_time() - own) / (time.perf_counter() - wall)
 
+
+def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) -> list[str]:
+    """Return the reasons for which the result says more about the machine than about the policies.
+
+    Args:
+        runs: what the contenders did.
+        share: shares of a core that `_share_of_core` found before and after serving.
+        slo_ms: time that every request was given, in ms.
+
+    Returns:
+        One sentence per reason; none if the machine was quiet and kept its speed.
+    """
+    found = []
+    if min(share) < BUSY_SHARE:
+        found.append(
+            f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
+            "Run the demo again on an idle machine before you trust these figures."
+        )
+    run = max(runs, key=lambda run: abs(math.log(run.slowdown)))
+    if not 1 / DRIFT < run.slowdown < DRIFT:
+        found.append(
+            f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
+            f"latency while '{run.name}' was served, so the contenders did not have the same machine."
+        )
+    late_ms = max(float(np.percentile(run.late_ms, 99)) for run in runs)
+    if late_ms > slo_ms / 4:
+        found.append(
+            f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
+            "they were due, so the load was burstier than intended."
+        )
+    return found
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingExtra(
+            "the demo's figure needs matplotlib: pip install 'subnetact[demo]'"
+        ) from error
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(3, 1, figsize=(9, 7), sharex=True, constrained_layout=True)
-    width = 0.1
-    bins = np.arange(0, arrivals_ms[-1] / 1e3 + width, width)
-    counts, edges = np.histogram(arrivals_ms / 1e3, bins)
-    axes[0].stairs(counts / width, edges, fill=True, color="tab:gray")
-    axes[0].axhline(capacity_qps, color="tab:red", ls="--", label="capacity of the largest subnet")
-    axes[0].set_ylabel("arrivals per second")
+    return plt
+
+
+def _draw(plt: Any, path: Path, runs: Sequence[Run], arrivals_ms: Floats, capacity_qps: float) -> None:
+    """Draw arrivals, and for every contender accuracy and misses per bin of BIN_MS."""
+    figure, axes = plt.subplots(
+        3, 1, figsize=(9, 7.5), sharex=True, constrained_layout=True, height_ratios=(1, 2, 1.3)
+    )
+    edges = np.arange(0, arrivals_ms[-1] + BIN_MS, BIN_MS)
+    which = np.minimum(np.searchsorted(edges, arrivals_ms, side="right") - 1, len(edges) - 2)
+    counts = np.bincount(which, minlength=len(edges) - 1)
+    seconds = edges / 1e3
+    axes[0].stairs(counts / (BIN_MS / 1e3), seconds, fill=True, color="tab:gray")
+    axes[0].axhline(capacity_qps, color="tab:red", ls="--", label="the largest subnet sustains")
+    axes[0].set_ylabel("arrivals\nper second")
     axes[0].legend(loc="upper right")
-    seconds = [(d.t_ms - run.started_ms) / 1e3 for d in run.decisions]
-    axes[1].scatter(seconds, [table.accuracy[d.subnet] for d in run.decisions], s=4, color="tab:blue")
-    axes[1].set_ylabel("accuracy of the\nchosen subnet (%)")
-    axes[2].scatter(seconds, [d.k for d in run.decisions], s=4, color="tab:green")
-    axes[2].set_ylabel("batch")
+    for run, color in zip(runs, ("tab:blue", "tab:red", "tab:green"), strict=True):
+        _draw_run(axes[1], axes[2], run, which, counts, seconds, color)
+    axes[1].set_ylabel("accuracy of what was\nanswered in time (%)")
+    axes[1].legend(loc="lower right")
+    axes[2].set_ylabel("missed (%)")
     axes[2].set_xlabel("seconds")
+    ours = runs[0]
     axes[0].set_title(
-        f"{run.name}: {100 * run.met / run.requests:.2f} % of {run.requests:,} requests in time"
+        f"All subnets: {100 * ours.in_time.mean():.1f} % of {len(arrivals_ms):,} requests in time, "
+        f"{100 * ours.right.mean():.1f} % right and in time\n"
+        f"largest alone: {100 * runs[1].in_time.mean():.1f} % and {100 * runs[1].right.mean():.1f} %; "
+        f"smallest alone: {100 * runs[2].in_time.mean():.1f} % and {100 * runs[2].right.mean():.1f} %",
+        fontsize=10,
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _draw_run(
+    accuracy: Axes,
+    missed: Axes,
+    run: Run,
+    which: npt.NDArray[np.intp],
+    counts: npt.NDArray[np.intp],
+    seconds: Floats,
+    color: str,
+) -> None:
+    bins = len(counts)
+    met = np.bincount(which, weights=run.in_time, minlength=bins)
+    total = np.bincount(which, weights=np.nan_to_num(run.accuracy), minlength=bins)
+    middle = (seconds[:-1] + seconds[1:]) / 2
+    mean = np.where(met > 0, total / np.maximum(met, 1), np.nan)
+    share = np.where(counts > 0, 100 * (1 - met / np.maximum(counts, 1)), np.nan)
+    accuracy.plot(middle, mean, color=color, lw=1.5, label=run.name)
+    bad = share > 0
+    accuracy.scatter(middle[bad], mean[bad], marker="x", s=18 + share[bad] / 3, color=color, lw=1.2)
+    missed.plot(middle, share, color=color, lw=1.5)
 
 
 if __name__ == "__main__":

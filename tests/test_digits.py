@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import subnetact
+from subnetact.demo import Run, machine_notes
 from subnetact.digits import distort, load_digits_supernet, read_digits
 from subnetact.supernet.supernet import Supernet
 
@@ -61,13 +63,47 @@ def test_subnets_trade_accuracy_and_subnet_norm_repairs_them() -> None:
 def test_the_demo_runs_and_draws(tmp_path: Path) -> None:
     out = tmp_path / "demo.png"
     done = subprocess.run(
-        [sys.executable, "-m", "subnetact.demo", "--candidates", "6", "--seconds", "1.5", "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "subnetact.demo",
+            "--candidates",
+            "6",
+            "--seconds",
+            "1.5",
+            "--profile-ms",
+            "60",
+            "--out",
+            str(out),
+        ],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    for words in ("shared statistics", "Pareto set", "SlackFit, all", "fixed, largest", "fixed, smallest"):
+    for words in ("shared statistics", "Pareto set", "HullFit, all", "fixed, largest", "fixed, smallest"):
         assert words in done.stdout
     assert out.stat().st_size > 10_000
+
+
+def run(slowdown: float = 1.0, late_ms: float = 0.5) -> Run:
+    met = np.array([True, True, False, True])
+    right = np.array([True, False, False, True])
+    accuracy = np.array([80.0, 70.0, np.nan, 60.0])
+    return Run("ours", met, right, accuracy, np.full(4, late_ms), slowdown)
+
+
+def test_a_contender_is_counted() -> None:
+    assert run().row.split() == ["ours", "75.00", "%", "70.00", "%", "66.67", "%", "50.00", "%"]
+
+
+def test_the_demo_says_when_the_machine_decided_the_result() -> None:
+    assert machine_notes([run(), run(1.3)], [1.0, 0.97], 40.0) == []
+    (busy,) = machine_notes([run()], [0.99, 0.62], 40.0)
+    assert "62 % of a core" in busy
+    for slowdown in (0.5, 2.0):
+        (drift,) = machine_notes([run(), run(slowdown)], [1.0], 40.0)
+        assert f"{slowdown:.2f} times the profiled latency" in drift
+    (late,) = machine_notes([run(late_ms=15.0)], [1.0], 40.0)
+    assert "15 ms after" in late
