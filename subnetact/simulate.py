@@ -1,12 +1,26 @@
-"""`python -m subnetact.simulate`: compare scheduling policies on a trace of arrivals."""
+"""`python -m subnetact.simulate`: compare scheduling policies on a trace of arrivals.
+
+`subnetact.simulate` is also the name of the function that runs one simulation. Importing this module puts the
+module in the function's place, so the module can be called like the function.
+"""
 
 import sys
+from types import ModuleType
+from typing import Any
 
 from subnetact.serving.simulation.cli import main
+from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
+
+__all__ = ["main", "simulate"]
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> SimulationResult:
+        return simulate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     sys.exit(main())
-
-# `subnetact.simulate` names the function as well as this command; importing the module yields the function.
-sys.modules[__name__] = simulate  # type: ignore[assignment]
