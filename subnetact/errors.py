@@ -1,33 +1,35 @@
-"""Every error and warning the library raises on purpose.
+"""Every error and warning that the library raises on purpose.
 
-SubnetActError
-├── SpecError (ValueError)            a subnet specification is malformed
-│   ├── IllegalChoice                 a value is not among an axis' choices
-│   └── ForeignSpec                   a specification of another space
-├── InsertError (ValueError)          an elastic description does not fit its network
-├── ViewError (RuntimeError)          something a zero-copy view must not do
-├── CheckpointError (ValueError)      weights that do not fit the family
-├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
-│   └── MissingFile (FileNotFoundError)  a file, or the folder that it belongs in, does not exist
-├── DeviceError (RuntimeError)        a device that this machine or this torch does not have
-├── EngineError (ValueError)          an engine cannot be made with these arguments
-├── MissingExtra (ImportError)        a package that this feature needs is not installed
-├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
-├── ExportError (RuntimeError)         a network, or this machine, that a format cannot be made from
-├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
-├── SearchError (ValueError)          a search cannot run, or not resume, with these arguments
-├── TableError (ValueError)           a latency table is malformed
-├── ResumeMismatch (ValueError)       unfinished work of other weights, subnets, data, settings or machines
-├── ProfileMismatch (ValueError)      a latency table of another supernet or other subnets
-├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
-├── TraceError (ValueError)           arrivals that cannot be simulated
-└── RequestError                      one request failed; no other request is affected
-    ├── InvalidRequest (ValueError)   refused at the door: input or deadline
-    ├── QueueFull                     refused at the door: the queue is at its bound
-    ├── DeadlinePassed                no subnet could answer in time any more
-    ├── BatchFailed                   the forward pass raised
-    │   └── WorkerHung                it did not come back, twice
-    └── BatcherClosed                 the batcher no longer takes requests
+Users catch `SubnetActError` for everything, or one of its classes:
+
+    SubnetActError
+    ├── SpecError (ValueError)            a subnet specification is malformed
+    │   ├── IllegalChoice                 a value is not among an axis' choices
+    │   └── ForeignSpec                   a specification belongs to another space
+    ├── InsertError (ValueError)          an elastic description does not fit its network
+    ├── ViewError (RuntimeError)          an operation that a zero-copy view must not do
+    ├── CheckpointError (ValueError)      weights do not fit the family
+    ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
+    │   └── MissingFile (FileNotFoundError)  a file, or the folder that it belongs in, does not exist
+    ├── DeviceError (RuntimeError)        this machine or this torch does not have the device
+    ├── EngineError (ValueError)          an engine cannot be made with these arguments
+    ├── MissingExtra (ImportError)        a package that this feature needs is not installed
+    ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
+    ├── ExportError (RuntimeError)        a network cannot be written in a format, or not on this machine
+    ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
+    ├── SearchError (ValueError)          a search cannot run or resume with these arguments
+    ├── TableError (ValueError)           a latency table is malformed
+    ├── ResumeMismatch (ValueError)       saved work belongs to other weights, subnets, data or settings
+    ├── ProfileMismatch (ValueError)      a latency table belongs to another supernet or other subnets
+    ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
+    ├── TraceError (ValueError)           arrivals cannot be simulated
+    └── RequestError                      one request failed; no other request is affected
+        ├── InvalidRequest (ValueError)   the input, the deadline or the minimum accuracy was refused
+        ├── QueueFull                     the queue is full
+        ├── DeadlinePassed                the request expired: no subnet can meet its deadline
+        ├── BatchFailed                   the forward pass raised; the cause is chained
+        │   └── WorkerHung                two workers hung over this request
+        └── BatcherClosed                 the batcher no longer takes requests
 
 UncalibratedSubnetWarning (UserWarning)
 """
@@ -86,7 +88,7 @@ class InsertError(SubnetActError, ValueError):
 
 
 class ViewError(SubnetActError, RuntimeError):
-    """An operation that would change the weights every subnet shares."""
+    """An operation on a view would change the weights that every subnet shares."""
 
 
 class CheckpointError(SubnetActError, ValueError):
@@ -102,7 +104,7 @@ class MissingFile(FileFormatError, FileNotFoundError):
 
 
 class DeviceError(SubnetActError, RuntimeError):
-    """A device that this machine, or this build of torch, does not have."""
+    """This machine, or this build of torch, does not have the device."""
 
 
 class EngineError(SubnetActError, ValueError):
@@ -118,7 +120,7 @@ class NotCalibrated(SubnetActError, RuntimeError):
 
 
 class ExportError(SubnetActError, RuntimeError):
-    """A network cannot be written in a format, or this machine cannot write it; it says what can."""
+    """A network cannot be written in a format, or this machine cannot write it; the message says what can."""
 
 
 class RecompileRefused(SubnetActError, RuntimeError):
@@ -126,7 +128,7 @@ class RecompileRefused(SubnetActError, RuntimeError):
 
 
 class SearchError(SubnetActError, ValueError):
-    """A search cannot run with these arguments, or a state is of another search."""
+    """A search cannot run with these arguments, or a saved state belongs to another search."""
 
 
 class TableError(SubnetActError, ValueError):
@@ -146,7 +148,7 @@ class PolicyError(SubnetActError, ValueError):
 
 
 class TraceError(SubnetActError, ValueError):
-    """Arrivals that cannot be simulated or replayed."""
+    """The given arrivals cannot be simulated or replayed."""
 
 
 class RequestError(SubnetActError):
@@ -154,15 +156,15 @@ class RequestError(SubnetActError):
 
 
 class InvalidRequest(RequestError, ValueError):
-    """The request's input or deadline was refused at the door."""
+    """The request was refused: its input, its deadline or its minimum accuracy is invalid."""
 
 
 class QueueFull(RequestError):
-    """The queue was at its bound when the request arrived."""
+    """The request was refused: `max_queue` requests were waiting when it arrived."""
 
 
 class DeadlinePassed(RequestError):
-    """No registered subnet could answer the request in time any more."""
+    """The request expired: no registered subnet can meet its deadline any more."""
 
 
 class BatchFailed(RequestError):
@@ -170,7 +172,7 @@ class BatchFailed(RequestError):
 
 
 class WorkerHung(BatchFailed):
-    """A worker did not come back from the request, the second one that tried; its result is discarded."""
+    """Two workers in turn hung over the request; what they return later is discarded."""
 
 
 class BatcherClosed(RequestError):
