@@ -313,9 +313,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise MissingExtra(
-            "the demo's figure needs matplotlib: pip install 'subnetact[demo]'"
-        ) from error
+        raise MissingExtra("the demo's figure needs matplotlib: pip install 'subnetact[demo]'") from error
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

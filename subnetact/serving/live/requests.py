@@ -1,6 +1,6 @@
 """Requests, their answers, and the way an answer gets from a worker's thread to the client that waits."""
 
-from __future__ import annotations
+# Annotations are not postponed here, so that tools can read the fields of the named tuples from other modules.
 
 import asyncio
 import concurrent.futures
