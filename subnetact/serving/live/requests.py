@@ -1,6 +1,6 @@
 """Requests, their answers, and the way an answer gets from a worker's thread to the client that waits."""
 
-# Annotations are not postponed here, so that tools can read the fields of the named tuples from other modules.
+# Annotations are not postponed here, so that tools can read the fields of the named tuples elsewhere.
 
 import asyncio
 import concurrent.futures
