@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import re
 import zipfile
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from subnetact.documents import parse_json
 from subnetact.errors import CheckpointError
 
 __all__ = ["fill", "match", "read", "settings", "unwrap"]
@@ -127,7 +127,7 @@ def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str,
     """
     path = Path(directory) / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         return {key: value for key, value in content.items() if key in known}
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable configuration ({error})") from error

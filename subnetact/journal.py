@@ -22,21 +22,30 @@ JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another fi
 
 
 class Journal:
-    """Records on disk, in the order they were written.
+    """Records in a file, in the order in which they were written.
+
+    Iterating yields the records, as dictionaries; `len` counts them.
 
     Args:
-        path: the file; made where there is none.
-        environment: JSON facts under which records are comparable.
-        resume: whether records of an earlier run may be there.
-        folder: what to remove to begin afresh, for messages; None = the file.
+        path: the file; it is created if it does not exist.
+        environment: facts, of values that JSON can hold, that must be the same for records to be comparable.
+        resume: whether the file may hold records of an earlier run.
+        folder: the folder that a user has to remove to begin anew, for messages; if None, the file.
 
     Attributes:
         path: the file.
-        environment: what was given.
+        environment: the facts, as JSON gives them back.
 
     Raises:
-        FileFormatError: the file is something else, or of a newer schema.
-        ResumeMismatch: it has records and `resume` is False, or of another environment.
+        MissingFile: the folder of the file does not exist.
+        FileFormatError: the file is damaged, of another kind, or of a newer schema.
+        ResumeMismatch: the file has records although `resume` is False, or records of another environment.
+
+    Example:
+        >>> journal = Journal("work.jsonl", {"threads": 1})
+        >>> journal.append("window", cell=[0, 0, 1], ms=3.5)
+        >>> [record["ms"] for record in journal.of("window")]
+        [3.5]
     """
 
     def __init__(
@@ -60,11 +69,26 @@ class Journal:
         return len(self._records)
 
     def of(self, record: str) -> list[dict[str, Any]]:
-        """The records of one name."""
+        """Return the records of one name.
+
+        Args:
+            record: the name.
+
+        Returns:
+            Each record's name, as "record", and its facts, in the order of writing.
+        """
         return [found for found in self._records if found["record"] == record]
 
     def append(self, record: str, **facts: Any) -> None:
-        """Write one more record."""
+        """Write one more record at the end of the file.
+
+        Args:
+            record: the name.
+            **facts: of values that JSON can hold.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         line = {"record": record, **facts}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -87,13 +111,14 @@ class Journal:
         if differing:
             raise ResumeMismatch(
                 f"{self.path}: was begun in another environment; then and now: {'; '.join(differing)}. "
-                f"Restore it, or remove {self._removable} to begin afresh"
+                f"Restore that environment, or remove {self._removable} to begin anew"
             )
         os.truncate(self.path, length)
         return records
 
 
 def _differing(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Yield, for every fact that differs, its dotted name and both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {*before, *now}:
             yield from _differing(before.get(key), now.get(key), f"{name}.{key}" if name else key)

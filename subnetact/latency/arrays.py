@@ -29,25 +29,10 @@ Table = TypeVar("Table", bound="TableArrays")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TableArrays:
-    """Latency of every (subnet, batch size) on one device, with the accuracy of every subnet.
+    """The contents of a latency table; the attributes are described at `LatencyTable`.
 
-    Instances are immutable and are made with `from_arrays`. A latency of NaN marks a cell that was not
-    measured or cannot run, for example because memory ran out; schedulers never choose such a cell.
-
-    Attributes:
-        subnets: the readable key of each subnet, in the order of their ids.
-        accuracy: the accuracy of each subnet, percent; NaN if it is not known.
-        batch_sizes: the measured batch sizes, ascending.
-        latency_ms: read-only float64 array of shape (subnets, batch sizes), ms.
-        statistics: further read-only arrays of that shape, by name: "std", "p50" or "p99", in ms. A profile
-            also has "stable" (1 or 0), "windows" and "runs" (counts). A statistic measured with 2 co-runners
-            has a name such as "p99_with_2_co_runners".
-        stamp: facts about the device and the measurement, of values that JSON can hold.
-        co_runners: the numbers of co-runners that latencies were measured with, ascending; empty if
-            latencies were measured without co-runners only.
-        co_runner_ms: latencies with co-runners, shape (numbers of co-runners, subnets, batch sizes), ms.
-        pad_index: entry k is the column of the smallest batch size >= k, for k from 0 to the largest batch
-            size.
+    Instances are immutable and are made with `from_arrays`. Every instance is valid: all arrays have one
+    value per subnet and batch size, and all latencies are > 0 or NaN.
     """
 
     subnets: tuple[str, ...]

@@ -21,6 +21,7 @@ STATISTICS = ("mean", "std", "p99")
 PROFILE = DocumentFormat(
     "a SuperServe profile", "", 0, "give a file that the profiler of SuperServe's authors wrote"
 )
+"""For messages only: these files name no kind and no schema."""
 
 
 def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dict[str, Any]:
@@ -43,7 +44,9 @@ def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dic
     found = PROFILE.read_json(path)
     models = found.get("models") if isinstance(found, dict) else None
     if not isinstance(models, list) or not models:
-        raise FileFormatError(f"{path}: not a SuperServe profile; it has no list 'models'")
+        raise FileFormatError(
+            f"{path}: not a SuperServe profile; it has no list 'models'; {PROFILE.next_step}"
+        )
     with PROFILE.fields(path):
         measured = [_by_batch(model, stage) for model in models]
         sizes = sorted(set().union(*measured))
@@ -51,7 +54,7 @@ def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dic
         keys = [_key(model["id"], dimension) for model, dimension in zip(models, dimensions, strict=True)]
         accuracy = [_known(model["accuracy"]) for model in models]
     cells = {
-        name: [[row.get(size, {}).get(name, math.nan) for size in sizes] for row in measured]
+        name: [[times.get(size, {}).get(name, math.nan) for size in sizes] for times in measured]
         for name in STATISTICS
     }
     stamp = {
@@ -72,18 +75,19 @@ def read_superserve(path: str | os.PathLike[str], stage: str = "forward") -> dic
 
 
 def _by_batch(model: Mapping[str, Any], stage: str) -> dict[int, dict[str, float]]:
-    rows = {}
-    for row in model["latency_and_batch_ns"]:
-        times = row if stage == "total" else row["stages"][stage]
-        rows[int(row["batch_size"])] = {
-            name: float(times[name]) / 1e6 for name in STATISTICS if times.get(name) is not None
-        }
-        if "mean" not in rows[int(row["batch_size"])]:
+    """Return the statistics of one subnet in ms, by batch size and name."""
+    found = {}
+    for entry in model["latency_and_batch_ns"]:
+        times = entry if stage == "total" else entry["stages"][stage]
+        statistics = {name: float(times[name]) / 1e6 for name in STATISTICS if times.get(name) is not None}
+        if "mean" not in statistics:
             raise KeyError("mean")
-    return rows
+        found[int(entry["batch_size"])] = statistics
+    return found
 
 
 def _known(percent: float) -> float:
+    """Return an accuracy; these files write a negative number if it is not known."""
     return math.nan if percent < 0 else float(percent)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from subnetact.device import find_device
+from subnetact.documents import parse_json
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import INCLUDES, MODES
@@ -214,7 +214,7 @@ def _job(args: argparse.Namespace) -> ProfileJob:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -260,7 +260,7 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> ProfileResult:
     facts = {**selection.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
     dominated = count_dominated(job, measurements, accuracy)
     if dominated is not None:
-        facts["beaten"] = dominated
+        facts["dominated"] = dominated
     table = table_of(runner, job.batch_sizes, job.settings, measurements, accuracy, **facts)
     cells = count_cells(job, measurements, len(accuracy))
     result = ProfileResult(table, table.monotone(), *cells, dominated, calibrated)
