@@ -230,6 +230,7 @@ def test_each_worker_sets_its_own_number_of_threads(digits: Supernet) -> None:
         with subnetact.Batcher(
             engine,
             table=table,
+            slo_ms=36.0,
             threads_per_worker=2,
             on_decision=lambda _: seen.append(torch.get_num_threads()),
         ) as batcher:
