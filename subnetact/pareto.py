@@ -30,7 +30,7 @@ Costs: TypeAlias = npt.NDArray[np.float64]
 
 
 def pareto_front(
-    rows: Iterable[Item],
+    items: Iterable[Item],
     cost: Callable[[Item], float],
     gain: Callable[[Item], float],
 ) -> list[Item]:
@@ -39,7 +39,7 @@ def pareto_front(
     Of items with the same cost and the same gain the first one is returned.
 
     Args:
-        rows: any objects.
+        items: any objects.
         cost: returns what is to be minimised, for example the latency in ms.
         gain: returns what is to be maximised, for example the accuracy in percent.
 
@@ -49,14 +49,14 @@ def pareto_front(
     Raises:
         TableError: a cost or gain is NaN.
     """
-    items = list(rows)
-    costs = np.empty((len(items), 2))
-    for i, item in enumerate(items):
+    given = list(items)
+    costs = np.empty((len(given), 2))
+    for i, item in enumerate(given):
         paid, gained = float(cost(item)), float(gain(item))
         if paid != paid or gained != gained:
             raise TableError(f"pareto_front: {item!r} has cost {paid} and gain {gained}; neither may be NaN")
         costs[i] = paid, -gained
-    return [items[i] for i in non_dominated(costs)]
+    return [given[i] for i in non_dominated(costs)]
 
 
 def hypervolume(points: Any, reference: Sequence[float]) -> float:
@@ -83,7 +83,10 @@ def hypervolume(points: Any, reference: Sequence[float]) -> float:
     worst = np.asarray(reference, dtype=np.float64)
     given = np.asarray(points, dtype=np.float64).reshape(-1, len(worst))
     if np.isnan(given).any() or np.isnan(worst).any() or len(given) != len(points):
-        raise TableError("hypervolume: points must be rows as long as the reference, without NaN")
+        raise TableError(
+            f"hypervolume: points of shape (points, {len(worst)}), as long as the reference, and no NaN are "
+            f"needed; got points of shape {np.shape(points)}"
+        )
     sign = np.array([-1.0] + [1.0] * (len(worst) - 1))
     return _volume(given * sign, worst * sign)
 

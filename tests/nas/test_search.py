@@ -19,15 +19,8 @@ from subnetact.digits import digits_space, load_digits_supernet, new_digits_supe
 from subnetact.errors import (
     FileFormatError,
     SearchError,
-    TableError,
 )
 from subnetact.nas.genes import Variation
-from subnetact.pareto import (
-    crowding_distance,
-    non_dominated,
-    non_dominated_ranks,
-    spread,
-)
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -37,7 +30,6 @@ SMALL_FAMILIES: dict[str, dict[str, Any]] = {
     "ofa_mbv3": {"width_mult": 0.15, "n_classes": 2},
     "compofa_mbv3": {"width_mult_list": 0.15, "n_classes": 2},
 }
-COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30)
 
 
 @pytest.fixture(scope="module")
@@ -61,65 +53,6 @@ def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], 
             assert spec in space
             assert space.check(spec) == spec
             assert variation.spec(variation.genes(spec)) == spec
-
-
-@given(rows=COSTS)
-def test_ranks_peel_fronts(rows: list[list[int]]) -> None:
-    costs = np.array(rows, dtype=np.float64)
-    rank = non_dominated_ranks(costs)
-
-    def beats(a: list[int], b: list[int]) -> bool:
-        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
-
-    for i, row in enumerate(rows):
-        above = [rank[j] for j, other in enumerate(rows) if beats(other, row)]
-        assert rank[i] == (max(above) + 1 if above else 0)
-    front = non_dominated(costs)
-    assert {tuple(rows[i]) for i in front} == {
-        tuple(r) for r, level in zip(rows, rank, strict=True) if level == 0
-    }
-    assert len({tuple(rows[i]) for i in front}) == len(front)
-    distance = crowding_distance(costs, rank)
-    assert (distance >= 0).all()
-    for column in costs[rank == 0].T:
-        assert any(np.isinf(distance[rank == 0][column == column.min()]))
-
-
-@given(rows=COSTS, extra=st.tuples(st.integers(0, 6), st.integers(0, 6)))
-def test_hypervolume_counts_the_cells_that_points_beat(rows: list[list[int]], extra: tuple[int, int]) -> None:
-    reference = (0, 6)
-    cells = {(x, y) for accuracy, latency in rows for x in range(accuracy) for y in range(latency, 6)}
-    volume = subnetact.hypervolume(rows, reference)
-    assert volume == len(cells)
-    assert subnetact.hypervolume([*rows, extra], reference) >= volume
-
-
-@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=12))
-def test_hypervolume_in_three_objectives(rows: list[tuple[int, int, int]]) -> None:
-    cells = {(x, y, z) for a, b, c in rows for x in range(a) for y in range(b, 4) for z in range(c, 4)}
-    assert subnetact.hypervolume(rows, (0, 4, 4)) == len(cells)
-
-
-def test_hypervolume_refuses_what_has_none() -> None:
-    with pytest.raises(TableError, match="hypervolume"):
-        subnetact.hypervolume([(1.0, float("nan"))], (0, 1))
-    assert subnetact.hypervolume([], (0, 1)) == 0
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40, unique=True), st.integers(2, 45))
-def test_a_spread_is_distinct_ascending_and_has_the_ends(values: list[int], size: int) -> None:
-    ordered = sorted(values)
-    chosen = spread(ordered, size)
-    assert len(chosen) == min(size, len(values))
-    assert chosen == sorted(set(chosen))
-    if len(values) > 1:
-        assert (chosen[0], chosen[-1]) == (0, len(values) - 1)
-
-
-def test_a_spread_is_even_where_it_can_be() -> None:
-    assert spread(list(range(101)), 11) == list(range(0, 101, 10))
-    crowded = [*range(50), *range(50, 1001, 50)]
-    assert [crowded[i] for i in spread(crowded, 21)] == list(range(0, 1001, 50))
 
 
 def law(supernet: Supernet) -> tuple[Callable[[SubnetSpec], float], Callable[[SubnetSpec], float]]:
@@ -230,6 +163,39 @@ def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
     assert len(found.evaluated) == 86
     front = [(c.accuracy, c.latency_ms) for c in found]
     assert subnetact.hypervolume(front, reference) >= 0.99 * whole
+
+
+def sums_of_sizes(supernet: Supernet) -> dict[SubnetSpec, float]:
+    """A stand-in for the latency of every subnet."""
+    return {s: float(sum(supernet.space.resolve(s))) for s in supernet.space.enumerate()}
+
+
+def test_an_exhaustive_search_finds_the_whole_front(digits: Supernet) -> None:
+    cost = sums_of_sizes(digits)
+    gain = {spec: (sum(spec["depth"]) * 7 + spec["width"][0]) % 5 for spec in cost}
+    found = subnetact.search(digits, gain.__getitem__, cost.__getitem__, evaluations=1000, progress=False)
+    expected = subnetact.pareto_front(cost, cost=cost.__getitem__, gain=gain.__getitem__)
+    assert [(c.latency_ms, c.accuracy) for c in found] == [(cost[s], gain[s]) for s in expected]
+
+
+def test_a_random_search_keeps_its_budget_and_seed(digits: Supernet) -> None:
+    cost = sums_of_sizes(digits)
+    asked: list[SubnetSpec] = []
+
+    def accuracy(spec: SubnetSpec) -> float:
+        asked.append(spec)
+        return cost[spec]
+
+    def run() -> subnetact.SearchResult:
+        return subnetact.search(
+            digits, accuracy, cost.__getitem__, evaluations=20, seed=5, method="random", progress=False
+        )
+
+    first = run()
+    assert len(set(asked)) == len(asked) == 20
+    assert {digits.space.smallest(), digits.space.largest()} <= set(asked)
+    assert len(first) >= 2
+    assert first == run()
 
 
 def test_a_budget_near_the_space_is_spent(made_up: tuple[Supernet, Any, Any]) -> None:

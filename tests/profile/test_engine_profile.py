@@ -1,4 +1,4 @@
-"""The engine, one measurement, profiles, fronts and search."""
+"""The engine, one measurement, and profiles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import subnetact
 from subnetact.device import machine, measure
@@ -119,54 +117,6 @@ def test_profile_arguments_are_checked(engine: subnetact.Engine) -> None:
     ):
         with pytest.raises(TableError):
             subnetact.profile_latency(engine, batch_sizes, **more)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
-def test_a_front_holds_exactly_the_unbeaten(rows: list[tuple[int, int]]) -> None:
-    front = subnetact.pareto_front(rows, cost=lambda r: r[0], gain=lambda r: r[1])
-
-    def beats(a: tuple[int, int], b: tuple[int, int]) -> bool:
-        return a != b and a[0] <= b[0] and a[1] >= b[1]
-
-    assert set(front) == {row for row in rows if not any(beats(other, row) for other in rows)}
-    assert front == sorted(set(front))
-
-
-def test_a_front_refuses_nan() -> None:
-    with pytest.raises(TableError, match="NaN"):
-        subnetact.pareto_front([1.0, float("nan")], cost=lambda r: r, gain=lambda r: r)
-
-
-def parameters(supernet: Supernet) -> dict[subnetact.SubnetSpec, float]:
-    return {s: float(sum(supernet.space.resolve(s))) for s in supernet.space.enumerate()}
-
-
-def test_an_exhaustive_search_finds_the_whole_front(digits: Supernet) -> None:
-    cost = parameters(digits)
-    gain = {spec: (sum(spec["depth"]) * 7 + spec["width"][0]) % 5 for spec in cost}
-    found = subnetact.search(digits, gain.__getitem__, cost.__getitem__, evaluations=1000, progress=False)
-    expected = subnetact.pareto_front(cost, cost=cost.__getitem__, gain=gain.__getitem__)
-    assert [(c.latency_ms, c.accuracy) for c in found] == [(cost[s], gain[s]) for s in expected]
-
-
-def test_a_random_search_keeps_its_budget_and_seed(digits: Supernet) -> None:
-    cost = parameters(digits)
-    asked: list[subnetact.SubnetSpec] = []
-
-    def accuracy(spec: subnetact.SubnetSpec) -> float:
-        asked.append(spec)
-        return cost[spec]
-
-    def run() -> subnetact.SearchResult:
-        return subnetact.search(
-            digits, accuracy, cost.__getitem__, evaluations=20, seed=5, method="random", progress=False
-        )
-
-    first = run()
-    assert len(set(asked)) == len(asked) == 20
-    assert {digits.space.smallest(), digits.space.largest()} <= set(asked)
-    assert len(first) >= 2
-    assert first == run()
 
 
 def test_unknown_accuracy_survives_on_disk_and_is_refused_by_schedulers(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Pareto dominance: fronts, ranks, crowding distance, hypervolume and even choices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import subnetact
+from subnetact.errors import TableError
+from subnetact.pareto import crowding_distance, non_dominated, non_dominated_ranks, spread
+
+COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30)
+
+
+@given(rows=COSTS)
+def test_ranks_peel_fronts(rows: list[list[int]]) -> None:
+    costs = np.array(rows, dtype=np.float64)
+    rank = non_dominated_ranks(costs)
+
+    def beats(a: list[int], b: list[int]) -> bool:
+        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+
+    for i, row in enumerate(rows):
+        above = [rank[j] for j, other in enumerate(rows) if beats(other, row)]
+        assert rank[i] == (max(above) + 1 if above else 0)
+    front = non_dominated(costs)
+    assert {tuple(rows[i]) for i in front} == {
+        tuple(r) for r, level in zip(rows, rank, strict=True) if level == 0
+    }
+    assert len({tuple(rows[i]) for i in front}) == len(front)
+    distance = crowding_distance(costs, rank)
+    assert (distance >= 0).all()
+    for column in costs[rank == 0].T:
+        assert any(np.isinf(distance[rank == 0][column == column.min()]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+def test_a_front_holds_exactly_the_items_that_nothing_dominates(points: list[tuple[int, int]]) -> None:
+    front = subnetact.pareto_front(points, cost=lambda r: r[0], gain=lambda r: r[1])
+
+    def dominates(a: tuple[int, int], b: tuple[int, int]) -> bool:
+        return a != b and a[0] <= b[0] and a[1] >= b[1]
+
+    assert set(front) == {point for point in points if not any(dominates(other, point) for other in points)}
+    assert front == sorted(set(front))
+
+
+def test_a_front_refuses_nan() -> None:
+    with pytest.raises(TableError, match="NaN"):
+        subnetact.pareto_front([1.0, float("nan")], cost=lambda r: r, gain=lambda r: r)
+
+
+@given(rows=COSTS, extra=st.tuples(st.integers(0, 6), st.integers(0, 6)))
+def test_hypervolume_counts_the_cells_that_points_beat(rows: list[list[int]], extra: tuple[int, int]) -> None:
+    reference = (0, 6)
+    cells = {(x, y) for accuracy, latency in rows for x in range(accuracy) for y in range(latency, 6)}
+    volume = subnetact.hypervolume(rows, reference)
+    assert volume == len(cells)
+    assert subnetact.hypervolume([*rows, extra], reference) >= volume
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=1, max_size=12))
+def test_hypervolume_in_three_objectives(rows: list[tuple[int, int, int]]) -> None:
+    cells = {(x, y, z) for a, b, c in rows for x in range(a) for y in range(b, 4) for z in range(c, 4)}
+    assert subnetact.hypervolume(rows, (0, 4, 4)) == len(cells)
+
+
+def test_hypervolume_refuses_what_has_none() -> None:
+    with pytest.raises(TableError, match="hypervolume"):
+        subnetact.hypervolume([(1.0, float("nan"))], (0, 1))
+    assert subnetact.hypervolume([], (0, 1)) == 0
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40, unique=True), st.integers(2, 45))
+def test_a_spread_is_distinct_ascending_and_has_the_ends(values: list[int], size: int) -> None:
+    ordered = sorted(values)
+    chosen = spread(ordered, size)
+    assert len(chosen) == min(size, len(values))
+    assert chosen == sorted(set(chosen))
+    if len(values) > 1:
+        assert (chosen[0], chosen[-1]) == (0, len(values) - 1)
+
+
+def test_a_spread_is_even_where_it_can_be() -> None:
+    assert spread(list(range(101)), 11) == list(range(0, 101, 10))
+    crowded = [*range(50), *range(50, 1001, 50)]
+    assert [crowded[i] for i in spread(crowded, 21)] == list(range(0, 1001, 50))
+
+
+@given(st.integers(1, 3).flatmap(lambda n: st.lists(st.tuples(*[st.integers(0, 4)] * n), max_size=20)))
+def test_non_dominated_points_are_the_first_of_each_kind_that_nothing_dominates(
+    points: list[tuple[int, ...]],
+) -> None:
+    costs = np.array(points, dtype=np.float64).reshape(len(points), -1 if points else 2)
+
+    def dominated(point: tuple[int, ...]) -> bool:
+        return any(
+            other != point and all(x <= y for x, y in zip(other, point, strict=True)) for other in points
+        )
+
+    expected = {points.index(point) for point in points if not dominated(point)}
+    found = non_dominated(costs)
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert [points[i] for i in found] == sorted(points[i] for i in found)
