@@ -1,6 +1,6 @@
 """CUDA graphs: the kernel launches of a subnet at one batch size, recorded once and replayed.
 
-Not yet seen on hardware: tested with a backend that stands in for CUDA.
+This module has not run on hardware yet; the tests use a backend that stands in for CUDA.
 """
 
 from __future__ import annotations

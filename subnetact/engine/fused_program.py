@@ -29,6 +29,11 @@ _ONEDNN_NAMES: dict[str, _Activation] = {
 
 
 class _FusedConv(nn.Module):
+    """A packed convolution as a module of the program's graph.
+
+    `overwrite` says whether the second input may be overwritten with the result.
+    """
+
     def __init__(self, conv: PackedConv) -> None:
         super().__init__()
         self.conv = conv

@@ -1,4 +1,4 @@
-"""The engine's modes: every one gives the view's outputs, follows changes, and keeps its budget."""
+"""The engine's modes: each gives the outputs of the view, follows changes, and stays within its budget."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import families, load
+from subnetact.engine import EngineStats
 from subnetact.engine.fast_conv import SMALL_MAP, use_fast_convs_
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_conv import PackedConv
@@ -57,6 +58,7 @@ def test_every_mode_gives_the_views_outputs(digits: Supernet, budget: float, pin
             for _ in range(2):
                 close(engine(x, subnet=i), digits(x, subnet=spec), folded=fused)
     stats = engine.stats()
+    assert isinstance(stats, EngineStats)
     assert stats.fused_bytes + stats.graphs <= stats.budget == int(budget * 2**20)
     assert (stats.fused_bytes > 0) == (stats.fused > 0)
     assert stats.subnets == 4

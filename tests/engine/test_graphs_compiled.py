@@ -1,4 +1,4 @@
-"""Graphs with a backend that stands in for CUDA, and compilation that never falls back."""
+"""CUDA graphs with a backend that stands in for CUDA, and compilation that never falls back to eager mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Recorder:
-    """Replays by calling again; notices what CUDA would forbid."""
+    """A graph backend that replays by calling again, and counts overlapping replays, which CUDA forbids."""
 
     def __init__(self, nbytes: int = 1000, fails: bool = False) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""What needs a CUDA device; run by profiling/on_gpu.sh."""
+"""Tests that need a CUDA device; profiling/on_gpu.sh runs them."""
 
 from __future__ import annotations
 
