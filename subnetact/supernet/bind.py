@@ -1,4 +1,4 @@
-"""Binding: from a network with operators and a resolved row to the plain network of one subnet."""
+"""bind: puts the ordinary network of one subnet together, from a network with operators and a size row."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ def bind(
     trainable: bool = False,
     frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Return the network of one subnet: the same module classes, over slices of the same weights.
+    """Return the network of one subnet: modules of the same classes, over slices of the same weights.
 
     Args:
-        network: a network with operators inserted; it is not changed.
-        row: the subnet's sizes (`SubnetSpace.resolve`).
-        norm: makes the normalisation of the subnet from its operator.
+        network: a network with operators; it is not changed.
+        row: the size row of the subnet (`SubnetSpace.resolve`).
+        norm: a function that makes the BatchNorm of the subnet from its operator.
         trainable: whether the parameters are slices that carry gradients to the full ones.
-        frozen: makes the subnet's parameter of one that nothing slices; None = that one itself.
+        frozen: a function that makes the subnet's parameter from a parameter that no operator slices. If
+            None, the subnet has that parameter itself.
+
+    Returns:
+        The network. A module that occurs several times in the supernet's network is one module in it, too.
+
+    Raises:
+        SpecError: a size in the row is not legal.
     """
     done: dict[int, nn.Module] = {}
 

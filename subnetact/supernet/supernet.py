@@ -1,4 +1,4 @@
-"""Supernet: a network with operators, from which any subnet is actuated in place."""
+"""Supernet: a network with operators, any subnet of which runs in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
 @dataclass(frozen=True)
 class InsertReport:
-    """What `insert_` did: module name -> operator, and the modules with weights it left fixed."""
+    """What `insert_` did.
+
+    Attributes:
+        elastic: name of a module -> the operator that replaced it, in words.
+        fixed: the names of the modules that have weights and were not replaced.
+    """
 
     elastic: Mapping[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
@@ -44,10 +49,10 @@ class InsertReport:
 
 
 def as_supernet(value: object) -> Supernet:
-    """Return what is a supernet.
+    """Return the argument if it is a supernet.
 
     Raises:
-        InsertError: it is something else.
+        InsertError: the argument is something else.
     """
     if not isinstance(value, Supernet):
         raise InsertError(
@@ -58,19 +63,31 @@ def as_supernet(value: object) -> Supernet:
 
 
 class Supernet(nn.Module):
-    """One copy of the weights, and every subnet as a zero-copy view of it (SuperServe section 3).
+    """One copy of the weights, and every subnet as a zero-copy view of it.
 
-    Made by `insert_` and by `ofa_adapters.load`. Its state_dict is the network's own.
+    `insert_` and `ofa_adapters.load` make supernets. The state_dict of a supernet is that of its network.
+
+    Args:
+        network: the network, with operators in it.
+        space: the search space.
+        report: what became elastic and what stayed fixed.
 
     Attributes:
-        network: the network with operators in it.
-        space: its search space.
-        norms: the statistics of calibrated subnets.
-        cached_views: how many views `subnet` and `supernet(x, subnet=...)` keep ready, 1024 unless another
-            number is assigned; the least recently used view makes room for a new one.
-        report: what was made elastic and what was left fixed.
-        origin: how to build it again: `{"name": family, "constructor": arguments}`; None = only the
-            caller knows.
+        network: as given.
+        space: as given.
+        report: as given.
+        norms: the statistics rows of calibrated subnets.
+        cached_views: the number of views that `subnet` and `supernet(x, subnet=...)` keep, 1024 by default.
+            Assign another number to change the limit. The least recently used view is evicted.
+        origin: how bundles build the supernet again: `{"name": family, "constructor": arguments}`. If None,
+            loading a bundle needs a function that builds the supernet.
+
+    Source:
+        SuperServe, section 3.
+
+    Example:
+        >>> supernet = ofa_adapters.load("ofa_resnet50", "checkpoint.pth")
+        >>> y = supernet(x, subnet=supernet.space.smallest())
     """
 
     cached_views: int = 1024
@@ -100,7 +117,7 @@ class Supernet(nn.Module):
 
     @property
     def norms(self) -> NormTable:
-        """The statistics of calibrated subnets; assign a loaded table to replace it."""
+        """The statistics rows of calibrated subnets. Assign another table to use a copy of that table."""
         return self._norms
 
     @norms.setter
@@ -115,22 +132,28 @@ class Supernet(nn.Module):
         self._norms = table.to_like(like)
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
-        """Return the BatchNorms of the network by name."""
+        """Return the operators of all BatchNorms of the network, by name."""
         return {norm.path: norm for norm in self.network.modules() if isinstance(norm, SubnetNorm)}
 
     @property
     def active(self) -> SubnetSpec:
-        """The subnet that `supernet(x)` runs."""
+        """The subnet that `supernet(x)` runs; the largest one until `actuate` is called."""
         return self._active
 
     # -- subnets ---------------------------------------------------------------------------------
 
     def subnet(self, spec: SubnetSpec) -> nn.Module:
-        """Return one subnet as an ordinary module that shares the supernet's storage.
+        """Return the view of one subnet: an ordinary module that shares the supernet's storage.
 
-        Safe to call and to run from many threads. The same view is returned while it is cached.
-        Without statistics of its own it runs on the supernet's shared ones, with one
-        `UncalibratedSubnetWarning`.
+        Many threads may call this method and run views at the same time. As long as the view is cached, the
+        same module is returned. A subnet that was never calibrated runs on the supernet's shared BatchNorm
+        statistics, and the first such subnet gives an `UncalibratedSubnetWarning`.
+
+        Args:
+            spec: the subnet.
+
+        Returns:
+            The view, in evaluation mode. It follows changes of the supernet's weights in place.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -140,7 +163,13 @@ class Supernet(nn.Module):
         return self._ready(spec) or self._build(self.space.check(spec))
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
-        """Return a new view that nobody else holds, and the row of statistics it runs on, or None.
+        """Return a new view that nobody else holds, for code that changes the modules of the view.
+
+        Args:
+            spec: the subnet.
+
+        Returns:
+            The view, and the statistics row that it runs on; None if the subnet was never calibrated.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -161,7 +190,10 @@ class Supernet(nn.Module):
         return self._weights_generation
 
     def actuate(self, spec: SubnetSpec) -> None:
-        """Make `supernet(x)` run this subnet; forward passes under way finish with the one they read.
+        """Make `supernet(x)` run another subnet from now on. Forward passes under way are not affected.
+
+        Args:
+            spec: the subnet.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -171,10 +203,21 @@ class Supernet(nn.Module):
         self._active = spec
 
     def forward(self, *args: Any, subnet: SubnetSpec | None = None, **kwargs: Any) -> Any:
-        """Run the active subnet, or the given one without changing what is active.
+        """Run a subnet.
 
-        In training mode gradients reach the supernet's parameters, and BatchNorm updates the shared
-        running statistics, as elastic training does.
+        In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the
+        statistics of the batch and updates the shared running statistics, as in elastic training.
+
+        Args:
+            args: the inputs of the network.
+            subnet: the subnet to run; `active` stays as it is. If None, the active subnet runs.
+            kwargs: the inputs of the network that are given by name.
+
+        Returns:
+            What the network returns.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self._active if subnet is None else subnet
         if self.training:
@@ -185,16 +228,31 @@ class Supernet(nn.Module):
         return self.subnet(spec)(*args, **kwargs)
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
-        """Return an ordinary network of this subnet with its own copy of the weights."""
+        """Return an ordinary network of one subnet, with its own copy of the weights.
+
+        Args:
+            spec: the subnet.
+
+        Returns:
+            The network, in evaluation mode. It can be trained, moved, saved and exported like any other
+            module. Its BatchNorms have the statistics that the subnet runs on.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
         spec = self.space.check(spec)
         with torch.no_grad():
             return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
-        """Return the canonical forms of specifications, for something that needs each once.
+        """Return the canonical forms of specifications, after a check that all are distinct.
+
+        Args:
+            specs: one or more subnets.
+            what: who needs them, for messages.
 
         Raises:
-            SpecError: there are none, one is there twice, or one is no specification of this space.
+            SpecError: there is no specification, one occurs twice, or one is not of this space.
         """
         given: Any = specs
         if isinstance(given, SubnetSpec | str) or not isinstance(given, Iterable):
@@ -207,7 +265,17 @@ class Supernet(nn.Module):
         return found
 
     def calibrated(self, spec: SubnetSpec) -> bool:
-        """Tell whether a subnet has statistics of its own, or the network needs none."""
+        """Tell whether a subnet needs no (further) calibration.
+
+        Args:
+            spec: the subnet.
+
+        Returns:
+            True if the subnet has a statistics row of its own, or if the network has no BatchNorm.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
         return self.space.check(spec) in self._norms or not self.norm_operators()
 
     def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
@@ -230,10 +298,10 @@ class Supernet(nn.Module):
         return found
 
     def refresh(self) -> None:
-        """Forget cached views, after weights were exchanged behind the supernet's back.
+        """Drop all cached views, after the storage of weights was replaced without the supernet's methods.
 
-        Views follow every change in place, `load_state_dict` and `to`. Only `parameter.data = ...`,
-        and moving `supernet.network` itself, need this.
+        Call this method after `parameter.data = ...` and after moving `supernet.network` itself. Changes of
+        weights in place, `supernet.load_state_dict` and `supernet.to` need no call.
         """
         with self._lock:
             self._weights_generation += 1
@@ -244,7 +312,10 @@ class Supernet(nn.Module):
                     module.forget()
 
     def fingerprint(self) -> str:
-        """Return a hash of the space and of every weight, to stamp measurements with."""
+        """Return a hash of the space and of all weights, as 16 hexadecimal digits.
+
+        Latency tables and files of unfinished work carry it, so that they are not used with other weights.
+        """
         digest = hashlib.sha256(self.space.id.encode())
         for name, tensor in self.network.state_dict().items():
             digest.update(name.encode())
@@ -254,16 +325,26 @@ class Supernet(nn.Module):
     # -- nn.Module --------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the network's own state_dict; the norm table is saved apart."""
+        """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
         return self.network.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the network's own state_dict, all or (where `strict`) nothing; statistics stay.
+        """Load a state_dict of the network. The statistics rows of subnets stay.
+
+        Args:
+            state_dict: tensors by the names of the network.
+            strict: whether all tensors must be there, with their shapes, and no others. If they are not,
+                nothing is loaded.
+            assign: whether to use the given tensors themselves instead of copying them, as in
+                `nn.Module.load_state_dict`.
+
+        Returns:
+            What `nn.Module.load_state_dict` returns.
 
         Raises:
-            CheckpointError: tensors are missing, extra, or of another shape.
+            CheckpointError: `strict` is True, and tensors are missing, extra, or of another shape.
         """
         own = self.network.state_dict()
         wrong = [f"{n} is missing" for n in own if n not in state_dict]
@@ -337,7 +418,7 @@ class Supernet(nn.Module):
         return bind(self.network, row, bind_norm, fresh, None if fresh else self._frozen)
 
     def _frozen(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a frozen parameter of the same storage, one for all views; of a subclass, itself."""
+        """Return a frozen parameter on its storage, one for all views; a subclass is returned as it is."""
         if type(parameter) is not nn.Parameter:
             return parameter
         known = self._frozen_parameters.get(id(parameter))
@@ -359,7 +440,7 @@ class Supernet(nn.Module):
 
 
 def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give the network's names, which a module around the supernet saved, the level they lack."""
+    """Add the prefix `network.` to names that a module around the supernet saved without the prefix."""
     for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(f"{prefix}network.")]:
         state_dict[f"{prefix}network.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     if isinstance(supernet, Supernet):

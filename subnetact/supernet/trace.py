@@ -1,7 +1,7 @@
-"""What a view's forward computes, as a torch.fx graph, without disturbing threads that run others.
+"""Tracing: the forward of a view as a `torch.fx` graph, while other threads run other views.
 
-`torch.fx.symbolic_trace` replaces `nn.Module.__call__` for the whole process while it runs. Here the
-leaves of one private view record themselves instead.
+`torch.fx.symbolic_trace` replaces `nn.Module.__call__` for the whole process while it runs. Here only the
+leaves of one private view are replaced, by modules that record their calls.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def culprit(network: nn.Module, error: BaseException) -> str:
-    """Name the innermost module of a network that an error has passed: `layer1.0.conv (Conv2d)`.
+    """Name the innermost module of a network in which an error was raised.
+
+    Args:
+        network: the network that was running.
+        error: the error that it raised.
 
     Returns:
-        An empty string where there is none.
+        The name and the class, `layer1.0.conv (Conv2d)` for example; an empty string if no module of the
+        network is in the traceback.
     """
     names = {id(module): path for path, module in network.named_modules()}
     path, trace = "", error.__traceback__
@@ -50,14 +55,20 @@ def _is_leaf(module: nn.Module) -> bool:
 def trace_(
     view: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the graph of a view's forward of one tensor, and its leaves by name.
+    """Return the graph of a view's forward of one tensor, and the leaves of the graph.
+
+    PyTorch's own layers are leaves: the graph has one call for each, and nothing of their inside.
 
     Args:
-        view: a view that nobody else uses; it is as before afterwards.
-        is_leaf: tells which further modules are leaves, whatever their forward does.
+        view: a view that nobody else uses. It is unchanged afterwards.
+        is_leaf: a function that tells which further modules are leaves. If None, there are no further ones.
+
+    Returns:
+        The graph, and the leaves by the names under which the graph calls them.
 
     Raises:
-        Exception: the forward depends on values, or reads parameters itself; it cannot be traced.
+        Exception: whatever the forward raises if it cannot be traced, because it depends on values or
+            reads parameters itself.
     """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
@@ -68,7 +79,7 @@ def trace_(
         wanted = _is_leaf(module) or (is_leaf is not None and is_leaf(module))
         if path and wanted and not (inside and path.startswith(inside)):
             leaves[path] = module
-            inside = f"{path}."  # modules come before what is in them, and that before all others
+            inside = f"{path}."  # named_modules() yields a module, then the modules in it, then all others
     try:
         for path, leaf in leaves.items():
             object.__setattr__(leaf, "recorder", partial(tracer.create_proxy, "call_module", path))
