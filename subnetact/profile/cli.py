@@ -132,9 +132,9 @@ def _print(job: ProfileJob, result: ProfileResult, own_network: bool) -> None:
             "profile with --accuracy"
         )
     print(f"calibrated on {result.calibrated}")
-    if job.bundle is not None:
+    if job.save_bundle is not None:
         own = ", supernet=yours" if own_network else ""
-        print(f"{job.bundle}: the bundle; subnetact.Engine.load({str(job.bundle)!r}{own})")
+        print(f"{job.save_bundle}: the bundle; subnetact.Engine.load({str(job.save_bundle)!r}{own})")
     cells_out = int(sum(ms != ms for ms in table.latency_ms.ravel()))
     if cells_out:
         print(f"{cells_out} cells ran out of memory; schedulers do not choose them")
@@ -206,8 +206,8 @@ def _job(args: argparse.Namespace) -> ProfileJob:
         calibrate_on=args.calibrate_on,
         out=args.out,
         csv=args.csv,
-        bundle=args.save_bundle,
-        plots=args.plot,
+        save_bundle=args.save_bundle,
+        plot=args.plot,
         resume=args.resume,
     )
 

@@ -61,8 +61,8 @@ class ProfileJob:
             subnets keep the statistics that they have.
         out: the JSON file of the table. The table for schedulers and the folder of the journal are beside it.
         csv: a CSV file of the table. If None, it is not written.
-        bundle: a directory for the bundle. If None, it is not written.
-        plots: a directory for figures. If None, they are not drawn.
+        save_bundle: a directory for the bundle. If None, it is not written.
+        plot: a directory for figures. If None, they are not drawn.
         resume: continue an earlier run.
         progress: if True, show progress bars when standard error is a terminal.
     """
@@ -77,8 +77,8 @@ class ProfileJob:
     calibrate_on: str | None = None
     out: Path = Path("latency.json")
     csv: Path | None = None
-    bundle: Path | None = None
-    plots: Path | None = None
+    save_bundle: Path | None = None
+    plot: Path | None = None
     resume: bool = False
     progress: bool = True
 
@@ -131,20 +131,20 @@ def check_job(job: ProfileJob, source: ProfileSource) -> None:
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     _check_co_runner_subnet(job, expected_count(source, job.request))
-    if job.plots is not None:
+    if job.plot is not None:
         need_matplotlib()
     for name, path in (("out", job.out), ("csv", job.csv)):
         if path is not None and (not path.parent.is_dir() or path.is_dir()):
             raise TableError(f"{name}: {path} is not a file in a folder that exists")
-    bundle = job.bundle
+    bundle = job.save_bundle
     if bundle is not None and (
         not bundle.parent.is_dir()
         or (bundle.exists() and not bundle.is_dir())
         or (bundle.is_dir() and any(bundle.iterdir()) and not (bundle / "bundle.json").exists())
     ):
         raise TableError(f"save-bundle: {bundle} is neither new nor a bundle, in a folder that exists")
-    if job.plots is not None and (not job.plots.parent.is_dir() or job.plots.is_file()):
-        raise TableError(f"plot: {job.plots} is not a folder, in a folder that exists")
+    if job.plot is not None and (not job.plot.parent.is_dir() or job.plot.is_file()):
+        raise TableError(f"plot: {job.plot} is not a folder, in a folder that exists")
     if job.calibrate_on:
         check_calibration_data(job.calibrate_on, source.example)
 
@@ -183,7 +183,7 @@ def outline(job: ProfileJob, source: ProfileSource) -> str:
             f"cells: {cells}, {settings.windows} to {settings.max_windows} windows each; at least "
             f"{least_s:.0f} s",
             f"files: {job.out}, {job.scheduler_out}, progress in {job.work}"
-            + "".join(f", {path}" for path in (job.csv, job.plots, job.bundle) if path is not None),
+            + "".join(f", {path}" for path in (job.csv, job.plot, job.save_bundle) if path is not None),
         ]
     )
 
@@ -379,14 +379,14 @@ def _write(job: ProfileJob, result: ProfileResult, runner: TimedRunner) -> None:
     result.scheduler.save(job.scheduler_out)
     if job.csv is not None:
         _write_csv(result.table, job.csv)
-    if job.plots is not None:
-        job.plots.mkdir(exist_ok=True)
-        plot_heat_map(result.table, job.plots / "latency.png")
+    if job.plot is not None:
+        job.plot.mkdir(exist_ok=True)
+        plot_heat_map(result.table, job.plot / "latency.png")
         if not any(map(math.isnan, result.table.accuracy)):
-            plot_front(result.table, job.plots / "front.png")
-    if job.bundle is not None:
+            plot_front(result.table, job.plot / "front.png")
+    if job.save_bundle is not None:
         runner.engine.tables = {"measured": result.table, "scheduler": result.scheduler}
-        runner.engine.save(job.bundle)
+        runner.engine.save(job.save_bundle)
 
 
 def _write_csv(table: LatencyTable, path: Path) -> None:

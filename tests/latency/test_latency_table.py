@@ -110,10 +110,10 @@ def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statisti
     assert shown[2]["stable"].tolist() == [[0, 1]]
 
 
-def test_files_with_former_names_of_co_runners_still_load(tmp_path):
+def test_files_with_former_names_still_load(tmp_path):
     table = small(
         statistics={"p99": [[4, 3], [5, 4]], "p99_with_2_co_runners": [[8, 7], [9, 8]]},
-        stamp={"co_runner_subnet": 1},
+        stamp={"co_runner_subnet": 1, "dominated": 0},
         co_runners=[0, 2],
         co_runner_ms=[[[3, 2], [4, 3]], [[6, 5], [9, 8]]],
     )
@@ -124,6 +124,7 @@ def test_files_with_former_names_of_co_runners_still_load(tmp_path):
         ("co_runner_ms", "contended_ms"),
         ("_with_2_co_runners", "_beside_2"),
         ("co_runner_subnet", "colocated"),
+        ("dominated", "beaten"),
     ):
         assert now in former
         former = former.replace(now, then)

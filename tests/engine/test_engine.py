@@ -1,0 +1,56 @@
+"""An engine runs the subnets that are registered with it, and refuses what it cannot run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import subnetact
+from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
+from subnetact.supernet.supernet import Supernet
+
+EXAMPLE = torch.zeros(1, 16, 16)
+X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def engine(digits: Supernet) -> subnetact.Engine:
+    specs = [digits.space.smallest(), digits.space.sample(0), digits.space.largest()]
+    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    return subnetact.Engine(digits, specs, example=EXAMPLE)
+
+
+def test_ids_run_their_subnets(engine: subnetact.Engine) -> None:
+    assert len(engine) == 3
+    for i, spec in enumerate(engine.specs):
+        expected = engine.supernet(X, subnet=spec)
+        assert engine.keys[i] == spec.key
+        torch.testing.assert_close(engine(X, subnet=i), expected, rtol=5e-5, atol=5e-5)
+        torch.testing.assert_close(engine.ready(i)(X), expected, rtol=5e-5, atol=5e-5)
+        outputs = engine.run(i, list(X), 8)
+        assert len(outputs) == 5
+        torch.testing.assert_close(torch.stack(list(outputs)), expected, rtol=5e-5, atol=5e-5)
+
+
+def test_unknown_ids_are_refused(engine: subnetact.Engine) -> None:
+    for wrong in (-1, 3):
+        with pytest.raises(SpecError, match=rf"no subnet {wrong}; this engine has 0\.\.2"):
+            engine(X, subnet=wrong)
+
+
+def test_inputs_are_checked(engine: subnetact.Engine) -> None:
+    engine.check(X[0])
+    for wrong in (X, X[0].double(), X[0, 0], "digit", None):
+        with pytest.raises(InvalidRequest, match="input: "):
+            engine.check(wrong)
+
+
+def test_uncalibrated_and_repeated_subnets_are_refused(digits: Supernet) -> None:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    with pytest.raises(NotCalibrated, match=r"2 of 2 subnets .* allow_uncalibrated"):
+        subnetact.Engine(digits, specs, example=EXAMPLE)
+    with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
+        assert len(subnetact.Engine(digits, specs, example=EXAMPLE, allow_uncalibrated=True)) == 2
+    for wrong in ([], [specs[0]] * 2):
+        with pytest.raises(SpecError, match="distinct"):
+            subnetact.Engine(digits, wrong, example=EXAMPLE)
