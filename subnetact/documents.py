@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp, mkstemp
+from secrets import token_hex
+from tempfile import mkdtemp
 from typing import Any
 
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
@@ -28,7 +29,6 @@ __all__ = [
     "described",
     "parse_json",
     "replacing",
-    "replacing_folder",
 ]
 
 LONGEST_SCHEMA = 9
@@ -280,7 +280,7 @@ class FolderFormat(DocumentFormat):
         Raises:
             FileFormatError: the directory holds something else.
         """
-        with replacing_folder(directory, self.index, self.noun) as folder:
+        with _replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
             document = {
@@ -337,6 +337,8 @@ def _check_files(folder: Path, index: Path, listed: Iterable[tuple[str, Any]]) -
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it replaces `path`, on error it is removed.
 
+    The new file gets the permissions that any new file of this process gets.
+
     Args:
         path: the file; an earlier one is replaced.
 
@@ -346,19 +348,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     if not target.parent.is_dir():
         raise MissingFile(f"{target}: its folder {target.parent} does not exist; create it first")
-    handle, name = mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = target.with_name(f".{target.name}.{token_hex(8)}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
+        usual = temporary.stat().st_mode & 0o777
         yield temporary
-        temporary.chmod(0o666 & ~_umask())
+        temporary.chmod(usual)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
+def _replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
     """Yield a temporary folder next to `path`; on success it replaces `path`, on error it is removed.
 
     Args:
@@ -426,9 +428,3 @@ def checksum(document: Mapping[str, Any]) -> str:
         Hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

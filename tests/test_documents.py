@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from subnetact.documents import DocumentFormat, FolderFormat, parse_json
+from subnetact.documents import DocumentFormat, FolderFormat, parse_json, replacing
 from subnetact.engine.bundle import load_bundle
 from subnetact.errors import FileFormatError, MissingFile
 from subnetact.export.manifest import read_manifest
@@ -88,6 +88,18 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         NOTE.write(path, {"n": float("nan")})
     assert NOTE.read(path)["text"] == "ä"
+
+
+def test_a_file_that_replaces_another_has_the_usual_permissions(tmp_path: Path) -> None:
+    path, usual = tmp_path / "note.json", tmp_path / "usual"
+    usual.touch()
+    for _ in range(2):
+        with replacing(path) as temporary:
+            temporary.chmod(0o600)
+        assert path.stat().st_mode == usual.stat().st_mode
+    assert {p.name for p in tmp_path.iterdir()} == {"note.json", "usual"}
+    with pytest.raises(MissingFile, match="create it first"), replacing(tmp_path / "no" / "note.json"):
+        pass
 
 
 @pytest.mark.parametrize("schema", [0, 3, -1, True, None, "1", 1.0, [1]])

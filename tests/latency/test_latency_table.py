@@ -1,3 +1,5 @@
+"""Latency tables: what makes one, what they answer, and the files they are kept in."""
+
 import json
 import math
 import pickle
@@ -160,7 +162,7 @@ def test_a_table_cannot_be_changed():
         table.stamp["device"] = "other"
 
 
-def test_the_caller_keeps_his_array():
+def test_the_array_of_the_caller_is_copied():
     cells = np.ones((2, 2))
     table = small(latency_ms=cells)
     cells[0, 0] = 9.0
