@@ -1,10 +1,14 @@
 """Counts operations with a forward pass over meta tensors, and remembers the pass through every module.
 
-A module of a subnet is determined by the sizes that its operators and those of its submodules follow,
-its *own sizes*. Two subnets whose block 7 has the same own sizes share one view of block 7. A call of
-a view is determined by the shapes of its inputs, so its outputs and its counts are remembered under
-those shapes. A new subnet therefore runs only the outermost modules, which find every block that was
-seen before, and passes over the blocks that are new. No module is known to depend on anything else.
+Meta tensors have a shape but no data. What a module of a subnet computes follows from two things:
+
+- Its *own sizes*: the entries of the size row that its operators and those of its submodules follow. Two
+  subnets whose block 7 has the same own sizes share one view of block 7.
+- The shapes of its inputs. The outputs and the counts of every call are remembered under these shapes.
+
+A new subnet therefore runs only the outermost modules, which repeat the results of every block that was
+seen before, and run the blocks that are new. A module that depends on anything else, for example on an
+attribute that another module sets during the forward pass, is counted as in its first call.
 """
 
 from __future__ import annotations
@@ -25,16 +29,15 @@ from torch.utils.flop_counter import flop_registry
 
 from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_of
 from subnetact.errors import SpecError
-from subnetact.operators import LayerSelect
 from subnetact.operators.base import Operator
-from subnetact.operators.view_module import view_module
 from subnetact.space import Row
+from subnetact.supernet.bind import bind_module
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Counts", "MetaForward"]
 
 MOST_VIEWS = 4096
-"""Views of one module that are kept; then they are all forgotten and made again on demand."""
+"""Views that are kept per module. When there are more, all of them are deleted and made again on demand."""
 
 _MOVES_DATA = (
     "arange",
@@ -50,9 +53,10 @@ _MOVES_DATA = (
     "view",
     "zeros",
 )
-"""Parts of the names of operators that compute nothing; operators that return views do not either."""
+"""Parts of the names of operators that only move data. Operators that return views are not counted either."""
 
 _NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
+"""ATen operators that are reported under a shorter name."""
 
 
 @dataclass
@@ -71,17 +75,18 @@ class Counts:
 
 
 Calls: TypeAlias = dict[Hashable, tuple[Any, Counts]]
-"""For the types and shapes of the inputs of a call, its outputs and counts."""
+"""The outputs and counts of calls, by the types and shapes of their inputs."""
 
 
 @dataclass
 class _View:
-    """One module of a subnet, and the calls of it so far.
+    """One module of a subnet.
 
     Attributes:
         module: the plain module on the meta device.
-        held: counts of what the module and its submodules hold: modules, parameters, weight bytes.
-        calls: what the module did so far.
+        held: counts that do not depend on inputs: modules, parameters and weight bytes, those of
+            submodules included.
+        calls: the calls of the module so far.
     """
 
     module: nn.Module
@@ -94,11 +99,13 @@ class _Site:
     """One module of the supernet's network.
 
     Attributes:
-        own_sizes: picks the sizes that this module and its submodules follow out of a size row.
+        module: the module, an operator or an ordinary one.
+        own_sizes: returns the entries of a size row that this module and its submodules follow.
         children: the submodules, by name.
-        counted: names of the submodules that are counted here; a module that occurs in several places
-            is counted in the first one.
+        counted: names of the submodules whose parameters are counted here. A module that occurs in
+            several places is counted in the first one.
         kind: which of `KINDS` the module is.
+        multiplies: whether its multiply-accumulates belong to its kind; otherwise they are products.
         views: the views made so far, by their own sizes.
     """
 
@@ -118,7 +125,7 @@ class MetaForward:
         supernet: the supernet. It is not changed, and later changes to it are not seen.
         input_shape: shape of one input, without the batch dimension.
         dtype: type of the input. By default it is whole numbers if the network begins with an
-            embedding, else the type of the weights.
+            embedding, otherwise the type of the weights.
     """
 
     def __init__(
@@ -141,10 +148,10 @@ class MetaForward:
         """Return the counts of one subnet for one input.
 
         Args:
-            row: the subnet's size row (`SubnetSpace.resolve`).
+            row: the size row of the subnet (`SubnetSpace.resolve`).
 
         Raises:
-            SpecError: the network cannot run on an input of this shape, or not without data.
+            SpecError: the network cannot run on an input of this shape, or its forward pass needs data.
         """
         network = self._view(self._network, row)
         self._mode.under_way = [Counts(network.held.copy())]
@@ -168,27 +175,22 @@ class MetaForward:
         return found
 
     def _bind(self, site: _Site, row: Row) -> _View:
-        """Make the view of one module out of the views of its submodules, as `bind` does."""
-        module = site.module
-        kept = module.kept(row) if isinstance(module, LayerSelect) else list(site.children)
-        views = {}
-        for name in kept:
-            child = site.children[name]
-            views[name] = None if child is None else self._view(child, row)
-        modules = {name: None if view is None else view.module for name, view in views.items()}
-        if isinstance(module, LayerSelect):
-            bound = module.select(modules)
-        elif isinstance(module, Operator):
-            bound = module.bind(row)
-            if modules:
-                object.__setattr__(bound, "_modules", modules)
-        else:
-            bound = view_module(module, parameters=module._parameters, modules=modules)
+        """Make the view of one module out of the views of its submodules."""
+        views: dict[str, _View] = {}
+
+        def child(name: str) -> nn.Module | None:
+            submodule = site.children[name]
+            if submodule is None:
+                return None
+            views[name] = self._view(submodule, row)
+            return views[name].module
+
+        bound = bind_module(site.module, row, child, lambda norm: norm.bind(row))
         held = np.zeros(len(FEATURES), np.int64)
         for name, view in views.items():
-            if view is not None and name in site.counted:
+            if name in site.counted:
                 held += view.held
-        if any(view is not None and view.module is bound for view in views.values()):
+        if any(view.module is bound for view in views.values()):
             return _View(bound, held)  # a switch is replaced by the module that it chooses
         tensors = [t for t in bound._parameters.values() if t is not None]
         if tensors:
@@ -317,7 +319,7 @@ def _site(module: nn.Module, done: dict[nn.Module, _Site], counted: set[nn.Modul
 
 
 def _signature(value: Any) -> Hashable:
-    """Return what a module can know of an input: types, shapes and values that are no tensors."""
+    """Return a key of the inputs: the shapes of tensors, and all other values themselves."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):

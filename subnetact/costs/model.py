@@ -1,4 +1,4 @@
-"""What a subnet costs, from its sizes alone: parameters, multiply-accumulates, bytes."""
+"""The cost of a subnet: parameters, multiply-accumulates and bytes, without running it."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ class Cost:
 class CostModel:
     """Computes the cost of any subnet of a supernet, more than a thousand subnets per second.
 
-    The supernet is copied to torch's meta device, where tensors have shapes but no data. Each block is
-    passed over once per combination of its sizes and its input shape; a new subnet is put together
-    from blocks seen before. This holds for any network, including elastic resolutions and attention,
-    if a module's work follows from its sizes and the shapes of its inputs.
+    The supernet is copied to torch's meta device, where tensors have shapes but no data. Every module runs
+    once per combination of its sizes and the shapes of its inputs; a subnet with known modules is put
+    together from these results. The counts are exact for any network, including elastic resolutions and
+    attention, if what a module computes follows from its sizes and the shapes of its inputs. A cost model
+    may be used by one thread at a time.
 
     Args:
         supernet: the supernet. It is not changed.
         input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,).
         dtype: type of the input. By default it is whole numbers if the network begins with an
-            embedding, else the type of the weights.
+            embedding, otherwise the type of the weights.
 
     Raises:
-        SpecError: the network does not run on inputs of this shape, or not without data.
+        SpecError: the network does not run on inputs of this shape, or its forward pass needs data.
 
     Example:
         >>> model = CostModel(supernet, (3, 224, 224))  # doctest: +SKIP

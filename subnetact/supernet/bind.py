@@ -12,7 +12,7 @@ from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import Row
 
-__all__ = ["bind"]
+__all__ = ["bind", "bind_module"]
 
 
 def bind(
@@ -46,24 +46,46 @@ def bind(
         return done[id(module)]
 
     def make(module: nn.Module) -> nn.Module:
-        if isinstance(module, LayerSelect):
-            return module.select({name: visit_child(module._modules[name]) for name in module.kept(row)})
-        if isinstance(module, Operator):
-            bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
-            if module._modules:
-                object.__setattr__(bound, "_modules", {n: visit_child(m) for n, m in module._modules.items()})
-            return bound
-        own = module._parameters
-        if frozen is not None and own:
-            own = {n: None if p is None else frozen(p) for n, p in own.items()}
-        view = view_module(
-            module, parameters=own, modules={n: visit_child(m) for n, m in module._modules.items()}
-        )
-        if trainable:
-            object.__setattr__(view, "training", module.training)
-        return view
+        def child(name: str) -> nn.Module | None:
+            submodule = module._modules[name]
+            return None if submodule is None else visit(submodule)
 
-    def visit_child(module: nn.Module | None) -> nn.Module | None:
-        return None if module is None else visit(module)
+        return bind_module(module, row, child, norm, trainable, frozen)
 
     return visit(network)
+
+
+def bind_module(
+    module: nn.Module,
+    row: Row,
+    child: Callable[[str], nn.Module | None],
+    norm: Callable[[SubnetNorm], nn.Module],
+    trainable: bool = False,
+    frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
+) -> nn.Module:
+    """Return one module of a subnet, made of the subnet's submodules.
+
+    Args:
+        module: a module of the network with operators; it is not changed.
+        row: the size row of the subnet (`SubnetSpace.resolve`).
+        child: returns the subnet's submodule of a name. It is called only for submodules that the
+            subnet keeps.
+        norm: as for `bind`.
+        trainable: as for `bind`.
+        frozen: as for `bind`.
+    """
+    if isinstance(module, LayerSelect):
+        return module.select({name: child(name) for name in module.kept(row)})
+    modules = {name: child(name) for name in module._modules}
+    if isinstance(module, Operator):
+        bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
+        if modules:
+            object.__setattr__(bound, "_modules", modules)
+        return bound
+    own = module._parameters
+    if frozen is not None and own:
+        own = {n: None if p is None else frozen(p) for n, p in own.items()}
+    view = view_module(module, parameters=own, modules=modules)
+    if trainable:
+        object.__setattr__(view, "training", module.training)
+    return view
