@@ -22,27 +22,30 @@ from scheduling_report import report
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies import (
+from subnetact.latency import LatencyTable
+from subnetact.serving import (
+    ArrivalMeter,
+    Context,
     Fixed,
     HullFit,
     SlackFit,
-    make_policy,
-    policy_names,
-)
-from subnetact.serving.scheduling.context import ArrivalMeter, Context
-from subnetact.serving.scheduling.queue import EDFQueue
-from subnetact.serving.simulation.datasets import load_trace, superserve_a40
-from subnetact.serving.simulation.fluid import fluid_bound
-from subnetact.serving.simulation.optimum import exact_optimum
-from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
-from subnetact.serving.simulation.simulator import WorkerEvent, simulate
-from subnetact.serving.simulation.traces import (
+    WorkerEvent,
     bursty,
+    exact_optimum,
+    fluid_bound,
     from_counts,
+    load_trace,
+    make_policy,
+    plot_comparison,
+    plot_dynamics,
     poisson,
+    policy_names,
+    simulate,
+    superserve_a40,
     time_varying,
+    trace_series,
 )
+from subnetact.serving.scheduling.queue import EDFQueue
 
 RESULTS = Path(__file__).parent / "results"
 TABLE = superserve_a40()
@@ -74,7 +77,7 @@ def run(name: str, trace: Floats, **settings: Any) -> dict[str, float]:
 
 
 def suite() -> Section:
-    """The 13 traces under every policy (seed 0), and under the strong ones on two fresh seeds."""
+    """Simulate the 13 traces under every policy (seed 0), and under the best policies on two more seeds."""
     section: Section = {}
     for seed in (0, 1, 2):
         names = list(dict.fromkeys([*SLACKFITS, *policy_names(TABLE)])) if seed == 0 else STRONG
@@ -102,7 +105,7 @@ def suite() -> Section:
 
 
 def load_scales() -> Section:
-    """HullFit against the best of SlackFit at any K, MaxBatch and the fixed subnets, by load."""
+    """Compare HullFit with the best of SlackFit (any K), MaxBatch and fixed subnets at several loads."""
     section: Section = {}
     names = ["hullfit", *SLACKFITS, "maxbatch", *(f"fixed:{i}" for i in range(6))]
     for scale in tqdm((1.0, 1.25, 1.5, 1.75, 2.0, 2.15), desc="load scales"):
@@ -126,7 +129,7 @@ def load_scales() -> Section:
 
 
 def robustness() -> Section:
-    """Noise, overload, accuracy floors, fewer workers."""
+    """Simulate noise, overload, minimum accuracies and fewer workers."""
     maf = load_trace("maf", 2.0)
     section: Section = {
         "maf, 5 % noise + 0.3 ms": {
@@ -159,14 +162,12 @@ def robustness() -> Section:
 
 
 def _maf_counts() -> npt.NDArray[np.int64]:
-    from subnetact.serving.simulation.datasets import trace_series
-
     counts: npt.NDArray[np.int64] = trace_series("maf")["sum14d_union"]
     return counts
 
 
 def faults() -> Section:
-    """One of 8 workers dies every 12 s until 4 are left, on the bursty trace (SuperServe, Fig. 11a)."""
+    """Let one of 8 workers die every 12 s until 4 are left, on the bursty trace (SuperServe, Fig. 11a)."""
     section: Section = {}
     events = [WorkerEvent(12_000.0 * (i + 1), 7 - i, False) for i in range(4)]
     for scale in (1.0, 1.5, 2.0):
@@ -192,7 +193,7 @@ def faults() -> Section:
 
 
 def scaling() -> Section:
-    """The greatest Poisson rate with attainment >= 0.999, for 1 to 32 workers (SuperServe, Fig. 11b)."""
+    """Find the greatest Poisson rate with attainment >= 0.999, for 1 to 32 workers (SuperServe, Fig. 11b)."""
     section: Section = {}
     for name in ("hullfit", "fixed:0"):
         section[name] = {}
@@ -210,7 +211,7 @@ def scaling() -> Section:
 
 
 def small_instances() -> Section:
-    """Against the exact optimum of SuperServe's zero-one program, knowing all arrivals."""
+    """Compare policies with the exact optimum of SuperServe's zero-one program, which knows all arrivals."""
     rng = np.random.default_rng(11)
     section: Section = {}
     for slo in (12.0, 18.0, 36.0):
@@ -231,7 +232,7 @@ def small_instances() -> Section:
 
 
 def queueing_theory() -> Section:
-    """Mean wait of an M/D/1 queue against rho s / 2 (1 - rho)."""
+    """Compare the mean waiting time of an M/D/1 queue with the theory, rho s / (2 (1 - rho))."""
     table = LatencyTable.from_arrays(["only"], [80.0], [1], [[1.0]])
     section: Section = {}
     for load in (0.5, 0.7, 0.8):
@@ -244,7 +245,7 @@ def queueing_theory() -> Section:
 
 
 def speed() -> Section:
-    """Requests simulated a second (median of 5 runs), memory, and time per decision."""
+    """Measure requests simulated per second (median of 5 runs), memory, and time per decision."""
     maf = load_trace("maf", 2.0)
     light = load_trace("maf", 1.0)
     section: Section = {"requests": len(maf)}
@@ -266,7 +267,7 @@ def speed() -> Section:
 
 
 def _peak_kib(trace: Floats) -> float:
-    """Peak of what one simulation allocates beyond its trace, KiB."""
+    """Return the peak memory, KiB, that one simulation allocates in addition to its trace."""
     policy = SlackFit(TABLE, buckets=4, slo_ms=SLO_MS)
     tracemalloc.start()
     try:
@@ -277,7 +278,7 @@ def _peak_kib(trace: Floats) -> float:
 
 
 def decision_times(name: str) -> dict[str, float]:
-    """Quantiles over random states; each state counts the median of 5 decisions."""
+    """Return quantiles of the time per decision, us, over random states (median of 5 decisions each)."""
     rng = np.random.default_rng(0)
     accuracy = np.sort(rng.uniform(70, 80, 1000))
     share = (accuracy - 70) / 10
@@ -308,7 +309,7 @@ def decision_times(name: str) -> dict[str, float]:
 
 
 def figures() -> Section:
-    """Attainment against accuracy, and the dynamics of HullFit, on three traces."""
+    """Draw attainment against accuracy, and the dynamics of HullFit, for three traces."""
     drawn = []
     wanted = {"maf": "maf", "bursty 5550 cv2=8": "bursty", "time-varying tau=500": "time_varying"}
     for trace_name, trace in reference_suite():

@@ -8,13 +8,13 @@ from typing import Any
 COLUMNS = ("slackfit:4", "slackfit:8", "slackfit:16", "slackfit:32", "maxbatch", "modelswitching", "coarse")
 
 PAPER = """\
-The paper measured 8 RTX 2080 Ti; here its authors' A40 table is simulated with all rates doubled, so that the
-workers are about as busy. Accuracy and attainment therefore compare in kind, not digit by digit.
+The paper measured 8 RTX 2080 Ti. Here the A40 table of its authors is simulated with all rates doubled, so
+that the workers are about as busy. Accuracy and attainment are comparable in kind, not digit by digit.
 """
 
 
 def report(document: dict[str, Any]) -> str:
-    """The page, from whatever sections the document holds."""
+    """Return the page with the sections that the document holds."""
     lines = ["# Scheduling on SuperServe's A40 table", "", f"{document['stamp']['setting']}.", "", PAPER]
     for name, write in (
         ("suite", _suite),
@@ -63,8 +63,9 @@ def _suite(section: dict[str, Any]) -> list[str]:
         "",
         "SuperServe reports attainment above 0.999 on every bursty trace (mean 7000 qps), 0.991 to 1.0 on",
         "the time-varying ones, and 0.99999 on MAF, 4.65 points above the best single model of equal",
-        "attainment. Here its SlackFit depends on the number of buckets, which the paper leaves open: K = 4",
-        "keeps 2 to 3 ms in reserve by accident and holds; K = 8 to 32 do not on the heavy traces.",
+        "attainment. In this simulation SlackFit depends on the number of buckets, which the paper does not",
+        "give: K = 4 keeps 2 to 3 ms in reserve by accident and reaches these values; K = 8 to 32 do not on",
+        "the heavy traces.",
     ]
 
 
@@ -97,11 +98,11 @@ def _robustness(section: dict[str, Any]) -> list[str]:
             if isinstance(row, dict):
                 rows.append([name, policy, f"{row['attainment']:.6f}", f"{row['effective_accuracy']:.3f}"])
     return [
-        "## Noise, overload, floors, fewer workers",
+        "## Noise, overload, minimum accuracies, fewer workers",
         "",
         *_table(["setting", "policy", "attainment", "effective accuracy"], rows),
         "",
-        "Overload is beyond what 8 workers can do at all: 20,431 qps in full batches of the cheapest subnet.",
+        "Overload exceeds the capacity of 8 workers: 20,431 qps in full batches of the cheapest subnet.",
     ]
 
 
@@ -118,7 +119,7 @@ def _faults(section: dict[str, Any]) -> list[str]:
         "",
         *_table(["load", "policy", "attainment", "accuracy with 8 / 7 / 6 / 5 / 4 workers"], rows),
         "",
-        "SuperServe reports 0.999 attainment down to 4 of 8 workers, accuracy falling instead.",
+        "SuperServe reports an attainment of 0.999 down to 4 of 8 workers, with falling accuracy.",
     ]
 
 
@@ -130,8 +131,8 @@ def _scaling(section: dict[str, Any]) -> list[str]:
         "",
         *_table(["policy", *map(str, counts)], rows),
         "",
-        "SuperServe reports linear scaling to about 33,000 qps on 32 workers, where its router ends; the",
-        "simulator has no router, so only the workers bound it.",
+        "SuperServe reports linear scaling to about 33,000 qps on 32 workers, the limit of its router. The",
+        "simulator has no router, so only the workers limit the rate.",
     ]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import unreachable
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import (
     Option,
@@ -92,7 +92,7 @@ class FrontsByFloor:
     def _make(self, floor: float) -> BatchFronts:
         demanded = next((accuracy for accuracy in self._accuracies if accuracy >= floor), None)
         if demanded is None:
-            raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._accuracies[-1]} %")
+            raise unreachable(floor, self._accuracies[-1])
         made = self._made.get(demanded) or BatchFronts(self._table, demanded)
         self._made[demanded] = self._made[floor] = made
         return made

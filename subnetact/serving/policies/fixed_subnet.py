@@ -7,7 +7,7 @@ from bisect import bisect_right
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_accuracy
+from subnetact.serving.scheduling.checks import check_accuracy, unreachable
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import cheapest
 
@@ -84,7 +84,7 @@ class CheapestFeasible:
         plan = self._plans.get(context.floor)
         if plan is None:
             if context.floor > max(self.table.accuracy):
-                raise PolicyError(f"floor: no subnet reaches {context.floor} %")
+                raise unreachable(context.floor, max(self.table.accuracy))
             subnet = cheapest(self.table, context.floor)
             plan = self._plans[context.floor] = (subnet, *batch_limits(self.table, subnet))
         subnet, limits, sizes = plan

@@ -10,10 +10,10 @@ from bisect import bisect_left
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.hull_table import HullTable
 from subnetact.serving.policies.time_price import TimePrice
+from subnetact.serving.scheduling.checks import unreachable
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
 
@@ -195,6 +195,6 @@ class FloorPlanner:
         if known is None:
             at = bisect_left(self._floors, floor)
             if at == len(self._floors):
-                raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {self._floors[-1]} %")
+                raise unreachable(floor, self._floors[-1])
             known = self._known[floor] = self._floors[at]
         return known

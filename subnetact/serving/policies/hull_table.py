@@ -61,7 +61,7 @@ class HullTable:
             ]
         )
         if not hull:
-            raise PolicyError(f"floor: no subnet that can run reaches {floor} %")
+            raise PolicyError(f"min_accuracy: no subnet that can run reaches {floor} %")
         self.taus = [tau for tau, _, _ in hull]
         self.values = [accuracy for _, accuracy, _ in hull]
         self.batch_ms = [per_request[i][0] * per_request[i][1] for _, _, i in hull]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.batch_fronts import BatchFronts
-from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo, unreachable
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
 
@@ -107,9 +106,7 @@ class SlackFit:
 
     def _plan_for(self, floor: float) -> _Plan:
         if floor > max(self.table.accuracy):
-            raise PolicyError(
-                f"floor: no subnet reaches {floor} %; the best has {max(self.table.accuracy)} %"
-            )
+            raise unreachable(floor, max(self.table.accuracy))
         plan = self._plans[floor] = _Plan(self.table, self.slo_ms, self.buckets, floor)
         return plan
 

@@ -16,6 +16,7 @@ __all__ = [
     "check_policy",
     "check_slo",
     "expired_rule",
+    "unreachable",
 ]
 
 EXPIRED_RULES = ("serve", "drop", "defer")
@@ -35,6 +36,11 @@ def expired_rule(expired: str, hopeless: str | None = None) -> str:
     if rule not in EXPIRED_RULES:
         raise PolicyError(f"expired: {rule!r} is not a rule; choose from {', '.join(EXPIRED_RULES)}")
     return rule
+
+
+def unreachable(min_accuracy: float, best: float) -> PolicyError:
+    """Return the error for a minimum accuracy, percent, above the accuracy of the best subnet."""
+    return PolicyError(f"min_accuracy: no subnet reaches {min_accuracy} %; the best has {best} %")
 
 
 def check_count(value: object, name: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_accuracy, expired_rule
+from subnetact.serving.scheduling.checks import check_accuracy, expired_rule, unreachable
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.frontier import cheapest, largest_batch
 from subnetact.serving.scheduling.priority import unaffordable
@@ -270,7 +270,7 @@ class Dispatcher(Generic[Item]):
                 if not math.isnan(latency)
             ]
             if not options:
-                raise PolicyError(f"floor: no subnet reaches {floor} %; the best has {max(self._accuracy)} %")
+                raise unreachable(floor, max(self._accuracy))
             found = self._floor_cost[level] = min(options)
         return found
 
