@@ -1,14 +1,14 @@
-"""The batcher beside the usual ways to batch: what it costs, and what it answers right and in time.
+"""Compares the batcher with the usual ways to batch: its cost, and the answers that are right and in time.
 
-    python benchmarks/batcher.py                   # everything, fifteen minutes on two idle cores (Linux)
-    python benchmarks/batcher.py --only null       # one section; the others keep their earlier numbers
-    python benchmarks/batcher.py --report          # draw --out, write README.md and stop
+    python benchmarks/batcher.py                   # everything, 15 minutes on two idle cores (Linux)
+    python benchmarks/batcher.py --only null       # one section; the others keep their earlier figures
+    python benchmarks/batcher.py --report          # plot --out, write its tables into README.md and stop
 
-null: a model that does nothing, SlackFit deciding; requests a second and added latency.
-digits: the embedded supernet in this process; SlackFit, HullFit, every fixed subnet, and first in, first
-out, on the same bursty arrivals; and what the simulator predicted for each of our runs.
-replay: the simulator beside the batcher, on an engine that takes what its table says.
-http: `examples/fastapi_server.py` beside LitServe (`pip install litserve`), the same client for both.
+null: requests per second and added latency with a model that does nothing; SlackFit decides.
+digits: the embedded supernet in this process. SlackFit, HullFit, every fixed subnet and a first-in, first-out
+queue serve the same bursty arrivals; for each policy, the simulator's prediction is compared with the run.
+replay: the simulator compared with the batcher, on an engine that takes exactly the time its table says.
+http: `examples/fastapi_server.py` compared with LitServe (`pip install litserve`), with the same client.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batcher_report import report
 from subnetact import __version__
 from subnetact.device import machine
 
-#: of the interpreter; a model of many short operations asks for it back after each of them
+#: the interpreter's switch interval; a model of many short operations needs the GIL back after each of them
 SWITCH_MS = {"null": 5.0, "digits": 0.5, "replay": 5.0, "http": 0.5}
 
 
@@ -50,24 +50,31 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure, or report what was measured."""
+    """Measure the sections, or write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SWITCH_MS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5, help="of what the model that does nothing does")
+    parser.add_argument("--repeats", type=int, default=5, help="of every measurement of the section null")
     parser.add_argument(
-        "--seconds", type=float, default=1.5, help="length of a trace over HTTP; a burst takes a third"
+        "--seconds",
+        type=float,
+        default=1.5,
+        help="length of a trace over HTTP; each burst of the section digits is a third of this",
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[150, 300], help="over HTTP, per second")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[150, 300], help="requests per second over HTTP"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batcher.json")
-    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    parser.add_argument(
+        "--report", action="store_true", help="plot --out, write its tables into README.md and stop"
+    )
     args = parser.parse_args()
     result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.report:
         return report(result, args.out)
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # a full collection of what is imported stops everything for a tenth of a second
+    gc.freeze()  # a full collection of all imported modules would stop everything for 0.1 s
     seeds = range(args.seeds)
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "null": lambda: null_section(args.repeats),

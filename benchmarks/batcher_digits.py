@@ -1,6 +1,6 @@
-"""The digits supernet served live in this process: every way of serving it, on the same arrivals.
+"""Serves the digits supernet live in this process, in every way and on the same arrivals.
 
-A request is a page of 16 digits, so that the model is what costs, not the client beside it.
+A request is a page of 16 digits, so that the model costs more than the client in the same process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["digits_section"]
 SLO_MS = 100.0
 PAGE = 16
 SIZES = tuple(range(1, 17))
-#: the bursts' loads, as shares of what the largest subnet sustains in service; lulls lie between them
+#: load of each burst over what the largest subnet sustains in service; lulls lie between the bursts
 BURSTS = (1.0, 2.0, 3.0, 4.0)
 LULL = 0.6
 CV2 = 4.0
@@ -53,7 +53,7 @@ MARGIN_MS = 10.0
 
 
 class Pages:
-    """The engine of the digits for pages of them: (PAGE, 1, 16, 16) in, PAGE labels out."""
+    """A runner for pages of digits: the input is (PAGE, 1, 16, 16), the output PAGE labels."""
 
     def __init__(self) -> None:
         self._engine = digits_engine()
@@ -61,7 +61,7 @@ class Pages:
         self.accuracy = [float(known or "nan") for known in self._engine.accuracy]
 
     def profile(self) -> LatencyTable:
-        """What so many pages take, with nothing else going on."""
+        """Measure the latency of batches of pages while nothing else runs."""
         digits = [PAGE * size for size in SIZES]
         self._engine.prepare(digits)
         found = profile_latency(
@@ -70,23 +70,23 @@ class Pages:
         return LatencyTable.from_arrays(self.keys, self.accuracy, SIZES, found.latency_ms)
 
     def check(self, page: Any) -> None:
-        """Refuse everything else."""
+        """Refuse inputs that are not a page."""
         if not isinstance(page, Tensor) or page.shape[:1] != (PAGE,):
             raise InvalidRequest(f"page: expected a tensor of {PAGE} digits")
         self._engine.check(page[0])
 
     def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:  # noqa: ARG002
-        """The digits of every page."""
+        """Return the labels of every page."""
         digits: Tensor = self._engine(torch.cat(list(inputs)), subnet).argmax(1)
         return list(digits.view(len(inputs), PAGE))
 
 
 class Contest:
-    """The engine, its tables, and how each contender serves a trace.
+    """The engine, its tables, and the ways to serve a trace.
 
     Args:
-        part_s: length of a burst, and of a lull.
-        folder: for what the batcher learned.
+        part_s: length of a burst, in s; a lull lasts twice as long.
+        folder: where to keep the learned latencies.
     """
 
     def __init__(self, part_s: float, folder: Path) -> None:
@@ -102,14 +102,14 @@ class Contest:
         gc.freeze()
 
     def learn(self, seed: int) -> InService:
-        """Find out what batches take in service, as the machine is now."""
+        """Measure the latencies of batches in service, on the machine as it is now."""
         capacity = 1e3 * SIZES[-1] / self.profile.latency_ms[-1, -1]
         arrivals = trace("bursty", 0.6 * capacity, 3.0, CV2, 99 + seed).tolist()
         file = self.folder / f"corrections-{seed}.json"
         return measured_in_service(self.engine, self.profile, self.pages, arrivals, file)
 
     def arrivals(self, live: InService, bursts: Sequence[float], seed: int) -> list[list[float]]:
-        """The parts of a trace: lulls and bursts in turn, each bursty in itself; lulls last twice as long."""
+        """Make a trace as a list of parts: lulls and bursts in turn, with bursty arrivals inside each."""
         capacity = capacity_qps(live)
         loads = [LULL, *(load for burst in bursts for load in (burst, LULL))]
         parts, start_ms = [], 0.0
@@ -121,7 +121,7 @@ class Contest:
         return parts
 
     def policies(self, table: LatencyTable) -> dict[str, Policy]:
-        """Those that choose, and every fixed subnet."""
+        """Make the policies that choose, and one fixed policy per subnet."""
         choosing: dict[str, Policy] = {
             "SlackFit": SlackFit(table, slo_ms=SLO_MS, margin_ms=MARGIN_MS),
             "HullFit": HullFit(table, slo_ms=SLO_MS),
@@ -129,7 +129,7 @@ class Contest:
         return choosing | {f"fixed {i}": Fixed(table, i) for i in range(len(self.engine.keys))}
 
     def serve(self, name: str, live: InService, parts: list[list[float]]) -> dict[str, Any]:
-        """Serve a trace live, simulate the same, and compare."""
+        """Serve a trace live and simulate the same trace."""
         arrivals = [t for part in parts for t in part]
         with Batcher(self.engine, policy=self.policies(self.profile)[name], slo_ms=SLO_MS) as batcher:
             batcher.corrections.load(live.corrections)
@@ -157,7 +157,7 @@ class Contest:
         return Reply(right, subnet, self.profile.accuracy[subnet])
 
     def judged(self, sent: Sequence[Sent], parts: list[list[float]]) -> dict[str, Any]:
-        """What came of a trace, and the effective accuracy of each part: digits right and in time, of all."""
+        """Summarise a run; effective accuracy is the percentage of digits that are right and in time."""
         right = [s.reply.label if s.reply is not None and s.latency_ms <= SLO_MS else None for s in sent]
         met = [r for r in right if r is not None]
         ends = list(itertools.accumulate(map(len, parts)))
@@ -173,7 +173,7 @@ class Contest:
         }
 
     def serve_fifo(self, subnet: int, parts: list[list[float]]) -> dict[str, Any]:
-        """Send a trace to the usual dynamic batcher with one subnet."""
+        """Send a trace to the first-in, first-out batcher with one subnet."""
         arrivals_ms = [t for part in parts for t in part]
 
         def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -191,12 +191,12 @@ class Contest:
 
 
 def capacity_qps(live: InService) -> float:
-    """What the largest subnet sustains at the largest batch."""
+    """Return the pages per second that the largest subnet sustains at the largest batch size."""
     return 1e3 * SIZES[-1] / float(live.expected.latency_ms[-1, -1] + live.overhead_ms)
 
 
 def digits_section(seeds: Sequence[int], part_s: float) -> dict[str, Any]:
-    """Every contender on every seed's trace, in random order; medians over the seeds."""
+    """Run every contender on the trace of every seed, in random order; return medians over the seeds."""
     with tempfile.TemporaryDirectory() as folder:
         contest = Contest(part_s, Path(folder))
         found, facts = _runs(contest, seeds)

@@ -1,4 +1,4 @@
-"""Our FastAPI server beside LitServe with one fixed subnet, over HTTP, from the same client."""
+"""Compares our FastAPI server with LitServe running one fixed subnet, over HTTP and with the same client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = HERE.parent
 
 
 def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -> dict[str, Any]:
-    """Every server at every rate and seed, in random order; medians over the seeds."""
+    """Measure every server at every rate and seed, in random order; return medians over the seeds."""
     engine, data = digits_engine(), unseen_digits()
     engine.tables["cpu"] = profiled(engine)
     images, labels = list(data.images), data.labels.tolist()
@@ -43,7 +43,7 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
         bundle = str(Path(folder) / "bundle")
         engine.save(bundle)
         urls = _start(stack, bundle, len(engine))
-        for url in urls.values():  # the first requests of a server pay for what is loaded late
+        for url in urls.values():  # the first requests of a server also pay for lazy loading
             asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4))
         for qps, seed in tqdm([(q, s) for q in rates for s in seeds], desc="over HTTP"):
             arrivals = trace("bursty", qps, seconds, CV2, seed).tolist()
@@ -65,7 +65,7 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
 
 
 def _start(stack: ExitStack, bundle: str, subnets: int) -> dict[str, str]:
-    """Start every server and wait until all answer; name to address."""
+    """Start every server and wait until all answer; return the address by name."""
     commands: dict[str, list[str]] = {}
     for policy in ("slackfit:4", "hullfit"):
         server = [str(ROOT / "examples" / "fastapi_server.py"), "--policy", policy]

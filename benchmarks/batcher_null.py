@@ -1,4 +1,4 @@
-"""What the batcher itself costs: requests a second and added latency before a model that does nothing."""
+"""Measures requests per second and added latency of the batcher with a model that does nothing."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ Infer = Callable[[Tensor], Awaitable[Any]]
 
 
 class NullEngine:
-    """Stacks its inputs and answers each with its first number."""
+    """A runner that stacks its inputs and answers each with its first number."""
 
     keys = tuple(f"null{s}" for s in range(4))
 
     def check(self, x: Any) -> None:
-        """Refuse all but one vector of 16."""
+        """Refuse everything but a vector of 16 numbers."""
         if not isinstance(x, Tensor) or x.shape != (16,):
             raise InvalidRequest("input: expected a tensor of shape (16,)")
 
     def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
-        """One number per input."""
+        """Return one number per input."""
         return torch.stack(list(inputs))[:, 0].tolist()
 
 
 def null_table() -> LatencyTable:
-    """What the engine takes here, for four subnets that differ by 5 % only."""
+    """Measure the engine; its four subnets are said to differ by 5 %."""
     engine, inputs = NullEngine(), vectors()
     taken: list[float] = []
     for size in BATCH_SIZES:
@@ -68,22 +68,22 @@ def null_table() -> LatencyTable:
 
 
 def vectors() -> list[Tensor]:
-    """Inputs that can be told apart."""
+    """Return inputs that differ in their first number."""
     return list(torch.arange(4096.0).unsqueeze(1).repeat(1, 16))
 
 
 def ours(table: LatencyTable) -> Batcher:
-    """SlackFit decides."""
+    """Open our batcher; SlackFit decides."""
     return Batcher(NullEngine(), policy=SlackFit(table, slo_ms=SLO_MS), max_queue=100_000)
 
 
 def naive() -> FifoBatcher:
-    """First in, first out, half a millisecond of waiting for a batch."""
+    """Open a first-in, first-out batcher that waits 0.5 ms for a batch to fill."""
     return FifoBatcher(lambda inputs: NullEngine().run(0, inputs, LARGEST), LARGEST, 0.5)
 
 
 def asyncio_throughput(make: Callable[[], Any], count: int) -> float:
-    """Requests a second of `CLIENTS` coroutines that each wait for their answer before they ask again."""
+    """Measure requests per second of `CLIENTS` coroutines, each with one request in flight."""
     inputs = vectors()
 
     async def main() -> float:
@@ -105,7 +105,7 @@ def asyncio_throughput(make: Callable[[], Any], count: int) -> float:
 
 
 def infer_of(batcher: Any) -> Infer:
-    """The call of a contender, from an input to its output."""
+    """Return the coroutine function of a contender that maps an input to its output."""
     if not isinstance(batcher, Batcher):
         return batcher.infer  # type: ignore[no-any-return]
 
@@ -116,7 +116,7 @@ def infer_of(batcher: Any) -> Infer:
 
 
 class NoBatcher:
-    """Answers in the next turn of the event loop: what the measurement itself adds."""
+    """Answers in the next turn of the event loop, to show the latency that the measurement itself adds."""
 
     async def __aenter__(self) -> NoBatcher:
         return self
@@ -125,7 +125,7 @@ class NoBatcher:
         return None
 
     async def infer(self, x: Tensor) -> Any:
-        """The first number of an input."""
+        """Return the first number of the input."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[float] = loop.create_future()
         loop.call_soon(future.set_result, float(x[0]))
@@ -134,7 +134,7 @@ class NoBatcher:
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Keep the threads that are started inside on the first core."""
+    """Run the threads that are started inside on the first core only."""
     os.sched_setaffinity(0, CORES[:1])
     try:
         yield
@@ -143,11 +143,12 @@ def on_one_core() -> Iterator[None]:
 
 
 def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list[float]:
-    """Milliseconds from when each request of an even open loop was due to its answer.
+    """Measure latencies in an open loop with equal gaps, in ms from when each request was due.
 
-    Every `TICK_S` another process, on a core of its own, wakes the loop through a pipe, as a client would,
-    and what is due is sent; an event loop's own timers are no finer than a millisecond. Each request
-    is a coroutine that waits; one that is done takes a later request. The first tenth is not counted.
+    Every `TICK_S` seconds another process, on a core of its own, wakes the event loop through a pipe, as a
+    client would; the loop then sends the requests that are due. An event loop's own timers are no finer than
+    1 ms. Coroutines wait for the answers, and each sends further requests. The first tenth of the requests is
+    not counted.
     """
     inputs, count = vectors(), int(qps * seconds)
     clock, taken = time.perf_counter, list[float]()
@@ -213,7 +214,7 @@ def asyncio_latency(make: Callable[[], Any], qps: float, seconds: float) -> list
 
 
 def in_threads(make: Callable[[], Batcher], work: Callable[[Batcher, int], None]) -> float:
-    """Seconds that `THREADS` threads take for `work(batcher, thread)`."""
+    """Return the seconds that `THREADS` threads take, each calling `work(batcher, thread)` once."""
     failed: list[BaseException] = []
 
     def checked(thread: int) -> None:
@@ -236,7 +237,7 @@ def in_threads(make: Callable[[], Batcher], work: Callable[[Batcher, int], None]
 
 
 def thread_throughput(make: Callable[[], Batcher], count: int) -> float:
-    """Requests a second of threads that keep `WINDOW` requests under way each."""
+    """Measure requests per second of threads with `WINDOW` requests in flight each."""
     inputs = vectors()
 
     def work(batcher: Batcher, thread: int) -> None:
@@ -250,7 +251,7 @@ def thread_throughput(make: Callable[[], Batcher], count: int) -> float:
 
 
 def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> list[float]:
-    """Milliseconds from when each request was due to its answer; the threads share the rate.
+    """Measure latencies from when each request was due, in ms; the threads share the rate.
 
     The first tenth of the time is not counted.
     """
@@ -281,7 +282,7 @@ def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> l
 
 
 def null_section(repeats: int = 5, scale: float = 1.0) -> dict[str, Any]:
-    """Every measurement `repeats` times, in turn; medians."""
+    """Run every measurement `repeats` times, in turn; return medians."""
     seconds, count = 2.0 * scale, int(131_072 * scale)
     make = partial(ours, null_table())
     throughputs: dict[str, Callable[[], float]] = {

@@ -1,7 +1,7 @@
-"""The simulator beside the live batcher, on an engine that takes exactly the time its table says.
+"""Compares the simulator with the live batcher, on an engine that takes exactly the time its table says.
 
-The engine sleeps for the A40 latencies that SuperServe's authors measured, so what is compared is the
-batcher's and the simulator's behaviour, not the steadiness of this machine's processor.
+The engine sleeps for the A40 latencies that SuperServe's authors measured, so that the comparison does not
+depend on how steady this machine's processor is.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ __all__ = ["replay_section"]
 
 TABLE = Path(__file__).parents[1] / "profiling" / "tables" / "nvidia-a40_torch2.9.1_ofa_resnet50_224px.json"
 SLO_MS = 36.0
-#: requests a second, as shares of what the largest subnet sustains
+#: request rates over what the largest subnet sustains
 LOADS = (0.7, 1.0, 1.4, 2.0)
 CV2 = 4.0
 
 
 class Sleeper:
-    """Answers every input with itself, after the time the table says."""
+    """A runner that returns its inputs after the time that its table says."""
 
     def __init__(self, table: LatencyTable) -> None:
         self.keys = table.subnets
         self._table = table
 
     def check(self, x: Any) -> None:
-        """Everything can run."""
+        """Accept everything."""
 
     def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:
-        """Sleep."""
+        """Sleep for the latency of the batch."""
         time.sleep(float(self._table.latency_ms[subnet, self._table.pad_index[batch_size]]) / 1e3)
         return list(inputs)
 
 
 def measured(told: LatencyTable) -> LatencyTable:
-    """What the sleeper really takes: medians of ten runs."""
+    """Measure the time that the sleeper really takes: medians of ten runs."""
     engine = Sleeper(told)
     latency_ms = told.latency_ms.copy()
     for subnet in range(len(told.subnets)):
@@ -73,7 +73,7 @@ def measured(told: LatencyTable) -> LatencyTable:
 
 
 def policies(table: LatencyTable) -> dict[str, Policy]:
-    """Those that choose, and three fixed subnets."""
+    """Make the policies that choose, and three fixed ones."""
     return {
         "SlackFit": SlackFit(table, slo_ms=SLO_MS, margin_ms=1.0),
         "HullFit": HullFit(table, slo_ms=SLO_MS),
@@ -82,12 +82,12 @@ def policies(table: LatencyTable) -> dict[str, Policy]:
 
 
 def replay_section(seeds: Sequence[int], seconds: float = 3.0) -> dict[str, Any]:
-    """Attainment, percent: predicted and live, for every policy, load and seed."""
+    """Compare predicted and live attainment, in percent, for every policy, load and seed."""
     told = LatencyTable.load(TABLE)
     table = measured(told)
     inputs = list(torch.arange(64.0).unsqueeze(1))
     capacity = 1e3 * table.batch_sizes[-1] / float(table.latency_ms[-1, -1])
-    rows: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         learned = trace("bursty", 0.6 * capacity, 5.0, CV2, 99).tolist()
         live = measured_in_service(Sleeper(told), table, inputs, learned, Path(folder) / "corrections.json")
@@ -95,7 +95,7 @@ def replay_section(seeds: Sequence[int], seconds: float = 3.0) -> dict[str, Any]
             arrivals = [float(t) for t in trace("bursty", load * capacity, seconds, CV2, seed)]
             for name in policies(table):
                 gc.collect()
-                rows.append(
+                runs.append(
                     {
                         "load": load,
                         "seed": seed,
@@ -110,7 +110,7 @@ def replay_section(seeds: Sequence[int], seconds: float = 3.0) -> dict[str, Any]
         "capacity_qps": capacity,
         "overhead_ms": live.overhead_ms,
         "factor": live.factor,
-        "rows": rows,
+        "runs": runs,
     }
 
 

@@ -1,4 +1,4 @@
-"""Tables and figure of `batcher.py`, from its JSON."""
+"""Makes the tables and the figure of `batcher.py` from its JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["report"]
 
 BEGIN, END = "<!-- batcher: begin -->", "<!-- batcher: end -->"
 OURS = ("SlackFit", "HullFit")
-STALLED_MS = 5.0
+LONGEST_LAG_MS = 5.0
 
 
 def report(result: dict[str, Any], out: Path) -> None:
-    """Draw what was measured, and put it into benchmarks/README.md."""
+    """Plot the result, and write its tables into benchmarks/README.md."""
     _plot(result, out.with_suffix(".png"))
     lines = [*_null(result["null"]), *_digits(result["digits"])]
     lines += [*_replay(result["replay"]), *_http(result["http"])]
@@ -35,11 +35,12 @@ def _null(found: dict[str, Any]) -> list[str]:
     qps, added = found["requests_per_second"], found["added_latency_ms"]
     repeats = len(found["all_requests_per_second"]["asyncio"])
     return [
-        f"**A model that does nothing** ({_where(found)}; medians of {repeats} runs). {found['clients']} "
-        f"coroutines, or {found['threads']} threads; inputs are stacked, every answer is checked against its "
-        "input, SlackFit decides. Added latency counts from when a request of an even open loop was due; "
-        "`one core`: batcher and clients share a core (the clock that wakes the clients has another), which "
-        "spares Python's global lock the way between two; `no batcher`: what the measurement itself adds.",
+        f"**A model that does nothing** ({_where(found)}; medians of {repeats} runs). The clients are "
+        f"{found['clients']} coroutines or {found['threads']} threads. Inputs are stacked, every answer is "
+        "checked against its input, and SlackFit decides. Added latency is measured in an open loop with "
+        "equal gaps, from when a request was due. `one core`: batcher and clients share a core, so that the "
+        "GIL is not handed over between cores (the clock that wakes the clients runs on the other core). `no "
+        "batcher`: the latency that the measurement itself adds.",
         "",
         "| | requests/s |",
         "|---|---|",
@@ -54,8 +55,8 @@ def _null(found: dict[str, Any]) -> list[str]:
             for name, t in added.items()
         ),
         "",
-        "The naive batcher has no deadlines, no choice and no counters; ours has "
-        f"{found['ratio_to_naive']:.2f} of its throughput.",
+        "The naive batcher has no deadlines, no choice of subnets and no counters. Our batcher has "
+        f"{found['ratio_to_naive']:.2f} times its throughput.",
     ]
 
 
@@ -87,16 +88,17 @@ def _digits(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
         f"**The digits supernet, live** ({_where(found)}, one torch thread). A request is a page of 16 "
-        f"digits, due in {found['slo_ms']:g} ms. The trace: lulls of {2 * found['part_s']:g} s at load "
-        f"{found['lull']:g}, between them bursts of {found['part_s']:g} s at loads "
-        f"{', '.join(f'{b:g}' for b in bursts)} in random order; gaps have CV^2 {found['cv2']:g}. Load is a "
-        "share of what the largest subnet sustains, "
-        f"{_range([s['capacity_qps'] for s in seeds], '.0f')} pages/s; {len(seeds)} seeds, medians. Client "
-        "and server share one process. `fixed` is one subnet behind our batcher, `FIFO` one behind a plain "
-        f"queue that waits {found['fifo_delay_ms']:g} ms for a batch. Each of ours starts from latencies "
-        f"learned in service; SlackFit keeps {found['margin_ms']:g} ms in reserve. Attainment %, and "
-        "**effective accuracy** % (digits right and in time, of all), of the trace and of each burst; p99 of "
-        "what was answered:",
+        f"digits, due in {found['slo_ms']:g} ms. A trace has lulls of {2 * found['part_s']:g} s at load "
+        f"{found['lull']:g} and, between them, bursts of {found['part_s']:g} s at loads "
+        f"{', '.join(f'{b:g}' for b in bursts)} in random order; the gaps have CV^2 {found['cv2']:g}. Load "
+        "is the arrival rate over the rate that the largest subnet sustains, "
+        f"{_range([s['capacity_qps'] for s in seeds], '.0f')} pages/s. The figures are medians of "
+        f"{len(seeds)} seeds. Client and server share one process. `fixed` is one subnet behind our batcher, "
+        f"`FIFO` is one subnet behind a plain queue that waits {found['fifo_delay_ms']:g} ms for a batch. "
+        "Our batchers start from latencies that were learned in service; SlackFit keeps "
+        f"{found['margin_ms']:g} ms in reserve. The table shows attainment in percent and **effective "
+        "accuracy** (the percentage of all digits that are right and in time) of the trace, effective "
+        "accuracy by seed and of each burst, and the p99 latency of the answers:",
         "",
         f"| | trace | by seed | {' | '.join(f'burst {b:g}' for b in bursts)} | p99 ms |",
         f"|{'---|' * (len(bursts) + 4)}",
@@ -111,15 +113,15 @@ def _digits(found: dict[str, Any]) -> list[str]:
     ahead = [f"{ours} {_range(gained, '+.1f')}" for ours, gained in points.items()]
     lines += [
         "",
-        f"On the whole trace ahead of the best fixed contender, {best}, in points: {', '.join(ahead)}. "
-        "A choice for one burst alone would be another one:",
+        f"Effective accuracy on the whole trace, minus that of the best fixed contender ({best}), in points: "
+        f"{', '.join(ahead)}. For each burst alone, the best fixed contender is:",
         "",
         *_best_of_bursts(rows, bursts),
         "",
-        "**Predicted and real.** The simulator's attainment, with latencies, their noise (both of all but "
-        "the slowest 3 % of the batches) and the time between two batches measured on another trace, against "
-        "the batcher's own on the same arrivals; %, by seed. Under overload a few percent of speed are many "
-        "points.",
+        "**Predicted and real.** Attainment in the simulator and in the batcher on the same arrivals, in "
+        "percent and by seed. The simulator's latencies, their noise (both without the slowest 3 % of the "
+        "batches) and the time between two batches were measured on another trace. Under overload, a "
+        "difference of a few percent in speed changes attainment by many points.",
         "",
         "| | predicted | real | largest difference |",
         "|---|---|---|---|",
@@ -135,28 +137,28 @@ def _digits(found: dict[str, Any]) -> list[str]:
 
 
 def _replay(found: dict[str, Any]) -> list[str]:
-    rows = [row for row in found["rows"] if row["client_lag_p99_ms"] <= STALLED_MS]
-    loads, seeds = (list(dict.fromkeys(row[key] for row in rows)) for key in ("load", "seed"))
-    left_out = len(found["rows"]) - len(rows)
+    runs = [run for run in found["runs"] if run["client_lag_p99_ms"] <= LONGEST_LAG_MS]
+    loads, seeds = (list(dict.fromkeys(run[key] for run in runs)) for key in ("load", "seed"))
+    left_out = len(found["runs"]) - len(runs)
     lines = [
         "",
-        "The same with an engine that sleeps for the A40 latencies of SuperServe's authors, so that batches "
-        f"take what their table says ({_where(found)}; bursty arrivals of CV^2 {found['cv2']:g} for "
-        f"{found['seconds']:g} s, SLO {found['slo_ms']:g} ms; load is a share of what the largest subnet "
-        f"sustains, {found['capacity_qps']:.0f}/s). Predicted, **real** attainment %, medians of "
-        f"{len(seeds)} seeds, and the median difference in points. Of {len(found['rows'])} runs {left_out} "
-        "are left out, in which the machine stood still: the client itself sent more than "
-        f"{STALLED_MS:g} ms late at p99.",
+        "The same comparison with an engine that sleeps for the A40 latencies of SuperServe's authors, so "
+        f"that batches take the time that their table says ({_where(found)}; bursty arrivals of CV^2 "
+        f"{found['cv2']:g} for {found['seconds']:g} s, SLO {found['slo_ms']:g} ms; load is the arrival rate "
+        f"over the rate that the largest subnet sustains, {found['capacity_qps']:.0f}/s). Each cell shows "
+        f"the predicted and the **real** attainment in percent, medians of {len(seeds)} seeds, and the "
+        f"median difference in points. {left_out} of {len(found['runs'])} runs are left out because the "
+        f"machine stalled: the client itself sent more than {LONGEST_LAG_MS:g} ms late at p99.",
         "",
         f"| | {' | '.join(f'load {load:g}' for load in loads)} |",
         f"|{'---|' * (len(loads) + 1)}",
     ]
-    for policy in dict.fromkeys(row["policy"] for row in rows):
+    for policy in dict.fromkeys(run["policy"] for run in runs):
         cells = []
         for load in loads:
-            own = [row for row in rows if (row["policy"], row["load"]) == (policy, load)]
-            predicted, real = (median(row[key] for row in own) for key in ("predicted", "real"))
-            off = median(abs(row["predicted"] - row["real"]) for row in own)
+            own = [run for run in runs if (run["policy"], run["load"]) == (policy, load)]
+            predicted, real = (median(run[key] for run in own) for key in ("predicted", "real"))
+            off = median(abs(run["predicted"] - run["real"]) for run in own)
             cells.append(f"{predicted:.1f}, **{real:.1f}**; {off:.2f}")
         lines.append(f"| {policy} | {' | '.join(cells)} |")
     return lines
@@ -168,11 +170,11 @@ def _http(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
         f"**Over HTTP** ({_where(found)}, {versions}; SLO {found['slo_ms']:g} ms at the client, of which "
-        f"{found['reserve_ms']:g} are kept for the way). `examples/fastapi_server.py` against LitServe with "
-        "one fixed subnet, a largest batch of 16 and a timeout of 2 ms; the same client, requests and "
-        "arrivals. What is compared is whole servers: HTTP and JSON cost more than the model, and LitServe "
-        "runs its model in a second process, ours in the server's. Attainment %, and **effective "
-        "accuracy** %:",
+        f"{found['reserve_ms']:g} ms are kept for the network). `examples/fastapi_server.py` is compared "
+        "with LitServe serving one fixed subnet with batches of up to 16 and a timeout of 2 ms; client, "
+        "requests and arrivals are the same. The comparison is between whole servers: HTTP and JSON cost "
+        "more than the model, and LitServe runs its model in a second process, our server in its own. "
+        "Attainment in percent and **effective accuracy** in percent:",
         "",
         "| | " + " | ".join(f"{qps}/s" for qps in rates) + " |",
         f"|{'---|' * (len(rates) + 1)}",
@@ -198,16 +200,16 @@ def _plot(result: dict[str, Any], path: Path) -> None:
         for rate, rows in result["http"]["rates"].items()
     }
     groups = [
-        (axes[0], digits, "in process, burst over what the largest subnet sustains"),
-        (axes[1], http, "over HTTP, requests a second"),
+        (axes[0], digits, "in process, load of the burst"),
+        (axes[1], http, "over HTTP, requests per second"),
     ]
-    for axis, levels, title in groups:
-        names = sorted(next(iter(levels.values())), key=lambda name: ("FIFO" in name, name))
+    for axis, bars, title in groups:
+        names = sorted(next(iter(bars.values())), key=lambda name: ("FIFO" in name, name))
         for i, name in enumerate(names):
-            at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(levels))]
-            heights = [rows[name] for rows in levels.values()]
+            at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(bars))]
+            heights = [rows[name] for rows in bars.values()]
             axis.bar(at, heights, 0.8 / len(names), label=name, color=mpl.colormaps["tab20"](i))
-        axis.set_xticks(range(len(levels)), list(levels))
+        axis.set_xticks(range(len(bars)), list(bars))
         axis.set_xlabel(title)
         axis.legend(fontsize=6, ncol=2, loc="lower left")
     axes[0].set_ylabel("right and in time, % of all")

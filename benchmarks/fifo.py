@@ -1,4 +1,4 @@
-"""The usual dynamic batcher: one model, first in first out, a batch when it is full or a delay has passed."""
+"""The usual dynamic batcher: first in, first out; a batch starts when it is full or after a delay."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["FifoBatcher"]
 
 
 class FifoBatcher:
-    """A queue in an event loop, and one thread that runs the model.
+    """A queue in an event loop and one thread that runs the model.
 
     Args:
-        run: outputs of a list of inputs.
-        max_batch: largest batch.
-        max_delay_ms: how long the first request of a batch waits for others.
+        run: maps a list of inputs to their outputs.
+        max_batch: largest number of requests per batch.
+        max_delay_ms: how long the first request of a batch waits for others, in ms.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class FifoBatcher:
         self._worker = ThreadPoolExecutor(1)
 
     async def infer(self, x: Any) -> Any:
-        """Wait for the output of one input."""
+        """Queue one input and wait for its output."""
         future = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((x, future))
         return await future

@@ -1,4 +1,4 @@
-"""How long batches take inside a running batcher, and what lies between them, to predict live runs with."""
+"""Measures how long batches, and the gaps between them, take in a running batcher, to predict live runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from subnetact.serving.scheduling.context import Context
 
 __all__ = ["InService", "Recorder", "measured_in_service"]
 
-STAY = 25
+BATCHES_EACH = 25
 
 
 class Recorder:
-    """A runner, noting (subnet, inputs, start, end in ms) of every batch."""
+    """A runner that records subnet, number of inputs, start and end (in ms) of every batch."""
 
     def __init__(self, engine: Any) -> None:
         self.keys = engine.keys
@@ -33,15 +33,15 @@ class Recorder:
         self.batches: list[tuple[int, int, float, float]] = []
 
     def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Tensor]:
-        """Run and note."""
+        """Run a batch and record it."""
         start = time.perf_counter()
         outputs: Sequence[Tensor] = self._engine.run(subnet, inputs, batch_size)
         self.batches.append((subnet, len(inputs), start * 1e3, time.perf_counter() * 1e3))
         return outputs
 
 
-class Anything:
-    """A policy that stays with a subnet for some batches, as live ones do, then tries another."""
+class RandomPolicy:
+    """A policy that tries random subnets, each for `BATCHES_EACH` batches, as live policies stay with one."""
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = table
@@ -50,8 +50,8 @@ class Anything:
         self._subnet = 0
 
     def decide(self, context: Context) -> tuple[int, int]:
-        """Answer (subnet, batch size): half of the time all that wait, otherwise some of them."""
-        if self._decided % STAY == 0:
+        """Answer (subnet, batch size); half of the batches take all requests that wait, the others a part."""
+        if self._decided % BATCHES_EACH == 0:
             self._subnet = self._rng.randrange(len(self.table.subnets))
         self._decided += 1
         most = min(context.queued, self.table.batch_sizes[-1])
@@ -59,15 +59,15 @@ class Anything:
 
 
 class InService(NamedTuple):
-    """What a live run adds to the profile.
+    """The latencies of a live run.
 
     Attributes:
-        corrections: a file of what the batcher learned; its own load it to begin with.
-        expected: mean times in service, of all but the slowest 3 %.
-        planned: the times that policies plan with, about the 97th percentiles.
-        factor: mean time in service over the profiled time.
-        noise: standard deviation of a batch's time, as a share of the expected, of all but the slowest 3 %.
-        overhead_ms: median time between two batches while requests wait.
+        corrections: file of the learned corrections, which later batchers load at their start.
+        expected: mean latencies in service, without the slowest 3 % of the batches.
+        planned: the latencies that policies plan with, about the 97th percentiles.
+        factor: mean latency in service over the profiled latency.
+        noise: standard deviation of a batch's latency over the expected one, without the slowest 3 %.
+        overhead_ms: median time between two batches while requests wait, in ms.
     """
 
     corrections: Path
@@ -85,17 +85,20 @@ def measured_in_service(
     arrivals_ms: Sequence[float],
     corrections: Path,
 ) -> InService:
-    """Serve a trace with batches of every kind, and keep what the batcher learned from it.
+    """Serve a trace with batches of every kind, and save what the batcher learned.
 
     Args:
-        engine: the subnets.
-        profile: their table, measured with nothing else going on.
-        inputs: to send.
-        arrivals_ms: when they come.
-        corrections: the file to write.
+        engine: the runner.
+        profile: its latency table, measured while nothing else ran.
+        inputs: the inputs to send.
+        arrivals_ms: times at which to send, ascending, in ms.
+        corrections: the file of corrections to write.
+
+    Returns:
+        The latencies in service.
     """
     recorder, decided = Recorder(engine), list[Decided]()
-    policy: Any = Anything(profile)
+    policy: Any = RandomPolicy(profile)
     with Batcher(recorder, policy=policy, slo_ms=1e4, learn=False, on_decision=decided.append) as batcher:
         asyncio.run(ask_batcher(batcher, inputs, arrivals_ms, 1e4))
     batcher.corrections.save(corrections)

@@ -1,4 +1,4 @@
-"""One fixed subnet of a bundle behind LitServe's batching; requests as of `examples/fastapi_server.py`."""
+"""Serves one fixed subnet of a bundle with LitServe; takes the requests of `examples/fastapi_server.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ litserve: Any = import_module("litserve")
 
 
 class FixedSubnet(litserve.LitAPI):  # type: ignore[misc]
-    """Loads the bundle in the worker, pins one subnet and runs every batch on it."""
+    """Loads the bundle in the worker process, pins one subnet and runs every batch on it."""
 
     def __init__(self, bundle: str, subnet: int, **batching: Any) -> None:
         super().__init__(**batching)
@@ -25,32 +25,32 @@ class FixedSubnet(litserve.LitAPI):  # type: ignore[misc]
         self._subnet = subnet
 
     def setup(self, device: str) -> None:  # noqa: ARG002
-        """Load, pin, and run once."""
+        """Load the engine, pin the subnet, and run every batch size once."""
         torch.set_num_threads(1)
         self._engine = Engine.load(self._bundle)
         self._engine.pin(self._subnet)
         self._engine.prepare((1, 8, 16), [self._subnet])
 
-    # LitServe reads the annotations of these two: without any, requests and answers are plain JSON.
+    # LitServe reads the annotations of decode_request and encode_response: without any, both are plain JSON.
 
     def decode_request(self, request):  # type: ignore[no-untyped-def]
-        """Pixels to an input."""
+        """Return the input of a request."""
         return torch.tensor(request["pixels"]).reshape(self._engine.example.shape)
 
     def batch(self, inputs: list[Tensor]) -> Tensor:
-        """Stack."""
+        """Stack the inputs."""
         return torch.stack(list(inputs))
 
     def predict(self, x: Tensor) -> list[int]:
-        """Classes."""
+        """Return the classes."""
         return self._engine(x, self._subnet).argmax(1).tolist()  # type: ignore[no-any-return]
 
     def unbatch(self, output: list[int]) -> list[int]:
-        """One class an input."""
+        """Return one class per input."""
         return output
 
     def encode_response(self, output):  # type: ignore[no-untyped-def]
-        """As our server answers."""
+        """Return the answer in the form of our server."""
         return {"class": output, "subnet": self._subnet, "accuracy": self._engine.accuracy[self._subnet]}
 
 

@@ -1,9 +1,9 @@
 """A long run of the batcher under injected faults: `python benchmarks/soak.py --requests 1000000`.
 
-Clients on two event loops and two threads send requests, some of which are refused at the door, cancelled,
-make their batch raise, run slowly, run out of memory, hang, or kill their worker. Every output is checked
-against its own input, every request must end exactly once and as its kind allows, memory must stay flat, and
-closing must leave no thread. Any violation is an error.
+Clients on two event loops and two threads send requests. Some requests are refused because they are invalid,
+some are cancelled, and some make their batch raise, run slowly, run out of memory, hang, or kill their
+worker. The run fails unless every output belongs to its input, every request ends exactly once and as its
+kind allows, memory does not grow, and closing leaves no thread.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ Array = npt.NDArray[np.float64]
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
+    """Has the name of torch's error, by which the batcher recognises it."""
 
 
 class FaultyRunner:
-    """Answers 2 x + 1 from the stacked batch, unless one of its inputs has a fault in it."""
+    """Returns 2 x + 1 for every input, unless an input carries a fault."""
 
     keys = TABLE.subnets
 
@@ -73,12 +73,12 @@ class FaultyRunner:
         self.faults: Counter[str] = Counter()
 
     def check(self, x: Any) -> None:
-        """Refuse what is not of shape (2,)."""
+        """Refuse inputs that are not of shape (2,)."""
         if x.shape != (2,):
             raise InvalidRequest(f"input: shape {x.shape}, expected (2,)")
 
     def run(self, subnet: int, inputs: Any, batch_size: int) -> list[Array]:
-        """One output a row."""
+        """Return one output per input."""
         del subnet, batch_size
         batch: Array = np.stack(inputs)
         kinds = {KINDS[int(kind)] for kind in batch[:, 1]}
@@ -98,7 +98,7 @@ class FaultyRunner:
 
 
 class Account:
-    """What became of every request; `problems` must stay empty."""
+    """Collects the outcome of every request, and the problems, of which there must be none."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -202,7 +202,7 @@ async def loop_client(batcher: Batcher, numbers: range, window: int, account: Ac
 
 
 def resident_mb() -> float:
-    """Memory of this process; NaN where /proc does not tell."""
+    """Return the resident memory of this process in MiB; NaN if there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -211,10 +211,10 @@ def resident_mb() -> float:
 
 
 def soak(requests: int, workers: int = 4) -> dict[str, Any]:
-    """Run it.
+    """Run the clients.
 
     Raises:
-        RuntimeError: something went wrong; the first 20 problems are named.
+        RuntimeError: Something went wrong; the message names the first 20 problems.
     """
     account, runner = Account(), FaultyRunner()
     before = set(threading.enumerate())
