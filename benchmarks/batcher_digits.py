@@ -37,7 +37,7 @@ from subnetact import (
     simulate,
 )
 from subnetact.errors import InvalidRequest
-from subnetact.serving.scheduling.context import Policy
+from subnetact.serving import Policy
 
 __all__ = ["digits_section"]
 

@@ -30,7 +30,7 @@ from subnetact import (
     SlackFit,
     simulate,
 )
-from subnetact.serving.scheduling.context import Policy
+from subnetact.serving import Policy
 
 __all__ = ["replay_section"]
 

@@ -60,8 +60,8 @@ def _null(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _cell(row: dict[str, Any]) -> str:
-    return f"{100 * row['attainment']:.1f}, **{row['effective_accuracy']:.1f}**"
+def _cell(contender: dict[str, Any]) -> str:
+    return f"{100 * contender['attainment']:.1f}, **{contender['effective_accuracy']:.1f}**"
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -69,22 +69,24 @@ def _range(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _best_of_bursts(rows: dict[str, dict[str, Any]], bursts: Sequence[float]) -> list[str]:
+def _best_of_bursts(contenders: dict[str, dict[str, Any]], bursts: Sequence[float]) -> list[str]:
     lines = []
     for load in (f"{burst:g}" for burst in bursts):
-        best = max((n for n in rows if n not in OURS), key=lambda n: float(rows[n]["by_burst"][load]))
-        ours = ", ".join(f"{name} {rows[name]['by_burst'][load]:.1f}" for name in OURS)
-        lines.append(f"* burst {load}: {best} {rows[best]['by_burst'][load]:.1f}; {ours}")
+        best = max(
+            (n for n in contenders if n not in OURS), key=lambda n: float(contenders[n]["by_burst"][load])
+        )
+        ours = ", ".join(f"{name} {contenders[name]['by_burst'][load]:.1f}" for name in OURS)
+        lines.append(f"* burst {load}: {best} {contenders[best]['by_burst'][load]:.1f}; {ours}")
     return lines
 
 
 def _ranked(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    rows = sorted(found["contenders"].items(), key=lambda item: -float(item[1]["effective_accuracy"]))
-    return dict(rows)
+    contenders = sorted(found["contenders"].items(), key=lambda item: -float(item[1]["effective_accuracy"]))
+    return dict(contenders)
 
 
 def _digits(found: dict[str, Any]) -> list[str]:
-    rows, seeds, bursts = _ranked(found), found["seeds"], found["bursts"]
+    contenders, seeds, bursts = _ranked(found), found["seeds"], found["bursts"]
     lines = [
         "",
         f"**The digits supernet, live** ({_where(found)}, one torch thread). A request is a page of 16 "
@@ -103,12 +105,14 @@ def _digits(found: dict[str, Any]) -> list[str]:
         f"| | trace | by seed | {' | '.join(f'burst {b:g}' for b in bursts)} | p99 ms |",
         f"|{'---|' * (len(bursts) + 4)}",
     ]
-    for name, row in rows.items():
-        by_burst = " | ".join(f"{row['by_burst'][f'{b:g}']:.1f}" for b in bursts)
-        each = ", ".join(f"{percent:.1f}" for percent in row["effective_accuracy_by_seed"])
-        lines.append(f"| {name} | {_cell(row)} | {each} | {by_burst} | {row['latency_p99_ms']:.0f} |")
-    best = next(name for name in rows if name not in OURS)
-    by_seed = {name: row["effective_accuracy_by_seed"] for name, row in rows.items()}
+    for name, contender in contenders.items():
+        by_burst = " | ".join(f"{contender['by_burst'][f'{b:g}']:.1f}" for b in bursts)
+        each = ", ".join(f"{percent:.1f}" for percent in contender["effective_accuracy_by_seed"])
+        lines.append(
+            f"| {name} | {_cell(contender)} | {each} | {by_burst} | {contender['latency_p99_ms']:.0f} |"
+        )
+    best = next(name for name in contenders if name not in OURS)
+    by_seed = {name: contender["effective_accuracy_by_seed"] for name, contender in contenders.items()}
     points = {ours: [a - b for a, b in zip(by_seed[ours], by_seed[best], strict=True)] for ours in OURS}
     ahead = [f"{ours} {_range(gained, '+.1f')}" for ours, gained in points.items()]
     lines += [
@@ -116,7 +120,7 @@ def _digits(found: dict[str, Any]) -> list[str]:
         f"Effective accuracy on the whole trace, minus that of the best fixed contender ({best}), in points: "
         f"{', '.join(ahead)}. For each burst alone, the best fixed contender is:",
         "",
-        *_best_of_bursts(rows, bursts),
+        *_best_of_bursts(contenders, bursts),
         "",
         "**Predicted and real.** Attainment in the simulator and in the batcher on the same arrivals, in "
         "percent and by seed. The simulator's latencies, their noise (both without the slowest 3 % of the "
@@ -126,10 +130,10 @@ def _digits(found: dict[str, Any]) -> list[str]:
         "| | predicted | real | largest difference |",
         "|---|---|---|---|",
     ]
-    for name, row in rows.items():
-        if "predicted_attainment" not in row:
+    for name, contender in contenders.items():
+        if "predicted_attainment" not in contender:
             continue
-        predicted, real = row["predicted_attainment"], row["attainment_in_batcher"]
+        predicted, real = contender["predicted_attainment"], contender["attainment_in_batcher"]
         shown = (", ".join(f"{100 * value:.1f}" for value in values) for values in (predicted, real))
         off = max(abs(p - r) for p, r in zip(predicted, real, strict=True))
         lines.append(f"| {name} | {' | '.join(shown)} | {100 * off:.1f} |")
@@ -180,7 +184,7 @@ def _http(found: dict[str, Any]) -> list[str]:
         f"|{'---|' * (len(rates) + 1)}",
     ]
     for name in next(iter(rates.values())):
-        lines.append(f"| {name} | {' | '.join(_cell(rows[name]) for rows in rates.values())} |")
+        lines.append(f"| {name} | {' | '.join(_cell(contenders[name]) for contenders in rates.values())} |")
     return lines
 
 
@@ -192,12 +196,14 @@ def _plot(result: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), constrained_layout=True)
     digits = {
-        load: {name: row["by_burst"][load] for name, row in result["digits"]["contenders"].items()}
+        load: {
+            name: contender["by_burst"][load] for name, contender in result["digits"]["contenders"].items()
+        }
         for load in (f"{burst:g}" for burst in result["digits"]["bursts"])
     }
     http = {
-        rate: {name: row["effective_accuracy"] for name, row in rows.items()}
-        for rate, rows in result["http"]["rates"].items()
+        rate: {name: contender["effective_accuracy"] for name, contender in contenders.items()}
+        for rate, contenders in result["http"]["rates"].items()
     }
     groups = [
         (axes[0], digits, "in process, load of the burst"),
@@ -207,7 +213,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
         names = sorted(next(iter(bars.values())), key=lambda name: ("FIFO" in name, name))
         for i, name in enumerate(names):
             at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(bars))]
-            heights = [rows[name] for rows in bars.values()]
+            heights = [contenders[name] for contenders in bars.values()]
             axis.bar(at, heights, 0.8 / len(names), label=name, color=mpl.colormaps["tab20"](i))
         axis.set_xticks(range(len(bars)), list(bars))
         axis.set_xlabel(title)

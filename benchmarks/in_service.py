@@ -15,8 +15,7 @@ from load_generator import ask_batcher
 from torch import Tensor
 
 from subnetact import Batcher, LatencyTable
-from subnetact.serving.live.batcher import Decided
-from subnetact.serving.scheduling.context import Context
+from subnetact.serving import Context, Decided
 
 __all__ = ["InService", "Recorder", "measured_in_service"]
 

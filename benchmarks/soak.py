@@ -31,9 +31,8 @@ from subnetact.errors import (
     QueueFull,
     WorkerHung,
 )
-from subnetact.latency.table import LatencyTable
-from subnetact.serving.live.batcher import Answer, Batcher
-from subnetact.serving.policies import SlackFit
+from subnetact.latency import LatencyTable
+from subnetact.serving import Answer, Batcher, SlackFit
 
 SIZES = (1, 2, 4, 8, 16, 32)
 TABLE = LatencyTable.from_arrays(

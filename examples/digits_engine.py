@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from subnetact import profile_latency
-from subnetact.calibration.calibrate import calibrate
+from subnetact import Engine, LatencyTable, calibrate, profile_latency
 from subnetact.digits import (
     Digits,
     distort,
     load_digits_supernet,
     read_digits,
 )
-from subnetact.engine.engine import Engine
-from subnetact.latency.table import LatencyTable
 
 __all__ = ["BATCH_SIZES", "digits_engine", "profiled", "unseen_digits"]
 

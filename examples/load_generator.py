@@ -25,13 +25,7 @@ from torch import Tensor
 
 from subnetact import Answer, Batcher
 from subnetact.errors import RequestError, SubnetActError
-from subnetact.serving.simulation.datasets import TRACES, load_trace
-from subnetact.serving.simulation.traces import (
-    bursty,
-    from_timestamps,
-    poisson,
-    time_varying,
-)
+from subnetact.serving import TRACES, bursty, from_timestamps, load_trace, poisson, time_varying
 
 __all__ = ["ask_batcher", "ask_server", "refusal", "trace"]
 

@@ -29,7 +29,7 @@ from subnetact.errors import (
     SubnetActError,
     TableError,
 )
-from subnetact.serving.policies.registry import make_policy
+from subnetact.serving import make_policy
 
 __all__ = [
     "SCHEMA",

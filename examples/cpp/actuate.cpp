@@ -85,7 +85,7 @@ int main(int argc, char** argv) try {
     }
   }
 
-  // What forward does beside the network: decode the number, check it, find the subnet's row.
+  // What forward does besides the network: decode the number, check it, and find the subnet's size row.
   std::vector<double> decoding;
   for (int64_t i = 0; i < 2000; ++i) {
     const auto subnet = torch::full({1}, i % count, torch::kInt64);

@@ -21,7 +21,7 @@ FOREVER = 1e7
 
 
 class Doubler:
-    """Answers (subnet, 2 x); can be held, made to fail, and remembers what it ran."""
+    """A runner that returns (subnet, 2 x), records its batches, and can be held or made to fail."""
 
     def __init__(self, table):
         self.keys = table.subnets
@@ -49,7 +49,7 @@ def engine(a40):
 
 
 def held(engine, batcher):
-    """Occupy the only worker, so that what follows waits in the queue."""
+    """Occupy the only worker, so that further requests wait in the queue."""
     engine.gate.clear()
     first = batcher.submit(0, FOREVER)
     assert engine.entered.acquire(timeout=20)

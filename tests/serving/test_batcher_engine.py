@@ -1,4 +1,4 @@
-"""A real engine behind the live batcher: right answers, floors, faults, mismatched profiles."""
+"""A real engine behind the live batcher: answers, minimum accuracies, faults and mismatched tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine(digits: Supernet) -> subnetact.Engine:
 
 
 def table_of(engine: subnetact.Engine, **stamp: str) -> subnetact.LatencyTable:
-    """A made-up profile: the shape of a real one, without the wait."""
+    """Make a table of invented latencies, which saves measuring."""
     latency = [[1.0, 2.0, 3.0], [2.0, 3.0, 5.0], [5.0, 9.0, 16.0]]
     return subnetact.LatencyTable.from_arrays(
         engine.keys, [60.0, 70.0, 80.0], [1, 4, 8], latency, stamp=stamp

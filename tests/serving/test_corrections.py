@@ -169,7 +169,7 @@ def test_every_policy_goes_on_with_other_latencies(policy: Any) -> None:
 
 
 class Slow:
-    """Takes `factor` times the table's latency by a clock of its own."""
+    """A runner that takes `factor` times the latency of the table on its own clock."""
 
     keys = TABLE.subnets
 
@@ -206,7 +206,7 @@ def test_a_slow_machine_is_learned_and_deadlines_are_met_again(learn: bool) -> N
 
 
 def test_a_batcher_that_drops_everything_tries_again() -> None:
-    """What was learned under a load that is gone must not refuse every request for ever."""
+    """Latencies learned under a past load must not make every later request expire."""
     engine = Slow(1.0)
     with Batcher(engine, policy=Fixed(TABLE, 0), slo_ms=36.0, clock_ms=lambda: engine.now) as batcher:
         for _ in range(100):

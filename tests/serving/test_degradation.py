@@ -41,7 +41,7 @@ class VirtualServer:
         self.dead: set[int] = set()
 
     def serve(self, arrivals_ms: Any) -> tuple[float, float]:
-        """(attainment, mean accuracy) of these arrivals."""
+        """Return attainment and mean accuracy of these arrivals."""
         before = self.core.stats()
         for at in arrivals_ms:
             self._until(float(at))
@@ -53,7 +53,7 @@ class VirtualServer:
         return met / len(arrivals_ms), (after.accuracy_sum - before.accuracy_sum) / met
 
     def lose(self, worker: int) -> None:
-        """It dies, and dies again whenever it comes back."""
+        """Let a worker die, and again whenever it is started again."""
         self.dead.add(worker)
         if self.core.died(worker, self.jobs.pop(worker), SystemExit()):
             self.core.delivered()

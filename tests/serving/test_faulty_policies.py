@@ -1,4 +1,4 @@
-"""Policies that answer nonsense or raise: every request still ends, and the batcher goes on."""
+"""Policies that give invalid answers or raise: every request still ends, and the batcher goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batcher's core beside a plain model, with a fake clock and workers moved by hand."""
+"""Compares the core of the batcher with a plain model; the test moves a fake clock and the workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WATCHDOG_MS = 100.0
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
+    """Has the name of torch's error, by which the batcher recognises it."""
 
 
 def core_of(
@@ -106,12 +106,12 @@ class LifeCycle(RuleBasedStateMachine):
         try:
             self.accepted[x] = self.core.admit(x, deadline, floor, priority, None, None)
         except QueueFull:
-            assert self.core.stats().queued >= BOUND  # retried ones come back above it
+            assert self.core.stats().queued >= BOUND  # retried requests may exceed the bound
             self.full += 1
         except BatcherClosed:
             assert self.core.closing
         if self.core.stats().dropped > self.count(DeadlinePassed):
-            self.tick()  # one was given up to make room; clients do not deliver
+            self.tick()  # a deferred request was dropped to make room; the supervisor delivers its outcome
 
     @precondition(lambda self: self.accepted)
     @rule(data=st.data())
@@ -364,7 +364,7 @@ def test_running_out_of_memory_halves_the_largest_batch(clock: list[float]) -> N
     assert isinstance(error, BatchFailed)
 
 
-def test_hopeless_requests_are_answered_while_every_worker_is_busy(clock: list[float]) -> None:
+def test_expired_requests_are_answered_while_every_worker_is_busy(clock: list[float]) -> None:
     core = core_of("slackfit", "drop", clock)
     for x in range(2 * 4 + 1):
         if x == 8:
@@ -407,7 +407,7 @@ def test_a_deferred_request_makes_room_for_a_live_one(clock: list[float]) -> Non
     core = core_of("slackfit", "defer", clock)
     for x in range(BOUND):
         core.admit(x, 5.0, 0.0, 0, None, None)
-    clock[0] = 10.0  # all are expired
+    clock[0] = 10.0  # all requests have expired
     job, _ = core.next_job(0, wait=False)
     assert job is not None
     running = [request.x for request in job.part]

@@ -27,7 +27,7 @@ TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], 
 
 
 class Timed:
-    """Takes exactly the table's latency on a clock of its own; waits at a gate."""
+    """A runner that takes exactly the latency of the table on its own clock, and can be held."""
 
     keys = TABLE.subnets
 
@@ -50,7 +50,7 @@ class Timed:
 
 
 def served(**options: Any) -> tuple[Batcher, Timed]:
-    """A batcher that saw one of everything: 1 + 4 met, 1 late, 1 failed, 1 dropped, 1 cancelled, 1 full."""
+    """Open a batcher; requests end as 5 met, 1 late, 1 failed, 1 dropped, 1 cancelled, and 1 is refused."""
     engine = Timed()
     batcher = Batcher(
         engine,

@@ -33,7 +33,7 @@ FOREVER = 1e7
 
 
 class Engine:
-    """Echoes; an input may be a callable, which is called in the worker."""
+    """A runner that returns its inputs; an input may be a function, which is called in the worker."""
 
     keys = TABLE.subnets
 

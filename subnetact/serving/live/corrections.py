@@ -214,12 +214,12 @@ class Corrections:
                 f"{path}: learned on another latency table ({document.get('table')}, this batcher's is "
                 f"{_fingerprint(self.table)}); start without it, or serve with that table"
             )
-        rows, columns = len(self.table.subnets), len(self.table.batch_sizes)
+        subnet_count, size_count = len(self.table.subnets), len(self.table.batch_sizes)
         with CORRECTIONS.fields(path):
             overall = _running(*document["all"])
-            subnets = {_within(i, rows): _running(*values) for i, *values in document["subnets"]}
+            subnets = {_within(i, subnet_count): _running(*values) for i, *values in document["subnets"]}
             cells = {
-                (_within(i, rows), _within(j, columns)): _running(*values)
+                (_within(i, subnet_count), _within(j, size_count)): _running(*values)
                 for i, j, *values in document["cells"]
             }
         for i, _ in cells:

@@ -1,4 +1,4 @@
-"""How outcomes reach those who wait on an event loop."""
+"""The delivery of outcomes to clients that wait on an event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subnetact.serving.live.requests import Answer, Request, settle
 
 
 class Loop:
-    """Stands in for an event loop that looks at its mail when told to."""
+    """A stand-in for an event loop that runs its callbacks when the test says so."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
