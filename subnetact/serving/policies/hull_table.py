@@ -66,11 +66,13 @@ class HullTable:
         self.values = [accuracy for _, accuracy, _ in hull]
         self.batch_ms = [per_request[i][0] * per_request[i][1] for _, _, i in hull]
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
+        # A point is the best one at every price between the slopes on its two sides; its price is their
+        # geometric mean. The first and the last point have one slope each.
         self.prices = [0.0]
         if slopes:
             between = [math.sqrt(steep * flat) for steep, flat in pairwise(slopes)]
             self.prices = [1.5 * slopes[0], *between, 0.25 * slopes[-1]]
-        self._falls = [-slope for slope in slopes]
+        self._falls = [-slope for slope in slopes]  # ascending, as bisection needs
 
         self.sizes = table.batch_sizes
         self.pad = table.pad_index
@@ -140,7 +142,7 @@ class HullTable:
             vertex = hull[bisect_right(self._hull_ms[column], within) - 1]
             gain = k * (nearest.accuracy - vertex.accuracy) - price * (nearest.latency_ms - vertex.latency_ms)
             return nearest if gain > 0 else vertex
-        latency = self.cheapest_ms[column]
+        latency = self.cheapest_ms[column]  # the cheapest subnet need not leave time for a surge
         if latency <= limit_ms:
             return Option(latency, self.values[0], self.cheapest, self.sizes[column])
         return None

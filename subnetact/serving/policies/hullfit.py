@@ -141,10 +141,12 @@ class HullFit:
         if limit < hulls.fastest_ms:
             return None
         tau, most = hulls.taus[0], hulls.values[-1] - value
+        # For each batch size: an upper bound on the gain until it is examined, then the gain of its offer.
         bounds = [k * most - price * least for k, least in zip(counts, hulls.least_ms, strict=False)]
         offers: dict[int, Option] = {}
 
         def look(column: int, within: float, surge_limit: float) -> None:
+            """Find the best offer of one batch size."""
             k = counts[column]
             option = hulls.best(column, k, price, within, surge_limit)
             if option is None:

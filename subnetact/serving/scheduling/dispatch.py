@@ -100,7 +100,7 @@ class Dispatcher(Generic[Item]):
         self._on_drop = on_drop or _forget
         self.taken: list[Item] = []
         self._accuracy = table.known_accuracy()
-        self._levels = sorted(set(self._accuracy))
+        self._accuracies = sorted(set(self._accuracy))
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
         self.adopt(policy, table)
@@ -259,8 +259,8 @@ class Dispatcher(Generic[Item]):
 
     def _cost_of(self, floor: float) -> tuple[float, int]:
         """Return (least latency in ms, subnet) among the subnets that meet `floor`."""
-        level = bisect_left(self._levels, floor)  # floors between two accuracies demand the same subnets
-        found = self._floor_cost.get(level)
+        at = bisect_left(self._accuracies, floor)  # floors between two accuracies demand the same subnets
+        found = self._floor_cost.get(at)
         if found is None:
             options = [
                 (latency, subnet)
@@ -271,7 +271,7 @@ class Dispatcher(Generic[Item]):
             ]
             if not options:
                 raise unreachable(floor, max(self._accuracy))
-            found = self._floor_cost[level] = min(options)
+            found = self._floor_cost[at] = min(options)
         return found
 
 

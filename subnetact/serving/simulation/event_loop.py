@@ -267,7 +267,8 @@ class EventLoop:
         result, waiting = self.result, len(self.dispatcher)
         if waiting and self._parked:
             raise PolicyError(
-                f"{type(self.scenario.policy).__name__} left {waiting} requests waiting on idle workers"
+                f"{type(self.scenario.policy).__name__} left {waiting} requests waiting on idle workers; "
+                "decide() must answer a batch if no batch is running and no request will arrive"
             )
         result.unserved = waiting + result.requests - self._feed.taken
         return result
