@@ -1,12 +1,12 @@
-"""From a checkpoint of OFA-ResNet50 to a profiled Pareto bundle with one command, killed over and over.
+"""Profiles a Pareto bundle from an OFA-ResNet50 checkpoint with one command, which is killed repeatedly.
 
     python benchmarks/profile_killed.py [--subnets 100] [--pixels 96] [--seed 0]
         [--out benchmarks/results/profile_killed.json]
 
-The checkpoint is in upstream's layout, its weights random. One run of `python -m subnetact.profile` is sent
-SIGKILL at random moments and resumed each time. At the first kill after the readings that the search goes by,
-its folder is copied, and the copy is resumed without further kills: what both end with is compared, and the
-copy's time, with that before the kill, is what the command takes.
+The checkpoint has upstream's layout and random weights. One run of `python -m subnetact.profile` is sent
+SIGKILL at random moments and is resumed each time. At the first kill after the measurements that the search's
+latency predictors are fitted to, its folder is copied, and the copy is resumed without further kills. The
+results of both are compared. The time of the copy plus the time before that kill is the command's time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from subnetact.device import machine
 BATCH_SIZES = (1, 2, 4)
 FIT_WINDOWS = 3
 FITTED = 32
-"""Subnets that the search's latencies are fitted to, each at the smallest and at the largest batch size."""
+"""Subnets measured to fit the latency predictors, each at the smallest and the largest batch size."""
 
 
 def write_checkpoint(path: Path) -> None:
@@ -40,7 +40,7 @@ def write_checkpoint(path: Path) -> None:
 
 
 class Command:
-    """The command line, in one folder."""
+    """The command line with all its files in one folder."""
 
     def __init__(self, folder: Path, checkpoint: Path, subnets: int, pixels: int) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class Command:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def records(self) -> list[str]:
-        """What the journal's whole lines are: fit, chosen, window ..."""
+        """Return the names of the journal's complete records: fit, chosen, window ..."""
         if not self.journal.exists():
             return []
         text = self.journal.read_text()
@@ -74,7 +74,7 @@ def run(command: Command) -> float:
 
 
 def run_killed(command: Command, twin: Path, rng: random.Random) -> dict[str, Any]:
-    """Kill and resume until it ends; copy the folder at the first kill after the fitting."""
+    """Kill and resume the command until it ends; copy its folder at the first kill after the fitting."""
     seconds, moments, before_twin = 0.0, [], None
     fitted = FITTED * 2 * FIT_WINDOWS
     while True:
@@ -92,7 +92,7 @@ def run_killed(command: Command, twin: Path, rng: random.Random) -> dict[str, An
             seconds += time.perf_counter() - start
         whole = kept[: kept.rfind(b"\n") + 1]
         if whole and not command.journal.read_bytes().startswith(whole):
-            raise SystemExit("a kill has lost what was in the journal")
+            raise SystemExit("a kill has lost records of the journal")
         records = command.records()
         moments.append({"after_s": round(seconds), "records": len(records), "last": (records or [""])[-1]})
         if before_twin is None and ("chosen" in records or records.count("fit") == fitted):
@@ -102,7 +102,7 @@ def run_killed(command: Command, twin: Path, rng: random.Random) -> dict[str, An
 
 
 def same(first: Path, second: Path) -> dict[str, bool]:
-    """Compare what two runs ended with, but for what was measured."""
+    """Return which results of two runs are equal, the measured times aside."""
     tables = [subnetact.LatencyTable.load(folder / "table.json") for folder in (first, second)]
     found = {
         "subnets": tables[0].subnets == tables[1].subnets,
@@ -123,7 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--subnets", type=int, default=100)
     parser.add_argument("--pixels", type=int, default=96)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments it is killed at")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def main() -> None:
         command = Command(killed, checkpoint, args.subnets, args.pixels)
         found = run_killed(command, twin, random.Random(args.seed))
         if found["seconds_before_copy"] is None:
-            raise SystemExit("it ended before it was killed; take more subnets")
+            raise SystemExit("the command ended before it was killed; give more --subnets")
         rest = run(Command(twin, checkpoint, args.subnets, args.pixels))
         table = subnetact.LatencyTable.load(twin / "table.json")
         result = {

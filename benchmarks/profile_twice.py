@@ -1,11 +1,11 @@
-"""Two profiles of the same subnets, taking turns: how well `subnetact.profile` reproduces its medians.
+"""Measures how well `subnetact.profile` reproduces its medians: two profiles of the same subnets take turns.
 
     python benchmarks/profile_twice.py [--subnets 6] [--pixels 96] [--min-time-ms 15000] [--turn-s 10]
         [--out benchmarks/results/profile_twice.json]
 
-Two commands of their own, of which one is stopped (SIGSTOP) while the other runs: a virtual machine that is
-slow for minutes is slow for both, so what they differ by is not the machine's. `--compare` then says it, of
-the medians and of p90; means and higher quantiles hold the runs that a stop fell into.
+There are two processes, and one is stopped (SIGSTOP) while the other runs. A virtual machine that is slow for
+minutes is slow for both of them, so the machine does not cause their differences. The medians and the p90 are
+compared. Means and higher quantiles are not: they contain the runs during which a process was stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start(out: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
 
 
 def take_turns(processes: list[subprocess.Popen[bytes]], turn_s: float) -> None:
-    """Let one run at a time until all have ended."""
+    """Let one process run at a time until all have ended."""
     try:
         for process in processes:
             process.send_signal(signal.SIGSTOP)
@@ -72,8 +72,10 @@ def main() -> None:
     )
     parser.add_argument("--subnets", type=int, default=6)
     parser.add_argument("--pixels", type=int, default=96)
-    parser.add_argument("--min-time-ms", type=float, default=15_000, help="timed running per cell")
-    parser.add_argument("--turn-s", type=float, default=10)
+    parser.add_argument(
+        "--min-time-ms", type=float, default=15_000, help="least timed running per cell, in ms"
+    )
+    parser.add_argument("--turn-s", type=float, default=10, help="duration of one turn, in seconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.perf_counter()

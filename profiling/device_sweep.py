@@ -1,4 +1,4 @@
-"""What the sweeps share: where a table of this device and these versions belongs, and what it is drawn as."""
+"""Runs the sweeps of this folder, and names their tables after the device and the versions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,27 @@ TABLES = Path(__file__).parent / "tables"
 
 
 def run(family: str, pixels: int, arguments: list[str]) -> int:
-    """Profile a family with `python -m subnetact.profile`; what the command line says wins."""
+    """Profile a family with `python -m subnetact.profile`.
+
+    Args:
+        family: the family, with random weights.
+        pixels: height and width of its images.
+        arguments: the sweep's own options; options in `sys.argv` override them.
+
+    Returns:
+        The exit status.
+    """
     shape = ["--input-shape", "3", str(pixels), str(pixels)]
     wanted = ["--family", family, *shape, "--threads", "1", *arguments, *sys.argv[1:]]
     return main(["--out", f"{TABLES / table_name(wanted)}.json", *wanted])
 
 
 def table_name(arguments: list[str]) -> str:
-    """Name a table by what its sweep is of: device, versions, family, input, mode, and dtype."""
+    """Return the name of a sweep's table: device, versions, family, input, mode, and dtype.
+
+    Args:
+        arguments: the options of `python -m subnetact.profile`.
+    """
     args = build_parser().parse_args(arguments)
     device = find_device(args.device)
     facts = machine(device)

@@ -21,7 +21,8 @@ step() { # step NAME SECONDS COMMAND...
 step tests 180 "$python" -m pytest -m gpu --junitxml "$out/tests.xml"
 step engine 240 "$python" benchmarks/engine.py --device cuda --families ofa_resnet50 --parts forward --batch-sizes 1 \
   --seconds 3 --compile --out "$out/engine.json"
-# Tables for profiling/tables/: 100 Pareto subnets, eager and as CUDA graphs. Each can be cut short and goes on.
+# Tables for profiling/tables/: 100 Pareto subnets, eager and as CUDA graphs. A sweep that is cut short is resumed
+# if this script is run again.
 for family in ofa_resnet50 ofa_mbv3; do
   for mode in eager graphs; do
     step "profile_${family}_$mode" 150 "$python" "profiling/sweep_$family.py" --device cuda --mode $mode \

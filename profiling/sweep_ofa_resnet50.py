@@ -1,8 +1,8 @@
-"""Latency of a Pareto set of OFA-ResNet50 on this device.
+"""Measures the latency of a Pareto set of OFA-ResNet50 on this device.
 
     python profiling/sweep_ofa_resnet50.py [--device cuda] [--mode graphs] [any option of subnetact.profile]
 
-Weights are random: they are as fast as trained ones, and accuracies stay unknown.
+Weights are random: they are as fast as trained ones, and accuracies are not known.
 """
 
 import sys

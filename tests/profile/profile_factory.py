@@ -1,4 +1,4 @@
-"""What `python -m subnetact.profile --model` and others import in tests."""
+"""Factories and functions that tests name as `--model`, `--accuracy` and `--calibrate-on`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m subnetact.profile`: from a checkpoint to a bundle, interrupted at any moment."""
+"""`python -m subnetact.profile` goes from a checkpoint to a bundle, and survives a kill at any moment."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert engine.tables == {"measured": table, "scheduler": scheduler}
     assert all(engine.supernet.calibrated(spec) for spec in engine.specs)
     with (tmp_path / "t.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 10
-    assert float(rows[3]["latency_ms"]) == table.latency_ms[1, 1]
-    assert rows[3]["subnet"] == table.subnets[1]
+        cells = list(csv.DictReader(file))
+    assert len(cells) == 10
+    assert float(cells[3]["latency_ms"]) == table.latency_ms[1, 1]
+    assert cells[3]["subnet"] == table.subnets[1]
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency.png", "front.png"}
     policy = subnetact.SlackFit(engine.tables["scheduler"], slo_ms=1000)
     assert subnetact.simulate([0.0, 1.0], engine.tables["scheduler"], policy, slo_ms=1000).attainment == 1.0
@@ -312,10 +312,10 @@ def test_statistics_of_an_evaluation_survive_an_interruption(
         assert set(engine.supernet.norms) == set(engine.specs)
         assert engine.tables["measured"].stamp["calibrated_on"] == "their own statistics"
     for spec in whole.specs:
-        rows = [engine.supernet.norms.get(spec) for engine in (whole, cut)]
-        assert rows[0] is not None
-        assert rows[1] is not None
-        assert torch.equal(rows[0].flat, rows[1].flat)
+        statistics = [engine.supernet.norms.get(spec) for engine in (whole, cut)]
+        assert statistics[0] is not None
+        assert statistics[1] is not None
+        assert torch.equal(statistics[0].flat, statistics[1].flat)
 
 
 def test_a_bundle_of_an_own_network_is_profiled_again(tmp_path: Path, capsys: Any) -> None:
@@ -464,9 +464,9 @@ def test_figures_without_matplotlib_are_refused_at_once(
 
 def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
     measurements, settings = Measurements(), SweepSettings(co_runners=(1,), tolerance=10.0)
-    for level, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
+    for co_runners, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
         for factor in factors:
-            measurements.add((level, 0, 1), {"host_ms": factor * np.ones(3)})
+            measurements.add((co_runners, 0, 1), {"host_ms": factor * np.ones(3)})
     measurements.add((0, 0, 2), None)
     measurements.add((1, 0, 2), None)
     job = ProfileJob(settings=settings, batch_sizes=(1, 2))

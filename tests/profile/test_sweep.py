@@ -1,4 +1,4 @@
-"""The sweep: which cell is measured when and how often, what is kept, and how subnets are run."""
+"""The sweep: when and how often every cell is measured, what is kept, and how subnets are run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CPU_OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't 
 
 
 class FakeRunner:
-    """Cells whose windows are made up: `times(subnet, batch size, visit)`, ms."""
+    """A runner whose cells have made-up times: `times(subnet, batch size, visit)` in ms."""
 
     facts: ClassVar[dict[str, Any]] = {}
 
