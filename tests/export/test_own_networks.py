@@ -151,6 +151,13 @@ def overwritten(network: Any, x: Tensor) -> Tensor:
     return x
 
 
+def test_one_skippable_layer_is_enough_to_be_refused(tmp_path: Path) -> None:
+    """With one layer the graph is that of a loop `x = layer(x)` with a `tanh` after the loop."""
+    supernet = keeping(Loop(activated, 1), 1)
+    with pytest.raises(ExportError, match=r"^layers\.0: if a subnet skips it"):
+        to_torchscript(supernet, tmp_path / "m.pt", list(supernet.space.enumerate()))
+
+
 @pytest.mark.parametrize("body", [plain, unused_between, nothing_after, counted_aside])
 def test_loops_that_hand_on_are_exported(body: Any, tmp_path: Path) -> None:
     agreeing(keeping(Loop(body)), tmp_path / "m.pt", (torch.randn(3, 4),))
@@ -173,10 +180,10 @@ def test_loops_that_hand_on_are_exported(body: Any, tmp_path: Path) -> None:
 def test_loops_that_do_more_are_refused(body: Any, tmp_path: Path) -> None:
     supernet = keeping(Loop(body))
     specs = list(supernet.space.enumerate())
-    with pytest.raises(ExportError, match=r"^layers\.[01]: where a subnet skips it, .* `x = layer\(x\)`"):
+    with pytest.raises(ExportError, match=r"^layers\.[01]: if a subnet skips it, .* `x = layer\(x\)`"):
         to_torchscript(supernet, tmp_path / "m.pt", specs)
     whole = [spec for spec in specs if 0 not in supernet.space.resolve(spec)]
-    with pytest.raises(ExportError, match="where a subnet skips it"):  # forward_row takes any row
+    with pytest.raises(ExportError, match="if a subnet skips it"):  # forward_size_row takes any sizes
         to_torchscript(supernet, tmp_path / "m.pt", whole)
     assert not (tmp_path / "m.pt").exists()
 
@@ -377,7 +384,7 @@ def test_one_row_of_two_subnets_has_no_statistics_of_its_own(tmp_path: Path) -> 
     subnetact.calibrate(supernet, specs[:1], [x])
     scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs, allow_uncalibrated=True)
     with pytest.raises(Exception, match="several subnets have this row; call forward with a number"):
-        scripted.forward_row(x, scripted.row(0))
+        scripted.forward_size_row(x, scripted.size_row(0))
     with torch.no_grad():
         assert torch.equal(scripted(x, torch.tensor([0])), supernet.subnet(specs[0])(x))
 

@@ -148,25 +148,25 @@ def test_a_row_is_a_subnet_where_nothing_is_calibrated(family: Any, inputs_of: A
             for seed in range(5):
                 spec = supernet.space.sample(seed)
                 row = list(supernet.space.resolve(spec))
-                got = scripted.forward_row(*inputs.values(), row)
+                got = scripted.forward_size_row(*inputs.values(), row)
                 assert torch.equal(got, supernet.subnet(spec)(**inputs))
         dim = supernet.space.dimensions.index({"autoformer": "embed", "dynabert": "neurons"}[name])
         row[dim] = 100_000
         with pytest.raises(Exception, match=rf"row\[{dim}\] \(\w+\) must be 1 to \d+\s"):
-            scripted.forward_row(*inputs.values(), row)
+            scripted.forward_size_row(*inputs.values(), row)
 
 
 def test_a_row_with_batchnorm_is_a_registered_subnet(digits: Supernet, tmp_path: Path) -> None:
     specs = [digits.space.smallest(), digits.space.sample(3)]
     x = torch.randn(2, 1, 16, 16)
     scripted: Any = to_torchscript(calibrated(digits, specs), tmp_path / "m.pt", specs)
-    assert scripted.row(1) == list(digits.space.resolve(specs[1]))
-    assert torch.equal(scripted.forward_row(x, scripted.row(1)), scripted(x, torch.tensor([1])))
+    assert scripted.size_row(1) == list(digits.space.resolve(specs[1]))
+    assert torch.equal(scripted.forward_size_row(x, scripted.size_row(1)), scripted(x, torch.tensor([1])))
     with pytest.raises(Exception, match="no BatchNorm statistics for this row; calibrate"):
-        scripted.forward_row(x, list(digits.space.resolve(digits.space.largest())))
-    for row in ([1, 2], [*scripted.row(1), 0], []):
+        scripted.forward_size_row(x, list(digits.space.resolve(digits.space.largest())))
+    for row in ([1, 2], [*scripted.size_row(1), 0], []):
         with pytest.raises(Exception, match=rf"row has {len(row)} numbers; this file takes \d+"):
-            scripted.forward_row(x, row)
+            scripted.forward_size_row(x, row)
 
 
 class Elastic(nn.Module):
@@ -351,10 +351,10 @@ def test_own_networks_and_every_row(tmp_path: Path) -> None:
     scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs[:1], example=x)
     for spec in specs:
         row = list(supernet.space.resolve(spec))
-        assert torch.equal(scripted.forward_row(x, row), supernet(x, subnet=spec))
+        assert torch.equal(scripted.forward_size_row(x, row), supernet(x, subnet=spec))
     for wrong, message in (([4, 1, 1, 1], "must be one of 3, 5, 7"), ([3, 2, 1, 1], "must be one of 0, 1")):
         with pytest.raises(Exception, match=message):
-            scripted.forward_row(x, wrong)
+            scripted.forward_size_row(x, wrong)
 
 
 def test_inserted_torchvision_and_timm_models(tmp_path: Path) -> None:
@@ -476,7 +476,9 @@ def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp
         engine.keys, [60.0, 70.0, 80.0], [1], [[1], [2], [3]]
     )
     engine.remove(1)
-    scripted = to_torchscript(engine, tmp_path / "m.pt")
+    with pytest.raises(ExportError, match=r"slo_ms: .* give slo_ms=, or policy="):
+        to_torchscript(engine, tmp_path / "m.pt")
+    scripted = to_torchscript(engine, tmp_path / "m.pt", slo_ms=36)
     assert [scripted.describe(i) for i in range(scripted.num_subnets())] == [specs[0].key, specs[2].key]
     assert scripted.choose(1e9, 1) == (1, 1)
     with pytest.raises(Exception, match="slack_ms is not a number"):

@@ -1,4 +1,4 @@
-"""One TorchScript file that runs any registered subnet: for C++, Triton, and Python without this package."""
+"""`to_torchscript`: writes one file that runs any registered subnet, in C++, Triton, and Python."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from subnetact.errors import (
     NotCalibrated,
     ProfileMismatch,
 )
-from subnetact.export.compare import compare
-from subnetact.export.torchscript.layout import Layout, Traced
-from subnetact.export.torchscript.module import METHODS, ScriptedSubnets, forward_source
+from subnetact.export.torchscript.comparison import compare_with_views
+from subnetact.export.torchscript.module import METHODS, RowLayout, ScriptedSubnets, forward_source
 from subnetact.export.torchscript.storage import pack, strip
-from subnetact.export.torchscript.symbolic_trace import trace_network
+from subnetact.export.torchscript.symbolic_trace import Traced, trace_network
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.space import Row
@@ -37,8 +36,9 @@ from subnetact.supernet.supernet import Supernet, as_supernet
 __all__ = ["served_table", "to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
-RESERVED = {"List", "ValueError", "dims", "row", "self", "statistics", "str", "subnet"}
-"""Names that the file's own code uses."""
+"""The first version of Python for which PyTorch does not support TorchScript."""
+RESERVED = {"List", "ValueError", "dims", "row", "self", "size_row", "statistics", "str", "subnet"}
+"""Names that the code of the file uses, so that no input may have them."""
 
 
 def to_torchscript(
@@ -48,57 +48,74 @@ def to_torchscript(
     *,
     table: LatencyTable | None = None,
     policy: SlackFit | None = None,
+    slo_ms: float | None = None,
     inputs: Sequence[str] | None = None,
     example: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     freeze: bool = False,
     allow_uncalibrated: bool = False,
     progress: bool = True,
 ) -> torch.jit.ScriptModule:
-    """Write one file that holds the weights once and runs any registered subnet, by its number.
+    """Write one TorchScript file that contains the weights once and runs any registered subnet by its number.
 
-    What it returns, `torch.jit.load(path)`, and `torch::jit::load` in C++, gives a module with
+    `torch.jit.load(path)` in Python and `torch::jit::load` in C++ load the file without this package. The
+    module has these methods:
 
-    * `forward(*inputs, subnet)`: `subnet` is int64 of shape (1,), or (B, 1) with B equal numbers;
-    * `forward_row(*inputs, row)`: the control tuple itself, `supernet.space.resolve(spec)`; where the
-      network has BatchNorm, of one registered subnet;
-    * `num_subnets()`, `describe(i)`, `accuracy(i)` (percent, NaN where not known), `row(i)`;
-    * `batch_sizes()`, `latency_ms(i, batch_size)`, and `choose(slack_ms, queued) -> (subnet, batch size)`,
-      which decides as `SlackFit` does.
+    * `forward(*inputs, subnet)` runs a batch; `subnet` is int64 of shape (1,), or of shape (B, 1) with B
+      equal
+      numbers.
+    * `forward_size_row(*inputs, size_row)` runs a batch with the sizes `supernet.space.resolve(spec)`. If the
+      network
+      has BatchNorm, they must be those of one registered subnet.
+    * `num_subnets()`, `describe(i)`, `accuracy(i)` (percent, NaN if unknown) and `size_row(i)` describe the
+      subnets.
+    * `batch_sizes()` and `latency_ms(i, batch_size)` return the latency table.
+    * `choose(slack_ms, queued)` returns the subnet and the batch size that `SlackFit` chooses.
 
-    Outputs equal `supernet.subnet(spec)(*inputs)` bit for bit on one CPU thread. Nothing in the module
-    changes when it runs, so threads may run different subnets at once. TorchScript is in maintenance;
-    PyTorch's successor is torch.export (`to_exported_programs`), which makes one program per subnet.
+    On one CPU thread, outputs equal those of `supernet.subnet(spec)(*inputs)` bit for bit. Running the module
+    does not change it, so several threads may run different subnets at the same time.
 
-    A layer that a subnet skips hands on its input, so loops over elastic stacks must be `x = layer(x)`;
-    where what is around the layer does more, for any of the subnets, the export is refused. What tracing
-    cannot see, a branch on the type of a value for example, shows only in the comparison with `example`.
+    In the file a skipped layer is the identity. Loops over elastic stacks must therefore be `x = layer(x)`:
+    if the network around a layer does more, the export is refused. Tracing cannot see everything, for example
+    a branch on the type of a value; only the comparison with `example` detects such differences.
 
-    The source is not changed; what is returned has its own copy of the weights.
+    TorchScript is in maintenance and ends with Python 3.14. Its successor is `to_exported_programs`, which
+    writes one `torch.export` program per subnet.
 
     Args:
-        source: an engine, or a supernet.
-        path: the file to write, `model.pt` for example.
-        subnets: what to register, in the order of their numbers; None = an engine's own.
-        table: latencies of these subnets; None = the engine's only one, if it has one.
-        policy: decides in `choose`. If None, `SlackFit(table, slo_ms=36.0)`.
-        inputs: names of the network's arguments that callers give, in the order of `forward`; None = those
+        source: an engine or a supernet. It is not changed, and the result has its own copy of the weights.
+        path: the file to write, for example `model.pt`.
+        subnets: the subnets to register, in the order of their numbers. If None, those that the engine
+            serves.
+        table: latencies of these subnets. If None, the engine's table, if it has exactly one.
+        policy: the policy of `choose`. If None, `SlackFit(table, slo_ms)`.
+        slo_ms: time in ms that a request usually has, for that `SlackFit`. Required if there is a table but
+            no policy.
+        inputs: names of the network's arguments that callers give, in the order of `forward`. If None, those
             of the example, or those without a default.
-        example: one batch of every input, by name or in their order. The file is compared with the supernet
-            for every subnet before it is written, also on random numbers where floating-point inputs are
-            all one value, and refuses inputs of other ranks. None = the engine's example, if it has one;
-            else nothing is compared.
-        freeze: make the weights constants, and compute beforehand what depends on them alone, which is
-            stored too.
-        allow_uncalibrated: whether subnets without statistics of their own run on the shared ones.
+        example: one batch of every input, by name or in order. Before the file is written, it is compared
+            with the supernet for every subnet on this batch, and on random numbers if all elements of a
+            floating-point input are equal. The file then refuses inputs with another number of dimensions. If
+            None, the engine's example; without one, nothing is compared.
+        freeze: whether to make the weights constants, and to compute and store beforehand what depends on
+            them alone.
+        allow_uncalibrated: whether subnets without BatchNorm statistics of their own run on the shared ones.
         progress: if True, show a progress bar when standard error is a terminal.
 
+    Returns:
+        The module in the file.
+
     Raises:
-        ExportError: something cannot be traced or scripted; it names the module. Or an argument is of no
-            use, or Python is too new.
+        ExportError: a module cannot be traced or compiled (the message names it), an argument cannot be used,
+            or Python is too new.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
-        SpecError: there is no subnet, or one is of another space.
-        ProfileMismatch: the table or policy is of other subnets, or of other weights.
-        PolicyError: no latency of the table is within SlackFit's usual 36 ms; give a policy.
+        SpecError: there is no subnet, or one belongs to another space.
+        ProfileMismatch: the table or the policy belongs to other subnets or other weights.
+        PolicyError: `slo_ms` is below every latency of the table.
+
+    Example:
+        >>> to_torchscript(engine, "model.pt", slo_ms=30.0)
+        >>> model = torch.jit.load("model.pt")
+        >>> logits = model(images, torch.tensor([1]))  # subnet 1
     """
     if sys.version_info >= UNSUPPORTED_PYTHON:
         raise ExportError(
@@ -110,7 +127,7 @@ def to_torchscript(
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise ExportError(f"path: {path} is not a file in a folder that exists; create the folder first")
     keys = [spec.key for spec in specs]
-    policy = _policy(source, table, policy, keys)
+    policy = _policy(source, table, policy, slo_ms, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
     if bare and not allow_uncalibrated:
         raise NotCalibrated(
@@ -121,7 +138,7 @@ def to_torchscript(
         example = _served(source)
     names = _inputs(supernet, inputs, example)
     examples = _examples(names, example)
-    layout = Layout(supernet.space.dimensions, tuple(supernet.norm_operators()))
+    layout = RowLayout(supernet.space.dimensions, tuple(supernet.norm_operators()))
     network = trace_network(supernet.network, names, layout, _compared_rows(supernet, specs))
     rows, statistics = _rows(supernet, specs, layout)
     if policy is not None:
@@ -137,7 +154,7 @@ def to_torchscript(
         with _quiet():
             scripted = torch.jit.freeze(scripted, preserved_attrs=METHODS[1:], optimize_numerics=False)
     if examples:
-        compare(scripted, supernet, specs, examples, progress)
+        compare_with_views(scripted, supernet, specs, examples, progress)
     with replacing(path) as temporary, _quiet():
         torch.jit.save(scripted, temporary)
         strip(temporary)
@@ -154,14 +171,24 @@ def _registered(
 
 
 def _policy(
-    source: Engine | Supernet, table: LatencyTable | None, policy: SlackFit | None, keys: list[str]
+    source: Engine | Supernet,
+    table: LatencyTable | None,
+    policy: SlackFit | None,
+    slo_ms: float | None,
+    keys: list[str],
 ) -> SlackFit | None:
     if policy is None:
         if table is None and isinstance(source, Engine) and len(source.tables) == 1:
             (table,) = source.tables.values()
         if table is None:
             return None
-        policy = SlackFit(served_table(table, keys), slo_ms=36.0)
+        served = served_table(table, keys)
+        if slo_ms is None:
+            raise ExportError(
+                "slo_ms: with a latency table, `choose` also needs the time in ms that a request usually "
+                "has; give slo_ms=, or policy="
+            )
+        policy = SlackFit(served, slo_ms)
     if type(policy) is not SlackFit:
         raise ExportError(
             f"policy: `choose` decides as SlackFit does, got {type(policy).__name__}; give "
@@ -169,7 +196,7 @@ def _policy(
         )
     if policy.table.subnets != tuple(keys):
         raise ProfileMismatch(
-            "policy: it answers with other subnets than are exported; make it from their table"
+            "policy: its table has other subnets than are exported; make it from the table of these subnets"
         )
     stamped = policy.table.stamp.get("supernet")
     supernet = source.supernet if isinstance(source, Engine) else source
@@ -181,10 +208,14 @@ def _policy(
 
 
 def served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
-    """Return the rows of these subnets, in their order.
+    """Return the part of a latency table that has these subnets, in their order.
+
+    Args:
+        table: the latency table.
+        keys: readable keys of the subnets.
 
     Raises:
-        ProfileMismatch: it lacks one.
+        ProfileMismatch: the table lacks a subnet.
     """
     missing = [key for key in keys if key not in table.subnets]
     if missing:
@@ -195,7 +226,7 @@ def served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
 
 
 def _arguments(supernet: Supernet) -> dict[str, bool]:
-    """Return the names of the network's arguments, and whether each must be given."""
+    """Return for each argument of the network's forward whether it must be given."""
     return {
         name: parameter.default is parameter.empty
         for name, parameter in inspect.signature(supernet.network.forward).parameters.items()
@@ -204,7 +235,7 @@ def _arguments(supernet: Supernet) -> dict[str, bool]:
 
 
 def _served(engine: Engine) -> dict[str, Tensor] | None:
-    """Return a batch of the engine's example, by the names of the network's arguments."""
+    """Return the engine's example as a batch of one, by the names of the network's arguments."""
     try:
         example = engine.example
     except InvalidRequest:
@@ -254,7 +285,7 @@ def _script(whole: ScriptedSubnets, source: str) -> Any:
 
 
 def _scripted(module: Any, path: str) -> Any:
-    """Script a module after those in it, so that an error can tell which one."""
+    """Compile a module after its submodules, so that an error can name the innermost module that fails."""
     if isinstance(module, Traced):
         for name, inner in module.__dict__.pop("paths").items():
             setattr(module, name, _scripted(getattr(module, name), inner))
@@ -269,15 +300,15 @@ def _scripted(module: Any, path: str) -> Any:
 
 
 def _compared_rows(supernet: Supernet, specs: list[SubnetSpec]) -> list[Row]:
-    """Return the sizes that the file must be right for, some of them where it takes any."""
+    """Return the size rows for which skipping is checked; without BatchNorm, samples are added."""
     if not supernet.norm_operators():
         space = supernet.space
         specs = [*specs, *space.sample(0, 34)]
     return [supernet.space.resolve(spec) for spec in specs]
 
 
-def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: Layout) -> tuple[list[list[int]], Tensor]:
-    """Return every subnet's row, and the statistics of all of them one after another."""
+def _rows(supernet: Supernet, specs: list[SubnetSpec], layout: RowLayout) -> tuple[list[list[int]], Tensor]:
+    """Return the full row of every subnet, and the BatchNorm statistics of all of them as one flat tensor."""
     rows, flats, start = [], list[Tensor](), 0
     for spec in specs:
         starts = {}

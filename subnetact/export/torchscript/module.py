@@ -1,42 +1,70 @@
-"""The module that TorchScript compiles: rows, statistics and decisions around the symbolic network."""
+"""The module that TorchScript compiles: the traced network, size rows, statistics and decisions."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from subnetact.export.torchscript.layout import Layout
 from subnetact.serving.policies.slackfit import SlackFit
 
-__all__ = ["METHODS", "ScriptedSubnets", "forward_source"]
+__all__ = ["METHODS", "Gate", "RowLayout", "ScriptedSubnets", "forward_source"]
 
 METHODS = [
     "forward",
-    "forward_row",
+    "forward_size_row",
     "num_subnets",
     "describe",
     "accuracy",
-    "row",
+    "size_row",
     "select",
     "batch_sizes",
     "latency_ms",
     "choose",
 ]
-"""What callers of the file may call."""
+"""The methods that callers of the file may use."""
+
+Gate = tuple[int, int]
+"""A position in a size row, and the value that it must have so that a layer is kept."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The layout of a full row: a subnet's size row, followed by positions of statistics.
+
+    The size row is `SubnetSpace.resolve(spec)`. For each norm follows the position in the flat statistics at
+    which its means start; its variances come after its means.
+
+    Attributes:
+        names: names of the sizes, in order (`SubnetSpace.dimensions`).
+        norms: paths of the norms, in order.
+        legal: for each size that an operator reads, its position, its legal values, and the gates that keep
+            the operator.
+    """
+
+    names: tuple[str, ...]
+    norms: tuple[str, ...]
+    legal: set[tuple[int, Any, tuple[Gate, ...]]] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> int:
+        """The number of sizes in a size row."""
+        return len(self.names)
 
 
 class ScriptedSubnets(nn.Module):
-    """All registered subnets, by number; `forward_source` adds what depends on the network's inputs.
+    """All registered subnets by number; `forward_source` adds the methods that depend on the inputs.
 
     Args:
-        network: of `trace_network`.
-        rows: each subnet's, of its layout.
-        statistics: what they point into.
-        layout: of the rows.
-        keys: readable keys.
-        accuracy: percent, NaN where not known.
-        policy: what `choose` decides by; None = there is no table.
+        network: the traced network, from `trace_network`.
+        rows: the full row of every subnet.
+        statistics: the flat BatchNorm statistics of all subnets.
+        layout: the layout of the full rows.
+        keys: readable key of every subnet.
+        accuracy: accuracy of every subnet in percent, NaN if it is unknown.
+        policy: the policy of `choose`, with the latency table. If None, the file has neither.
     """
 
     columns: list[int]
@@ -52,7 +80,7 @@ class ScriptedSubnets(nn.Module):
         network: nn.Module,
         rows: list[list[int]],
         statistics: Tensor,
-        layout: Layout,
+        layout: RowLayout,
         keys: list[str],
         accuracy: list[float],
         policy: SlackFit | None,
@@ -86,39 +114,48 @@ class ScriptedSubnets(nn.Module):
 
     @torch.jit.export
     def num_subnets(self) -> int:
-        """Return how many subnets are registered."""
+        """Return the number of registered subnets."""
         return len(self.rows)
 
     @torch.jit.export
     def known(self, subnet: int) -> int:
-        """Return the number of a subnet if it is registered."""
+        """Return `subnet`, the number of a registered subnet.
+
+        Raises:
+            ValueError: no subnet has this number.
+        """
         if subnet < 0 or subnet >= len(self.rows):
             raise ValueError("no subnet " + str(subnet) + "; this file has 0.." + str(len(self.rows) - 1))
         return subnet
 
     @torch.jit.export
     def describe(self, subnet: int) -> str:
-        """Return a subnet's readable key."""
+        """Return the readable key of a subnet."""
         return self.keys[self.known(subnet)]
 
     @torch.jit.export
     def accuracy(self, subnet: int) -> float:
-        """Return a subnet's accuracy, percent; NaN where it is not known."""
+        """Return the accuracy of a subnet in percent, NaN if it is unknown."""
         return self.accuracies[self.known(subnet)]
 
     @torch.jit.export
-    def row(self, subnet: int) -> list[int]:
-        """Return a subnet's control tuple."""
+    def size_row(self, subnet: int) -> list[int]:
+        """Return the size row of a subnet, which `forward_size_row` takes."""
         return self.rows[self.known(subnet)][: self.sizes]
 
     @torch.jit.export
     def batch_sizes(self) -> list[int]:
-        """Return the profiled batch sizes, ascending; none without a table."""
+        """Return the profiled batch sizes, ascending; the list is empty if there is no latency table."""
         return self.profiled
 
     @torch.jit.export
     def latency_ms(self, subnet: int, batch_size: int) -> float:
-        """Return a profiled latency, ms; NaN for one that cannot run."""
+        """Return the profiled latency of a batch in ms, NaN if the subnet cannot run this batch size.
+
+        Raises:
+            ValueError: there is no latency table, the batch size was not profiled, or no subnet has this
+                number.
+        """
         if len(self.profiled) == 0:
             raise ValueError("exported without a latency table; give to_torchscript table= or policy=")
         if batch_size not in self.profiled:
@@ -127,7 +164,18 @@ class ScriptedSubnets(nn.Module):
 
     @torch.jit.export
     def choose(self, slack_ms: float, queued: int) -> tuple[int, int]:
-        """Return (subnet, batch size) for `queued` requests, the most urgent due in `slack_ms`."""
+        """Choose a subnet and a batch size as `SlackFit` does.
+
+        Args:
+            slack_ms: time until the most urgent request is due, in ms.
+            queued: number of waiting requests.
+
+        Returns:
+            The number of the subnet, and the batch size.
+
+        Raises:
+            ValueError: there is no latency table, `slack_ms` is NaN, or `queued` is below 1.
+        """
         if len(self.profiled) == 0:
             raise ValueError("exported without a latency table; give to_torchscript table= or policy=")
         if math.isnan(slack_ms):
@@ -148,7 +196,16 @@ class ScriptedSubnets(nn.Module):
 
     @torch.jit.export
     def select(self, subnet: Tensor, batch: int) -> list[int]:
-        """Return the row of the one subnet that an int64 tensor of shape (1,) or (batch, 1) names."""
+        """Return the full row of the subnet that a tensor names.
+
+        Args:
+            subnet: the number of the subnet, int64, of shape (1,), or of shape (batch, 1) with equal entries.
+            batch: the batch size of the inputs.
+
+        Raises:
+            ValueError: the tensor has another dtype or shape, names several subnets, or names no registered
+                one.
+        """
         if subnet.dtype != torch.int64:
             raise ValueError("subnet must be an int64 tensor")
         alone = subnet.dim() == 1 and subnet.size(0) == 1
@@ -158,7 +215,7 @@ class ScriptedSubnets(nn.Module):
                 + str(subnet.size())
                 + "; give [1], or ["
                 + str(batch)
-                + ", 1], one a sample"
+                + ", 1], one per sample"
             )
         if subnet.numel() == 0:
             raise ValueError("the batch is empty; give at least one sample, or subnet as [1]")
@@ -168,23 +225,30 @@ class ScriptedSubnets(nn.Module):
         return self.rows[self.known(first)]
 
     @torch.jit.export
-    def whole(self, row: list[int]) -> list[int]:
-        """Return the whole row of a subnet with these sizes."""
-        if len(row) != self.sizes:
-            raise ValueError("row has " + str(len(row)) + " numbers; this file takes " + str(self.sizes))
+    def full_row(self, sizes: list[int]) -> list[int]:
+        """Return the full row of the subnet with a size row.
+
+        Raises:
+            ValueError: the size row has the wrong length or an illegal size, or belongs to several subnets
+                or, if the network has BatchNorm, to none of the registered ones.
+        """
+        if len(sizes) != self.sizes:
+            raise ValueError(
+                "size row has " + str(len(sizes)) + " numbers; this file takes " + str(self.sizes)
+            )
         if self.normed:
-            found, count = row, 0
+            found, count = sizes, 0
             for known in self.rows:
-                if known[: self.sizes] == row:
+                if known[: self.sizes] == sizes:
                     found, count = known, count + 1
             if count > 1:
-                raise ValueError("several subnets have this row; call forward with a number")
+                raise ValueError("several subnets have this size row; call forward with a number")
             if count == 1:
                 return found
         for dim, legal, step, gates, message in self.legal:
-            size, kept = row[dim], True
+            size, kept = sizes[dim], True
             for position, value in gates:
-                kept = kept and row[position] == value
+                kept = kept and sizes[position] == value
             if step == 0:
                 inside = size in legal
             else:
@@ -192,12 +256,20 @@ class ScriptedSubnets(nn.Module):
             if kept and not inside:
                 raise ValueError(message)
         if self.normed:
-            raise ValueError("no BatchNorm statistics for this row; calibrate its subnet and export it too")
-        return row
+            raise ValueError("no BatchNorm statistics for this size row; calibrate its subnet and export it")
+        return sizes
 
 
 def forward_source(inputs: Sequence[str], ranks: Sequence[int | None]) -> str:
-    """Write `forward` and `forward_row`, whose arguments depend on the network's, as TorchScript source."""
+    """Write the methods `forward` and `forward_size_row` as TorchScript source.
+
+    Args:
+        inputs: names of the network's inputs.
+        ranks: number of dimensions of each input. If None, it is not checked.
+
+    Returns:
+        The source of both methods.
+    """
     names = ", ".join(inputs)
     lines = [f"def forward(self, {names}, subnet):"]
     rank_lines = [
@@ -212,13 +284,14 @@ def forward_source(inputs: Sequence[str], ranks: Sequence[int | None]) -> str:
     ]
     run = f"    return self.network({names}, {{}}, self.statistics)"
     lines += [*rank_lines, run.format(f"self.select(subnet, {inputs[0]}.size(0))")]
-    lines += [f"def forward_row(self, {names}, row: List[int]):", *rank_lines, run.format("self.whole(row)")]
+    lines += [f"def forward_size_row(self, {names}, size_row: List[int]):", *rank_lines]
+    lines += [run.format("self.full_row(size_row)")]
     return "\n".join(lines) + "\n"
 
 
-def _not_legal(dim: int, legal: range | tuple[int, ...], layout: Layout) -> str:
+def _not_legal(dim: int, legal: range | tuple[int, ...], layout: RowLayout) -> str:
     among = f"one of {', '.join(map(str, legal))}"
     if isinstance(legal, range):
         steps = f" in steps of {legal.step}" if legal.step > 1 else ""
         among = f"{legal[0]} to {legal[-1]}{steps}"
-    return f"row[{dim}] ({layout.names[dim]}) must be {among}"
+    return f"size_row[{dim}] ({layout.names[dim]}) must be {among}"

@@ -1,33 +1,54 @@
-"""Records the symbolic network into a graph, so that layers which differ only in sizes have equal code."""
+"""`Recorder`: records a network into a graph in which layers that differ only in sizes have equal code.
+
+`lines` returns a recorded graph as text. The text decides whether a forward that skips a layer does the same
+as a forward in which that layer is the identity. A recording of the whole network alone cannot tell: if one
+layer is skippable, `x = tanh(layer(x))` in a loop and `tanh` after the loop give the same graph.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
+from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["Recorder", "check_rank"]
+__all__ = ["Recorder", "check_rank", "lines"]
 
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
+_IDENTITIES = (nn.Identity, _DropoutNd)
+"""Modules that are the identity in evaluation mode."""
+_WRITING = {
+    operator.setitem,
+    operator.iand,
+    operator.ior,
+    *(
+        value
+        for name, value in vars(operator).items()
+        if name.startswith("i") and hasattr(operator, name[1:])
+    ),
+}
 
 
 class Recorder(GraphAppendingTracer):
-    """Records into one graph, what depends on the row alone once.
+    """Records into one graph; expressions that depend on the size row alone are recorded only once.
 
-    Numbers in that, and in slices of weights and statistics, become attributes. Tensors that no module
-    registered become constants, copied in each call: a forward may write into what it has made.
+    Integers in such expressions, and in slices of weights and statistics, become attributes. Tensors that no
+    module has registered become constants, which are copied in every call, because a forward may write into a
+    tensor that it has made itself.
 
     Args:
-        graph: to record into.
-        tensors: the attributes that are tensors, by name; constants are added.
+        graph: the graph to record into.
+        tensors: tensor attributes by name; constants are added.
         registered: ids of the network's parameters and buffers.
 
     Attributes:
-        numbers: the attributes that are numbers, by name.
+        numbers: integer attributes by name.
     """
 
     def __init__(self, graph: fx.Graph, tensors: dict[str, Tensor], registered: Set[int]) -> None:
@@ -40,12 +61,17 @@ class Recorder(GraphAppendingTracer):
         self._once_recorded: dict[Any, fx.Node] = {}
 
     def begin(self, row: fx.Node, statistics: fx.Node) -> None:
-        """Note the two arguments that are no inputs of the network."""
+        """Remember the two arguments of the graph that are not inputs of the network.
+
+        Args:
+            row: the node of the size row.
+            statistics: the node of the BatchNorm statistics.
+        """
         self._row = row
         self._held.add(statistics)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
-        """Record a node, or return the equal one that is there."""
+        """Record a node, or return an equal node that was recorded before."""
         if kind == "get_attr":
             return self._once(kind, target, (), self._held)
         if target is operator.getitem and args[0] is self._row:
@@ -60,7 +86,7 @@ class Recorder(GraphAppendingTracer):
         return super().create_node(kind, target, args, kwargs, *more)
 
     def create_arg(self, a: Any) -> Any:
-        """Make a graph's argument of a value."""
+        """Convert a value to an argument of a node."""
         if isinstance(a, Tensor):
             name = next((n for n, t in self.tensors.items() if t is a), f"constant_{len(self.tensors)}")
             self.tensors[name] = a
@@ -69,14 +95,14 @@ class Recorder(GraphAppendingTracer):
         return super().create_arg(a)
 
     def drop_unused(self) -> None:
-        """Erase sizes, attributes and slices that nothing uses."""
+        """Erase the sizes, attributes and slices that no node uses."""
         recorded = {*self._once_recorded.values(), *self._held}
         for node in reversed(self.graph.nodes):
             if node in recorded and not node.users and node.op != "placeholder":
                 self.graph.erase_node(node)
 
     def recorded_once(self) -> set[fx.Node]:
-        """Return the nodes whose position means nothing: sizes, numbers, tensors."""
+        """Return the nodes whose position in the graph has no meaning: sizes, integers and tensors."""
         return set(self._once_recorded.values())
 
     def _once(self, kind: str, target: Any, args: tuple[Any, ...], group: set[Any] | None = None) -> fx.Node:
@@ -100,12 +126,107 @@ class Recorder(GraphAppendingTracer):
 
 
 def check_rank(mean: Tensor, x: Tensor, least: int, most: int) -> Tensor:
-    """Refuse an input that BatchNorm refuses, and return `mean`. TorchScript compiles it as it is.
+    """Check the number of dimensions of a BatchNorm's input; TorchScript compiles this function.
 
-    It asks for the length of the shape: TorchScript takes `x.dim()` of a convolution's output for known.
+    It reads the length of the shape because TorchScript regards `x.dim()` of a convolution's output as
+    constant.
+
+    Args:
+        mean: the running mean, which is returned so that the call has a use.
+        x: the input of the BatchNorm.
+        least: smallest allowed number of dimensions.
+        most: largest allowed number of dimensions.
+
+    Returns:
+        `mean`.
+
+    Raises:
+        ValueError: the number of dimensions is outside the range.
     """
     if len(x.size()) < least or len(x.size()) > most:
         raise ValueError(
             "BatchNorm got " + str(len(x.size())) + " dimensions; an input has too few or too many"
         )
     return mean
+
+
+def lines(
+    tracer: Recorder,
+    paths: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    without: Sequence[str] = (),
+) -> list[str]:
+    """Return one line of text per operation whose result is used or that writes into a tensor.
+
+    Args:
+        tracer: the recorder of the graph.
+        paths: the network's names for the modules that the graph calls.
+        modules: those of the called modules that are PyTorch's own. The others may write into their inputs.
+        without: names of modules to leave out, as if they were the identity on their first argument.
+
+    Returns:
+        The lines. Two graphs with equal lines compute the same.
+    """
+    graph = tracer.graph
+    identities = {name for name, module in modules.items() if isinstance(module, _IDENTITIES)}
+    writing = {name for name in paths if name not in modules or getattr(modules[name], "inplace", False)}
+    calls = [node for node in graph.nodes if node.op == "call_module" and node.args]
+    skipped = {node for node in calls if paths[node.target] in without or node.target in identities}
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        needed = node.op in ("placeholder", "output") or (node not in skipped and _may_write(node, writing))
+        if needed or node in live:
+            live.add(node)
+            live.update([node.args[0]] if node in skipped else node.all_input_nodes)
+    once = tracer.recorded_once()
+    names: dict[Any, str] = {}
+    found: list[str] = []
+
+    def named(value: Any) -> Any:
+        return _Name(names[value]) if isinstance(value, fx.Node) else value
+
+    for node in graph.nodes:
+        if node not in live:
+            continue
+        if node in skipped:
+            names[node] = names[node.args[0]]
+            continue
+        args, kwargs = map_aggregate(node.args, named), map_aggregate(dict(node.kwargs), named)
+        text = f"{node.op} {_target(node, tracer, paths)} {args!r} {kwargs!r}"
+        if node in once:
+            names[node] = f"({text})"
+        else:
+            names[node] = f"%{len(found)}"
+            found.append(text)
+    return found
+
+
+class _Name(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _may_write(node: fx.Node, writing: Set[str]) -> bool:
+    if node.op == "call_module":
+        return node.target in writing
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+    return in_place or node.target in _WRITING
+
+
+def _target(node: fx.Node, tracer: Recorder, paths: Mapping[str, str]) -> str:
+    if node.op == "call_module":
+        return paths[str(node.target)]
+    if node.op == "call_function":
+        return f"{getattr(node.target, '__name__', '')} {id(getattr(node.target, '__code__', node.target))}"
+    if node.op != "get_attr":
+        return str(node.target)
+    value = tracer.tensors.get(str(node.target), tracer.numbers.get(str(node.target)))
+    if not isinstance(value, Tensor) or id(value) in tracer.registered:
+        return str(value) if isinstance(value, int) else f"tensor {id(value)}"
+    return f"{value.dtype} {tuple(value.shape)} {_digest(value)}"
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""How a TorchScript file holds tensors: each once, all of one dtype in one record."""
+"""How a TorchScript file stores tensors: each one once, and all tensors of one dtype in one record."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from subnetact.documents import replacing
 __all__ = ["pack", "strip"]
 
 ALIGNED = 64
-"""Elements that every tensor starts at a multiple of, so that it is aligned as one of its own would be."""
+"""Every tensor starts at a multiple of this many elements, so that it is aligned like a separate one."""
 
 
 def pack(whole: nn.Module) -> None:
-    """Give a module tensors of its own, in one storage a dtype: one record in the file instead of hundreds.
+    """Copy all tensors of a module into one storage per dtype and device.
 
-    Strides stay as they are, but for tensors whose elements overlap or leave gaps.
+    The file then has one record per dtype instead of hundreds, and the module shares no tensors with the
+    supernet. Strides stay the same, except for tensors whose elements overlap or leave gaps.
+
+    Args:
+        whole: the module; its parameters and buffers are replaced.
     """
     for module in whole.modules():
         if isinstance(module, nn.RNNBase):
@@ -52,7 +56,7 @@ def pack(whole: nn.Module) -> None:
 
 
 def _copy_recurrent(module: nn.RNNBase) -> None:
-    """Copy weights that a module holds under two names, which freezing refuses to find in one storage."""
+    """Copy the weights of a recurrent module one by one: freezing refuses them if they share a storage."""
     for name, tensor in module._parameters.items():
         module._parameters[name] = None if tensor is None else nn.Parameter(tensor.detach().clone(), False)
     weights = [getattr(module, name, None) for name in module._flat_weights_names]
@@ -64,7 +68,11 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def strip(path: Path) -> None:
-    """Leave out what only maps errors to lines of generated source, much of a small network's file."""
+    """Remove the debug records, which map errors to generated source and fill most of a small file.
+
+    Args:
+        path: the TorchScript file, which is rewritten.
+    """
     with replacing(path) as stripped, zipfile.ZipFile(path) as old, zipfile.ZipFile(stripped, "w") as new:
         for record in old.infolist():
             if not record.filename.endswith(".debug_pkl"):

@@ -1,16 +1,22 @@
-"""The network of every subnet as one torch.fx graph, in which the subnet is an argument.
+"""Traces a supernet into one module that runs every subnet: the size row of the subnet is an argument.
 
-A view is traced whose row holds graph nodes instead of integers: the operators slice, the network's own
-forward runs, and every size that depends on the subnet becomes an expression of the argument `row`.
-So there is one slicing rule, `Operator.tensors`, for views and for what is exported.
+The tracer makes a view whose size row contains graph nodes instead of integers, and runs the network's own
+forward on it. The operators slice as always, and every size that depends on the subnet becomes an expression
+of the argument `row`. Views and exported files therefore share one slicing rule, `Operator.tensors`.
 
-TorchScript keeps about a KiB in memory for every operation of every class. So layers of equal code share
-one class: tensors are named from the layer on, and positions in the row and widths are attributes.
+A skippable layer becomes a submodule that returns its first argument if the size row skips the layer. This is
+right only if the network around it does nothing else for the layer, so each trace is compared with traces in
+which layers are left out, as views leave them out (`_Scope._compare_skipping`).
+
+TorchScript needs about 1 KiB of memory per operation of every class. Layers of equal code therefore share one
+class: their tensors have names relative to the layer, and positions in the size row and widths are
+attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,54 +26,108 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from subnetact.errors import ExportError
-from subnetact.export.torchscript.layout import (
-    Gate,
-    Layout,
-    Shared,
-    Traced,
-)
-from subnetact.export.torchscript.outline import lines
-from subnetact.export.torchscript.recorder import Recorder, check_rank
+from subnetact.export.torchscript.module import Gate, RowLayout
+from subnetact.export.torchscript.recorder import Recorder, check_rank, lines
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import Row
 from subnetact.supernet.trace import RecordedCall
 
-__all__ = ["trace_network"]
+__all__ = ["Traced", "trace_network"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _TENSOR = object()
+"""Marks an argument that becomes an input of the graph."""
 _RANKS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4, 4), nn.BatchNorm3d: (5, 5)}
+"""Smallest and largest number of dimensions of each BatchNorm's input."""
 
 
-def trace_network(network: nn.Module, inputs: Sequence[str], layout: Layout, rows: Sequence[Row]) -> Traced:
-    """Return a module of `forward(*inputs, row: List[int], statistics)` that is every subnet.
+def trace_network(
+    network: nn.Module, inputs: Sequence[str], layout: RowLayout, rows: Sequence[Row]
+) -> Traced:
+    """Trace a network into a module whose `forward(*inputs, row: List[int], statistics)` runs every subnet.
 
     Args:
-        network: a network with operators; it is not changed, its tensors are shared.
-        inputs: the names of its forward's arguments that are given, each a tensor.
-        layout: of the rows; what is legal in them is added.
-        rows: sizes of subnets, with whose kept layers the network is compared.
+        network: the network of a supernet. It is not changed; the result shares its tensors.
+        inputs: names of the arguments of its forward that callers give; each is a tensor.
+        layout: layout of the size rows. The legal sizes of the operators are added to it.
+        rows: size rows of the subnets for which skipping is checked.
+
+    Returns:
+        The traced module.
 
     Raises:
-        ExportError: the forward cannot be traced, or does more in a skipped layer's place than hand on
-            that layer's input; it names the module.
+        ExportError: the forward cannot be traced, or a skipped layer is not the identity; the message names
+            the module.
     """
     registered = {id(t) for t in (*network.parameters(), *network.buffers())}
-    scope = _Scope("", Shared(layout, rows, registered))
+    scope = _Scope("", _Shared(layout, rows, registered))
     return scope.trace(network, (), dict.fromkeys(inputs, _TENSOR))
 
 
-class _Scope:
-    """One graph under construction: of the network, or of a layer that some subnets skip.
+class Traced(nn.Module):
+    """A module that runs the code of a graph, without the other contents of a `GraphModule`.
 
-    Args:
-        path: of the module.
-        shared: with the other graphs.
-        gates: what keeps the module, from the outermost.
+    Its attribute `paths` maps each submodule to the name of the network's module that it was made from.
     """
 
-    def __init__(self, path: str, shared: Shared, gates: tuple[Gate, ...] = ()) -> None:
+    @classmethod
+    def of(
+        cls, module: fx.GraphModule, numbers: dict[str, int], paths: dict[str, str], kinds: _Kinds
+    ) -> Traced:
+        """Make a module with the code, tensors and submodules of a graph module.
+
+        Args:
+            module: the graph module.
+            numbers: integer attributes of the module by name.
+            paths: the network's names for the submodules.
+            kinds: the classes made so far, by their code; modules of equal code share a class.
+
+        Returns:
+            The module.
+        """
+        name = type(module).__name__
+        contents = {"forward": type(module).forward, "__module__": __name__}
+        # Functions of the same name may differ, for example closures that one factory made.
+        called = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
+        kind = kinds.setdefault((name, module.code, called), type(name, (cls,), contents))
+        traced: Any = kind()
+        traced._modules.update(module._modules)
+        traced._buffers.update(module._buffers)
+        traced.__dict__.update(numbers, paths=paths)
+        return traced  # type: ignore[no-any-return]
+
+
+_Kinds = dict[tuple[Any, ...], type[Traced]]
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Data that all graphs of one network share.
+
+    Attributes:
+        layout: layout of the size rows.
+        rows: size rows of the subnets for which skipping is checked.
+        registered: ids of the network's parameters and buffers.
+        kinds: the classes made so far, by their code.
+    """
+
+    layout: RowLayout
+    rows: Sequence[Row]
+    registered: Set[int]
+    kinds: _Kinds = field(default_factory=dict)
+
+
+class _Scope:
+    """One graph under construction: that of the network, or that of a layer in an elastic stack.
+
+    Args:
+        path: path of the module in the network.
+        shared: data that all graphs of the network share.
+        gates: the gates that keep the module, from the outermost to the innermost.
+    """
+
+    def __init__(self, path: str, shared: _Shared, gates: tuple[Gate, ...] = ()) -> None:
         self.path = path
         self.shared = shared
         self.layout = shared.layout
@@ -86,7 +146,20 @@ class _Scope:
     def trace(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], gate: Gate | None = None
     ) -> Traced:
-        """Trace one module; tensors among the arguments become arguments, other values are built in."""
+        """Trace one module into a module of its own.
+
+        Args:
+            module: the module.
+            args: its positional arguments. Tensors become arguments of the graph, other values are built in.
+            kwargs: its keyword arguments, likewise.
+            gate: the gate that keeps the module. If None, it is never skipped.
+
+        Returns:
+            The traced module.
+
+        Raises:
+            ExportError: as `trace_network`.
+        """
         self.record(module, args, kwargs)
         self._compare_skipping(module, args, kwargs)
         used = {str(node.target) for node in self.graph.nodes if node.op in ("get_attr", "call_module")}
@@ -102,7 +175,11 @@ class _Scope:
         return Traced.of(traced, numbers, paths, self.shared.kinds)
 
     def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Record a module's forward."""
+        """Record the forward of a module with these arguments into the graph.
+
+        Raises:
+            ExportError: the forward cannot be traced.
+        """
         given = [self._argument(a, f"x{i}") for i, a in enumerate(args)]
         named = {name: self._argument(a, name) for name, a in kwargs.items()}
         self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
@@ -122,12 +199,13 @@ class _Scope:
         self.tracer.drop_unused()
 
     def _compare_skipping(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Compare with the forward of views, in which skipped layers are not there at all.
+        """Check that skipping layers in this graph does the same as leaving them out, which views do.
 
-        A loop whose body does more than `x = layer(x)` does that for every layer here.
+        A loop whose body does more than `x = layer(x)` runs the rest of its body for every layer in this
+        graph, but only for the kept layers in a view.
 
         Raises:
-            ExportError: naming a skipped layer.
+            ExportError: the two differ; the message names a skipped layer.
         """
         rows = [row for row in self.shared.rows if all(row[dim] == value for dim, value in self.gates)]
         skips = {
@@ -142,8 +220,8 @@ class _Scope:
             left.record(module, args, kwargs)
             if whole.lines(skipped) != left.lines():
                 raise ExportError(
-                    f"{skipped[0]}: where a subnet skips it, the network around it does something else than "
-                    "pass on its input; make the loop `x = layer(x)`, with additions and activations inside "
+                    f"{skipped[0]}: if a subnet skips it, the network around it does more than pass on the "
+                    "layer's input; make the loop `x = layer(x)`, with additions and activations inside "
                     "the layers, or use subnetact.export.to_exported_programs"
                 )
 
@@ -162,7 +240,15 @@ class _Scope:
     # -- the symbolic view -------------------------------------------------------------------------
 
     def bind(self, module: nn.Module, path: str) -> nn.Module:
-        """Return the view of a module on the symbolic row."""
+        """Return the view of a module for the symbolic size row; each module has one.
+
+        Args:
+            module: the module.
+            path: its path in the network.
+
+        Raises:
+            ExportError: the module is parametrized.
+        """
         if id(module) not in self.done:
             bound = self._bind(module, path)
             self.done[id(module)] = bound
@@ -219,9 +305,9 @@ class _Scope:
         return bound
 
     def _check_rank(self, norm: Any, x: Any) -> None:
-        """Check what the first norm of the network gets; a check of every norm would double its code.
+        """Check the input of the first norm of the network; checking every norm would double the code.
 
-        The mean goes through the check: TorchScript leaves out calls whose results are not used.
+        The running mean passes through the check because TorchScript drops calls whose results are not used.
         """
         check = type(norm)._check_input_dim
         ranks = next((ranks for cls, ranks in _RANKS.items() if check is cls._check_input_dim), None)
@@ -241,7 +327,7 @@ class _Scope:
         )
 
     def _tensor(self, name: str, tensor: Tensor) -> fx.Proxy:
-        # Flat names: TorchScript is slow with many modules that only hold tensors.
+        # Tensors get flat names because TorchScript is slow with many modules that only hold tensors.
         flat = "tensor_" + name.removeprefix(f"{self.path}.").replace(".", "_")
         while flat in self.tensors:
             flat += "_"
@@ -249,7 +335,7 @@ class _Scope:
         return self.tracer.create_proxy("get_attr", flat, (), {})
 
     def _layer(self, stack: LayerSelect, layer: nn.Module, name: str, path: str) -> nn.Module:
-        """Return a stand-in for a layer that traces it in a graph of its own when it is called."""
+        """Return a stand-in for a layer; a call of the stand-in traces the layer into a graph of its own."""
         gate = stack.gate(name)
         if gate is not None:
             self.skippable[path] = gate
@@ -260,7 +346,9 @@ class _Scope:
             if len(tensors) != sum(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
                 raise ExportError(f"{path}: it is called with tensors inside lists; pass them one by one")
             if not args or args[0] is not tensors[0]:
-                raise ExportError(f"{path}: what it replaces must be its first argument, by position")
+                raise ExportError(
+                    f"{path}: the tensor that it replaces must be its first argument, by position"
+                )
             values = [*enumerate(args), *kwargs.items()]
             call = tuple(
                 f"{k}={'tensor' if isinstance(a, fx.Proxy) else tree_map_only(Tensor, id, a)}"
@@ -271,7 +359,7 @@ class _Scope:
                 made[call] = f"layer_{len(self.modules)}"
                 self.paths[made[call]] = path
                 self.modules[made[call]] = _Scope(path, self.shared, gates).trace(layer, args, kwargs, gate)
-                self.given.append(values)  # so that no other tensor gets an id of theirs
+                self.given.append(values)  # keeps the arguments alive, so that their ids stay unique
             inputs = (*tensors, self.row, self.statistics)
             return self.tracer.create_proxy("call_module", made[call], inputs, {})
 
@@ -284,11 +372,11 @@ class _Scope:
 
 
 class _Outline(_Scope):
-    """A graph in which layers are only named, and skipped ones left out as views leave them out.
+    """A graph of the same module in which layers are calls by name, and skipped layers are left out.
 
     Args:
-        scope: of the same module.
-        skipped: names of layers.
+        scope: the scope of the module.
+        skipped: paths of the layers to leave out, as a view leaves them out.
     """
 
     def __init__(self, scope: _Scope, skipped: Sequence[str]) -> None:
@@ -296,7 +384,11 @@ class _Outline(_Scope):
         self.skipped = skipped
 
     def lines(self, skipped: Sequence[str] = ()) -> list[str]:
-        """Return the graph as text, without these layers, whose input takes the place of their output."""
+        """Return the graph as text.
+
+        Args:
+            skipped: paths of layers that the text leaves out, as if they were the identity.
+        """
         return lines(self.tracer, self.paths, self.modules, skipped)
 
     def _stack(self, stack: LayerSelect, path: str) -> nn.Module:
@@ -328,7 +420,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Tell whether a module is PyTorch's own and nothing in it is elastic."""
+    """Return whether a module is PyTorch's own and contains nothing elastic."""
     library = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
     return library and not any(isinstance(inner, Operator) for inner in module.modules())
 

@@ -1,4 +1,4 @@
-"""Whether a file computes what its supernet does."""
+"""Compares the outputs of a TorchScript module with those of the supernet's views."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from subnetact.errors import ExportError, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["compare"]
+__all__ = ["compare_with_views"]
 
 
-def compare(
+def compare_with_views(
     scripted: Any, supernet: Supernet, specs: list[SubnetSpec], example: dict[str, Tensor], progress: bool
 ) -> None:
-    """Compare every subnet's output with that of its view.
+    """Compare the output of every subnet with the output of its view.
 
     Args:
-        scripted: the module of the file.
-        supernet: what it was made from.
-        specs: in the order of their numbers.
-        example: one batch of each input, by name. Where floating-point inputs are all one value, outputs
-            on random numbers are compared too, if the subnet runs on them.
+        scripted: the TorchScript module.
+        supernet: the supernet that it was made from.
+        specs: the registered subnets, in the order of their numbers.
+        example: one batch of each input, by name. If all elements of a floating-point input are equal, the
+            outputs for random inputs are compared as well, provided that the subnet runs on them.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Raises:
@@ -49,7 +49,7 @@ def compare(
 
 
 class _DoesNotRun(ExportError):
-    """The network does not run on an input."""
+    """The supernet itself does not run on an input."""
 
 
 def _compare_one(
@@ -59,7 +59,9 @@ def _compare_one(
         try:
             expected = view(**inputs)
         except Exception as error:
-            raise _DoesNotRun(f"example: {subnet} does not run on it ({error}); give another") from error
+            raise _DoesNotRun(
+                f"example: {subnet} does not run on it ({error}); give another example"
+            ) from error
         try:
             same, why = agree(scripted(*inputs.values(), number), expected), ""
         except Exception as error:
@@ -73,7 +75,7 @@ def _compare_one(
 
 
 def _random(x: Tensor) -> Tensor:
-    """Return a batch of random numbers in the place of a constant one, which may not tell networks apart."""
+    """Replace a constant batch by random numbers, because different networks may agree on a constant one."""
     if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
         return x
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
