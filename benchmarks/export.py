@@ -1,14 +1,16 @@
-"""The TorchScript file: agreement, size, load time, memory, and what switching costs in C++.
+"""Measures the TorchScript file: agreement with the supernet, size, load time, memory, switching in C++.
 
     python benchmarks/export.py [--families ...] [--subnets 50] [--full] [--out FILE.json]
     python benchmarks/export.py --report
 
-Families have a small size: that of the golden files with upstream's weights where there are such, else random
-weights; `--full` adds ofa_resnet50 at its full size.
-Outputs are compared before saving and after loading, not frozen and frozen. The file is loaded by a process
-of its own, which keeps a file that it has loaded before, one whose network does nothing; its resident memory
-is what it has allocated, without pages of libraries. TorchScript's own, a KiB or two for every operation of
-every class, is `resident_MiB_beyond_file`; `methods_alone` has that of one more network that does nothing.
+Families have a small size, that of the golden files. Their weights are upstream's if there are golden files
+for the family, else random. `--full` adds ofa_resnet50 at its full size.
+
+Outputs are compared before saving and after loading, both frozen and not frozen. A separate process loads the
+file after it has loaded a file whose network is the identity. Its resident memory is what it has allocated,
+without pages of libraries. `resident_MiB_beyond_file` is the memory that TorchScript itself needs, 1 to 2 KiB
+per operation of every class; `methods_alone` has the same figures for a second network that is the identity.
+
 `--report` writes the table in benchmarks/README.md from these results and those of export_formats.py.
 """
 
@@ -65,7 +67,7 @@ print(json.dumps({"load_ms": round(taken * 1e3, 1), "resident_bytes": resident()
 
 
 def registered(supernet: Supernet, count: int) -> list[SubnetSpec]:
-    """Distinct subnets, each with random statistics of its own where the family has any."""
+    """Return distinct subnets, each with random statistics of its own if the family has BatchNorm."""
     specs = supernet.space.sample(0, count)
     generator = torch.Generator().manual_seed(0)
     for spec in specs if supernet.norm_operators() else ():
@@ -94,7 +96,7 @@ def loaded(path: Path) -> Any:
 
 
 def load_alone(path: Path, before: Path) -> dict[str, Any]:
-    """Load a file in a process of its own, after another one: ms, and what it adds to its resident memory."""
+    """Load a file in a separate process after another file; return the load time and the memory it adds."""
     size, command = path.stat().st_size, [sys.executable, "-c", LOAD, str(before), str(path)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {
@@ -106,14 +108,14 @@ def load_alone(path: Path, before: Path) -> dict[str, Any]:
 
 
 class Nothing(nn.Module):
-    """A network that hands on its input."""
+    """A network that is the identity."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 def write_nothing(path: Path) -> None:
-    """Write a file that is all a file is, but for a network."""
+    """Write a file whose network is the identity, so that it contains only what every file contains."""
     space = SubnetSpace("nothing", [Axis.uniform("keep", ["all"], [1])], lambda _: {"keep": 1})
     network = nn.Sequential(nn.Sequential(Nothing()))
     supernet = subnetact.insert_(network, space, {"0": LayerSelect.on(**{"0": "keep"})})
@@ -123,7 +125,7 @@ def write_nothing(path: Path) -> None:
 def in_cpp(
     driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor], rounds: int
 ) -> dict[str, Any]:
-    """Actuate every subnet in C++; read what its driver prints."""
+    """Run every subnet in C++, and return the figures that the driver prints."""
     torch.save({"inputs": list(inputs.values()), "outputs": outputs}, folder / "cases.pt")
     command = [str(driver), str(folder / "model.pt"), str(folder / "cases.pt"), "8", str(rounds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

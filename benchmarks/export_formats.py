@@ -1,12 +1,16 @@
-"""Formats of one program a subnet: agreement, sizes, load time, memory. TorchScript is in export.py.
+"""Measures the formats with one program per subnet: agreement, sizes, load time, memory.
+
+TorchScript is measured by export.py.
 
     python benchmarks/export_formats.py [--families ...] [--formats ...] [--full]
         [--out benchmarks/results/export_formats.json]
 
-Families have a small size: that of the golden files with upstream's weights where there are such, else random
-weights; `--full` adds ofa_resnet50 at its full size,
-where three subnets share 184 MiB of weights. Files are loaded and run by a fresh process that has torch
-and what loads the format imported, and has run a convolution already: load time, growth of resident memory.
+Families have a small size, that of the golden files. Their weights are upstream's if there are golden files
+for the family, else random. `--full` adds ofa_resnet50 at its full size, of which three subnets share 184 MiB
+of weights.
+
+Load time and growth of resident memory are measured in a fresh process that loads and runs the files. Before,
+it has imported torch and the library that loads the format, and has run a convolution.
 """
 
 from __future__ import annotations
@@ -65,14 +69,14 @@ def folder_bytes(folder: Path) -> int:
 
 
 def batch_of(example: Tensor, size: int) -> Tensor:
-    """Return `size` different inputs of the example's shape and dtype."""
+    """Return a batch of `size` different inputs with the example's shape and dtype."""
     if example.is_floating_point():
         return torch.randn(size, *example.shape, generator=torch.Generator().manual_seed(size))
     return torch.stack([example.roll(i) for i in range(size)])
 
 
 def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dynamic: bool = True) -> float:
-    """Largest difference from eager over subnets and batch sizes, relative to the largest output."""
+    """Return the largest difference from eager outputs, relative to the largest eager output."""
     worst = 0.0
     for i, spec in enumerate(engine.specs):
         for size in BATCHES if dynamic else (1,):
@@ -84,14 +88,16 @@ def agreement(engine: subnetact.Engine, run: Callable[[int, Tensor], Tensor], dy
 
 
 def fresh(kind: str, folder: Path) -> dict[str, float]:
-    """Load and run a folder in a process of its own."""
+    """Load and run an exported folder in a separate process, and return its figures."""
     command = [sys.executable, __file__, "--load", kind, str(folder)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def row(engine: subnetact.Engine, folder: Path, worst: float, kind: str, pattern: str) -> dict[str, Any]:
+def measurement(
+    engine: subnetact.Engine, folder: Path, worst: float, kind: str, pattern: str
+) -> dict[str, Any]:
     files = len(list(folder.glob(pattern)))
     return {
         "subnets": len(engine),
@@ -110,7 +116,9 @@ def row(engine: subnetact.Engine, folder: Path, worst: float, kind: str, pattern
 def programs(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
     to_exported_programs(engine, folder)
     loaded = load_exported(folder)
-    return row(engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2")
+    return measurement(
+        engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2"
+    )
 
 
 def packages(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
@@ -118,7 +126,9 @@ def packages(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
     to_exported_programs(engine, folder, compile="aoti")
     seconds = (time.perf_counter() - start) / len(engine)
     loaded = load_exported(folder)
-    measured = row(engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2")
+    measured = measurement(
+        engine, folder, agreement(engine, lambda i, x: loaded(x, subnet=i)), "programs", "*.pt2"
+    )
     return {**measured, "export_s_per_subnet": round(seconds, 1)}
 
 
@@ -131,7 +141,7 @@ def onnx(engine: subnetact.Engine, folder: Path) -> dict[str, Any]:
         for i in range(len(engine))
     ]
     worst = agreement(engine, lambda i, x: torch.from_numpy(sessions[i].run(None, {"input": x.numpy()})[0]))
-    return row(engine, folder, worst, "onnx", "*.onnx")
+    return measurement(engine, folder, worst, "onnx", "*.onnx")
 
 
 FORMATS: dict[str, Callable[[subnetact.Engine, Path], dict[str, Any]]] = {
@@ -139,18 +149,18 @@ FORMATS: dict[str, Callable[[subnetact.Engine, Path], dict[str, Any]]] = {
     "AOTInductor": packages,
     "ONNX": onnx,
 }
-"""Format -> measures it for an engine in a new folder; what export.py calls for its table."""
+"""For each format, a function that exports an engine into a new folder and measures the export."""
 
 
 def resident_bytes() -> int:
-    """Of this process, less what the allocator keeps of freed memory."""
+    """Return the resident memory of this process, without freed memory that the allocator keeps."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def load_and_measure(kind: str, folder: Path) -> dict[str, float]:
-    """In the fresh process: `load_ms`, and resident MiB after loading and after one run of each subnet."""
+    """Run in the fresh process: return the load time in ms and the growth of resident memory in MiB."""
     torch.set_num_threads(1)
     facts = json.loads((folder / "export.json").read_text())
     dtype, shape = facts["example"]

@@ -1,4 +1,4 @@
-"""The registry of families: their names, loading a checkpoint, telling which family a checkpoint has."""
+"""The registry of families: their names, loading a checkpoint, and recognising its family."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Users catch `SubnetActError` for everything, or one of its classes:
 
     SubnetActError
-    ├── SpecError (ValueError)            a subnet specification is malformed
+    ├── SpecError (ValueError)            a subnet specification or an argument of a family is malformed
     │   ├── IllegalChoice                 a value is not among an axis' choices
     │   └── ForeignSpec                   a specification belongs to another space
     ├── InsertError (ValueError)          an elastic description does not fit its network
@@ -72,7 +72,7 @@ class SubnetActError(Exception):
 
 
 class SpecError(SubnetActError, ValueError):
-    """A subnet specification is malformed."""
+    """A subnet specification is malformed, or a family cannot be built with these arguments."""
 
 
 class IllegalChoice(SpecError):

@@ -1,4 +1,11 @@
-"""Export: files that run a supernet's registered subnets without this package.
+"""Export: files that run a supernet's registered subnets outside an `Engine`.
+
+* `to_torchscript` (folder `torchscript`) writes one file that runs any registered subnet, for C++ and Python.
+* `to_exported_programs` and `load_exported` (folder `programs`) write and run one `torch.export` program or
+  AOTInductor package per subnet, over one file of weights.
+* `to_onnx` (module `onnx`) writes one self-contained ONNX file per subnet.
+* `to_triton` (folder `triton`) writes a model for NVIDIA Triton Inference Server.
+* `manifest` is the list of files, with checksums, that every exported folder contains.
 
 Names are imported on first use, so that importing the package is cheap.
 """

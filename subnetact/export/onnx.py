@@ -1,4 +1,4 @@
-"""ONNX files, one a subnet."""
+"""`to_onnx`: writes one ONNX file per subnet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
-from subnetact.errors import ExportError
+from subnetact.errors import ExportError, MissingExtra
 from subnetact.export.manifest import writing_folder
 from subnetact.export.programs.exporter import TOLERANCES
 from subnetact.export.programs.program import (
@@ -41,30 +41,32 @@ def to_onnx(
     subnets: Sequence[int] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Write one ONNX file a subnet, `subnet-0.onnx` ..., each with its own weights and any batch size.
+    """Write one ONNX file per subnet, each with its own weights, for batches of any size.
 
-    ONNX tensors are contiguous, so files cannot share slices of one copy of the weights, and no file
-    holds a choice of subnet. Each has the input `input` (N, ...) and the output `output`; several outputs
-    have the names of the network's dictionary of tensors, or `output_0`, `output_1` ... BatchNorm is folded,
-    so outputs are the supernet's up to rounding (1e-3 relative, 1e-4 absolute).
+    The files are `subnet-0.onnx`, `subnet-1.onnx`, ... ONNX tensors are contiguous, so the files cannot share
+    slices of one copy of the weights, and one file cannot contain several subnets. Every file has the input
+    `input` (N, ...) and the output `output`. Several outputs have the keys of the network's dictionary of
+    tensors as names, or `output_0`, `output_1`, ... The exporter folds BatchNorm into convolutions, so
+    outputs equal the supernet's up to rounding.
 
     Args:
-        engine: which subnets, and the example input.
-        directory: new, empty, or an earlier export, which is replaced as a whole.
-        subnets: ids of the engine; None = all that are served. File i is of `subnets[i]`.
+        engine: the engine with the subnets and the example input.
+        directory: a new or empty directory, or an earlier export, which is replaced as a whole.
+        subnets: ids of the engine's subnets; file i has subnet `subnets[i]`. If None, all that are served.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
-        The directory; its `export.json` says which file is which subnet.
+        The directory. Its `export.json` lists the subnet of every file.
 
     Raises:
-        ExportError: a package is missing, or naming the module that ONNX cannot hold.
-        FileFormatError: the directory holds something else.
-        SpecError: there is no such id.
+        MissingExtra: the packages `onnx` and `onnxscript` are not installed.
+        ExportError: a module cannot be exported to ONNX; the message names it.
+        FileFormatError: the directory contains something else.
+        SpecError: the engine has no such id.
     """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
-        raise ExportError(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
+        raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
     chosen = chosen_subnets(engine, subnets)
     example = engine.example
     x = example_batch(example, 3, engine.device)
@@ -114,7 +116,7 @@ def _names(output: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the exporter's progress report off the terminal."""
+    """Suppress the progress report that torch's exporter prints."""
     names = ("torch.onnx", "onnxscript", "onnx_ir")
     before = {name: logging.getLogger(name).level for name in names}
     try:

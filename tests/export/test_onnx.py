@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact import Axis, SubnetSpace
-from subnetact.errors import ExportError, FileFormatError
+from subnetact.errors import FileFormatError, MissingExtra
 from subnetact.export import load_exported, to_exported_programs, to_onnx
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet.supernet import Supernet
@@ -48,7 +48,7 @@ def test_what_is_missing_is_said(
     with pytest.raises(FileFormatError, match="holds something else"):
         to_onnx(engine, tmp_path)
     monkeypatch.setitem(sys.modules, "onnxscript", None)  # as if it were not installed
-    with pytest.raises(ExportError, match=r"needs onnxscript: pip install 'subnetact\[onnx\]'"):
+    with pytest.raises(MissingExtra, match=r"needs onnxscript: pip install 'subnetact\[onnx\]'"):
         to_onnx(engine, tmp_path / "onnx")
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSu
 
 
 def keeping(network: nn.Module, count: int = 2, **elastic: Any) -> Supernet:
-    """A supernet whose `layers` are kept or skipped, each by itself, and whose `hidden` width is 2 or 4."""
+    """Make a supernet whose `layers` are skippable one by one, and whose `hidden` width is 2 or 4."""
     space = SubnetSpace(
         "keeping",
         [
@@ -41,7 +41,7 @@ def keeping(network: nn.Module, count: int = 2, **elastic: Any) -> Supernet:
 
 
 def agreeing(supernet: Supernet, path: Path, inputs: tuple[Tensor, ...], **options: Any) -> Any:
-    """Export every subnet; the file must equal the supernet bit for bit."""
+    """Export every subnet, and assert that the file equals the supernet bit for bit."""
     specs = list(supernet.space.enumerate())
     scripted = to_torchscript(supernet, path, specs, allow_uncalibrated=True, **options)
     loaded = torch.jit.load(path)
@@ -215,7 +215,7 @@ def test_the_comparison_covers_every_subnet_on_inputs_that_tell(tmp_path: Path) 
 
 
 class OneAtATime(nn.Module):
-    """Runs on batches of one, of whole numbers in floating point."""
+    """Runs only on batches of one whose floating-point elements are whole numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def held(supernet: Supernet) -> dict[str, tuple[int, Tensor]]:
 def test_the_source_keeps_its_tensors_and_the_file_has_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     supernet, x = keeping(Holding(), 1, hidden=WeightSlice.on(out="hidden")), torch.randn(2, 3, 4)
-    supernet.train()  # a view is for inference whatever the supernet is at
+    supernet.train()  # views are in evaluation mode even if the supernet is in training mode
     before = held(supernet)
     scripted = agreeing(supernet, tmp_path / "m.pt", (x,))
     after = held(supernet)
@@ -383,7 +383,7 @@ def test_one_row_of_two_subnets_has_no_statistics_of_its_own(tmp_path: Path) -> 
     specs, x = list(space.enumerate()), torch.randn(2, 3, 5, 5)
     subnetact.calibrate(supernet, specs[:1], [x])
     scripted: Any = to_torchscript(supernet, tmp_path / "m.pt", specs, allow_uncalibrated=True)
-    with pytest.raises(Exception, match="several subnets have this row; call forward with a number"):
+    with pytest.raises(Exception, match="several subnets have this size row; call forward with a number"):
         scripted.forward_size_row(x, scripted.size_row(0))
     with torch.no_grad():
         assert torch.equal(scripted(x, torch.tensor([0])), supernet.subnet(specs[0])(x))

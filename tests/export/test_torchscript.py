@@ -56,7 +56,7 @@ COUNTS = {
 
 
 def calibrated(supernet: Supernet, specs: list[Any]) -> Supernet:
-    """Random statistics of their own for some subnets."""
+    """Give some subnets random BatchNorm statistics of their own."""
     generator = torch.Generator().manual_seed(1)
     rows = {}
     for spec in specs:
@@ -73,7 +73,7 @@ def calibrated(supernet: Supernet, specs: list[Any]) -> Supernet:
 
 
 def differing(module: Any, supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> list[int]:
-    """The subnets whose output, at the first or second call, is not the supernet's bit for bit."""
+    """Return the subnets whose output differs from the supernet's in the first or second call."""
     found = []
     with torch.no_grad():
         for i, spec in enumerate(specs):
@@ -85,7 +85,7 @@ def differing(module: Any, supernet: Supernet, specs: list[Any], inputs: dict[st
 
 
 def telling(supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> bool:
-    """Whether other subnets and other inputs give other outputs, so that equality says something."""
+    """Return whether outputs depend on the subnet and on the input; otherwise equality would mean nothing."""
     other = {name: x.flip(-1) for name, x in inputs.items()}
     with torch.no_grad():
         small, large = (supernet.subnet(spec)(**inputs) for spec in specs[:2])
@@ -95,7 +95,7 @@ def telling(supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> 
 
 
 def held_bytes(supernet: Supernet, specs: list[Any]) -> int:
-    """The weights, and the rows of the norm table of these subnets."""
+    """Return the bytes of the weights and of the statistics rows of these subnets."""
     rows = [row.flat for spec in specs if (row := supernet.norms.get(spec)) is not None]
     return sum(t.numel() * t.element_size() for t in [*supernet.state_dict().values(), *rows])
 
@@ -152,7 +152,7 @@ def test_a_row_is_a_subnet_where_nothing_is_calibrated(family: Any, inputs_of: A
                 assert torch.equal(got, supernet.subnet(spec)(**inputs))
         dim = supernet.space.dimensions.index({"autoformer": "embed", "dynabert": "neurons"}[name])
         row[dim] = 100_000
-        with pytest.raises(Exception, match=rf"row\[{dim}\] \(\w+\) must be 1 to \d+\s"):
+        with pytest.raises(Exception, match=rf"size_row\[{dim}\] \(\w+\) must be 1 to \d+\s"):
             scripted.forward_size_row(*inputs.values(), row)
 
 
@@ -162,15 +162,15 @@ def test_a_row_with_batchnorm_is_a_registered_subnet(digits: Supernet, tmp_path:
     scripted: Any = to_torchscript(calibrated(digits, specs), tmp_path / "m.pt", specs)
     assert scripted.size_row(1) == list(digits.space.resolve(specs[1]))
     assert torch.equal(scripted.forward_size_row(x, scripted.size_row(1)), scripted(x, torch.tensor([1])))
-    with pytest.raises(Exception, match="no BatchNorm statistics for this row; calibrate"):
+    with pytest.raises(Exception, match="no BatchNorm statistics for this size row; calibrate"):
         scripted.forward_size_row(x, list(digits.space.resolve(digits.space.largest())))
     for row in ([1, 2], [*scripted.size_row(1), 0], []):
-        with pytest.raises(Exception, match=rf"row has {len(row)} numbers; this file takes \d+"):
+        with pytest.raises(Exception, match=rf"size row has {len(row)} numbers; this file takes \d+"):
             scripted.forward_size_row(x, row)
 
 
 class Elastic(nn.Module):
-    """A stack that is read in a loop, a depthwise kernel, and a value-dependent function."""
+    """A stack that is called in a loop, a depthwise kernel, and a function that depends on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Elastic(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers of equal code and different sizes, whose tensors have inconvenient names."""
+    """Layers of equal code and different sizes, whose tensors have names that could collide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,14 +237,14 @@ def test_layers_of_equal_code_share_a_class(tmp_path: Path) -> None:
 
 
 def classes_in(path: Path) -> list[str]:
-    """The names of all classes whose code a file holds, one for each definition."""
+    """Return the names of all classes in a file, one entry per definition."""
     with zipfile.ZipFile(path) as archive:
         code = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")]
     return [name for text in code for name in re.findall(r"^class (\w+)\(", text, re.MULTILINE)]
 
 
 class Gathering(nn.Module):
-    """Writes into what it took out of a buffer, and what it made."""
+    """Writes into a slice of a buffer, and into a tensor that it has made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Activated(nn.Module):
 
 
 class Named(nn.Module):
-    """Tensors with the names of modules, of what holds the graph, and of words of the language."""
+    """Tensors with the names of modules, of attributes of the graph, and of Python keywords."""
 
     names = ("module_0", "layer_0", "graph", "code", "torch", "in", "lambda", "number_0", "statistics")
 
@@ -344,7 +344,7 @@ def own_supernet(network: nn.Module, **extra: Any) -> Supernet:
     return subnetact.insert_(network.eval(), space, elastic | extra)
 
 
-def test_own_networks_and_every_row(tmp_path: Path) -> None:
+def test_own_networks_and_every_size_row(tmp_path: Path) -> None:
     torch.manual_seed(0)
     supernet, x = own_supernet(Elastic()), torch.randn(2, 1, 9, 9)
     specs = list(supernet.space.enumerate())

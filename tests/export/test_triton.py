@@ -41,7 +41,7 @@ def engine() -> subnetact.Engine:
 
 @pytest.fixture(scope="module")
 def table(engine: subnetact.Engine) -> subnetact.LatencyTable:
-    """A made-up profile: a tight deadline is one that only the smallest subnet meets."""
+    """A made-up table, in which only the smallest subnet meets a tight deadline."""
     return subnetact.LatencyTable.from_arrays(
         engine.keys, [60.0, 80.0], [1, 4], [[1.0, 2.0], [9_000.0, 9_500.0]]
     )
@@ -90,9 +90,9 @@ def test_other_models_are_left_alone(
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.pbtxt").touch()
     with pytest.raises(FileFormatError, match="theirs: holds something else"):
-        to_triton(engine, tmp_path, "python", name="theirs", table=table)
+        to_triton(engine, tmp_path, "python", name="theirs", table=table, slo_ms=SLO_MS)
     for _ in range(2):  # an earlier export is replaced
-        to_triton(engine, tmp_path, "python", name="ours", table=table)
+        to_triton(engine, tmp_path, "python", name="ours", table=table, slo_ms=SLO_MS)
     with pytest.raises(ExportError):
         to_triton(engine, tmp_path, "python", name="ours", table=None)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "theirs"]
@@ -104,10 +104,11 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
         ({"flavour": "onnx"}, "'onnx' is not known; choose from libtorch, python"),
         ({"flavour": "python"}, "give table=profile_latency"),
         ({"flavour": "python", "table": table, "external_scheduler": True}, "schedules itself"),
-        ({"name": "a/b"}, "is no model name"),
-        ({"name": ".."}, "is no model name"),
-        ({"name": 'a"b'}, "is no model name"),
+        ({"name": "a/b"}, "is not a model name"),
+        ({"name": ".."}, "is not a model name"),
+        ({"name": 'a"b'}, "is not a model name"),
         ({"slo_ms": 0.0}, "slo_ms"),
+        ({"flavour": "python", "table": table}, "slo_ms: give the time in ms"),
         ({"max_batch_size": 0}, "external_scheduler=True"),
         ({"max_batch_size": 2.5}, "must be a whole number"),
         ({"queue_delay_us": -1}, "whole number of microseconds"),
@@ -117,7 +118,7 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
             to_triton(engine, tmp_path, **arguments)
     other = subnetact.LatencyTable.from_arrays(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
     with pytest.raises(ProfileMismatch):
-        to_triton(engine, tmp_path, "python", table=other)
+        to_triton(engine, tmp_path, "python", table=other, slo_ms=SLO_MS)
     assert not list(tmp_path.iterdir())
 
 
@@ -131,11 +132,11 @@ def test_own_networks_have_no_name_to_be_rebuilt_by(tmp_path: Path) -> None:
     engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(3))
     table = subnetact.LatencyTable.from_arrays(engine.keys, [1.0], [1], [[1.0]])
     with pytest.raises(ExportError, match="an own network has none; choose flavour='libtorch'"):
-        to_triton(engine, tmp_path, "python", table=table)
+        to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS)
 
 
 class Features(nn.Module):
-    """Returns what is elastic."""
+    """Returns the output of its elastic layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     with torch.no_grad():
         next(changed.parameters()).mul_(2)
     with pytest.raises(ProfileMismatch, match="weights have changed since it was made"):
-        to_triton(trained, tmp_path, "python", name="stale", table=table)
+        to_triton(trained, tmp_path, "python", name="stale", table=table, slo_ms=SLO_MS)
 
 
 # -- model.py without a server ---------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Error:
 
 
 class Sent:
-    """One request, and what its sender was given."""
+    """One request, and the responses that its sender got."""
 
     def __init__(self, x: np.ndarray[Any, Any], **parameters: Any) -> None:
         self.x, self.text = x, json.dumps(parameters) if parameters else ""
@@ -274,7 +275,7 @@ def test_a_bad_request_harms_no_other(model: Any) -> None:
         (Sent(x, min_accuracy=99.0), "min_accuracy"),
         (Sent(x.astype(np.float64)), "torch.float64"),
         (Sent(x[:, :, :8]), r"shape (1, 8, 16)"),
-        (Sent(x[:0]), "at least one row"),
+        (Sent(x[:0]), "at least one sample"),
     ]
     good = [Sent(x) for _ in range(2)]
     model.execute([good[0], *(request for request, _ in bad), good[1]])

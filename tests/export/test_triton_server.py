@@ -145,7 +145,7 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
     config = repository / "deadlines" / "config.pbtxt"
     text = config.read_text()
     assert '"learn" value: { string_value: "true" }' in text
-    config.write_text(text.replace('"true"', '"false"'))  # the table is made up: its latencies decide here
+    config.write_text(text.replace('"true"', '"false"'))  # the made-up latencies of the table must decide
     shutil.copytree(repository / "coded", repository / "broken")
     config = repository / "broken" / "config.pbtxt"
     text = config.read_text().replace('"coded"', '"broken"')

@@ -1,4 +1,4 @@
-"""What the tests of all families share: their goldens, and one loaded supernet each."""
+"""Fixtures for the tests of all families: golden outputs, and one loaded supernet per family."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def upstream_state(config: dict[str, Any], classes: int = 5) -> dict[str, torch.
 def reference(
     state: dict[str, torch.Tensor], config: dict[str, Any], arch: dict[str, Any], x: torch.Tensor
 ) -> torch.Tensor:
-    """The subnet's logits, each BatchNorm with the statistics of this batch (train mode)."""
+    """Return the subnet's logits; every BatchNorm uses the statistics of this batch (training mode)."""
 
     def bn(name: str, y: torch.Tensor) -> torch.Tensor:
         c = y.shape[1]
@@ -193,7 +193,7 @@ X = torch.randn(6, 3, 48, 48, generator=torch.Generator().manual_seed(9))
 
 
 def calibrated_output(supernet: Supernet, spec: Any, x: torch.Tensor) -> torch.Tensor:
-    """Output on the one batch of calibration; scaled to undo the unbiased variance."""
+    """Return the output for the one calibration batch, scaled to undo the unbiased variance."""
     subnetact.calibrate(supernet, [spec], [x], progress=False, rule="weighted_biased")
     return supernet(x, subnet=spec)
 
@@ -225,7 +225,7 @@ def test_a_single_convolution_head_and_other_activations(seed: int) -> None:
 
 
 def test_its_own_rule_is_the_cumulative_one(supernet: Supernet, state: Any) -> None:
-    """Equal weights per batch, unbiased variances: what a BatchNorm without momentum accumulates."""
+    """Batches have equal weights and variances are unbiased, as in a BatchNorm without momentum."""
     spec = supernet.space.sample(5)
     batches = [X[:4], X[1:6], X[2:4]]
     subnetact.calibrate(supernet, [spec], batches, progress=False)

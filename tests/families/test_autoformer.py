@@ -24,7 +24,7 @@ SUPER = 128
 
 
 def state(**change: Any) -> dict[str, torch.Tensor]:
-    """The golden weights, less what a variant does not have."""
+    """Return the golden weights without those that a variant lacks."""
     found = load_file(GOLDEN / "state_dict.safetensors")
     if change.get("relative_position") is False:
         found = {k: v for k, v in found.items() if "rel_pos" not in k}

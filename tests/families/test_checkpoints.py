@@ -1,4 +1,4 @@
-"""Checkpoints of every family: what loads, what is refused and how, what the command line says."""
+"""Checkpoints of every family: which ones load, which are refused, and the command line."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_inspect(family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_inspect_of_a_published_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "m.pth"
     torch.save(load("us_mobilenet_v2", None).state_dict(), path)
-    assert main(["inspect", str(path)]) == 1  # own names are no upstream names
+    assert main(["inspect", str(path)]) == 1  # our own names are not upstream's names
     text = capsys.readouterr().out
     assert "this is none of the known families; its first names are stem_conv.weight" in text
     from ofa.imagenet_classification.elastic_nn.networks import OFAMobileNetV3

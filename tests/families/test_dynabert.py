@@ -29,7 +29,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def vanilla(seed: int = 0) -> Supernet:
-    """A BERT whose important heads and neurons are anywhere."""
+    """Make a BERT whose important heads and neurons are at random positions."""
     supernet = load("dynabert", state(), **CONFIG)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_live_transformers() -> None:
 
 
 def masked_gradients(supernet: Supernet, layer: int) -> torch.Tensor:
-    """Absolute gradients of a mask on each head, batch by batch, by brute force."""
+    """Compute the absolute gradients of a mask on each head, batch by batch, by brute force."""
     network: Any = supernet.extract(supernet.space.largest()).eval()
     total = torch.zeros(4)
     for inputs, labels in batches():

@@ -1,4 +1,4 @@
-"""What holds for every registered family: views, gradients, exports, spaces, refusals."""
+"""Properties of every registered family: views, gradients, exports, spaces, and refused arguments."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def is_choice(value: Any, choices: Any) -> bool:
 
 
 def legal_values(family: str, space: SubnetSpace, key: str, axis: str, i: int, config: Any) -> Any:
-    """Choices of one place of a configuration; None where the subnet skips it."""
+    """Return the choices at one position of a configuration; None stands for a skipped position."""
     if family == "ofa_resnet50" and key == "w":
         return range(3)
     if family == "compofa_mbv3" and key == "e":

@@ -1,4 +1,4 @@
-"""ExportedEngine: what `to_exported_programs` wrote, with an engine's calling convention."""
+"""`ExportedEngine`: runs what `to_exported_programs` wrote, and is called like an `Engine`."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ _Program = Callable[[Tensor], Any]
 
 
 class ExportedEngine:
-    """Exported subnets 0 .. n-1, ready to run from one copy of the weights; a `Batcher` runs it.
+    """Exported subnets that run from one copy of the weights; `load_exported` makes it.
 
-    Safe to use from many threads; packages of AOTInductor run one call a subnet at a time.
+    A `Batcher` takes it in the place of an `Engine`. It may be used from several threads. An AOTInductor
+    package runs one call at a time.
 
     Attributes:
-        keys: readable keys of the subnets.
-        ids: 0 .. n-1.
-        accuracy: percent, or None where it was not known.
-        specs: the subnets as JSON, as `SubnetSpec.from_json` reads them.
-        fingerprint: the hash of the supernet's weights.
-        device: where it runs.
-        example: one input without a batch dimension, on the CPU.
-        dynamic_batch: whether batches of any size run, or only of one.
+        keys: readable key of every subnet.
+        ids: the ids 0 .. n-1 of the subnets.
+        accuracy: accuracy of every subnet in percent, or None if it was unknown.
+        specs: the subnets as JSON, which `SubnetSpec.from_json` reads.
+        fingerprint: hash of the supernet's weights.
+        device: the device on which it runs.
+        example: one input without the batch dimension, on the CPU; only its shape and dtype matter.
+        dynamic_batch: whether batches of any size run. If false, batches of one run.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ExportedEngine:
         return f"ExportedEngine({len(self)} subnets, on {self.device})"
 
     def nbytes(self) -> int:
-        """Return the bytes of all weights in memory, those that subnets share counted once."""
+        """Return the size of all weights in bytes; weights that subnets share are counted once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for program in self._programs
@@ -78,7 +79,13 @@ class ExportedEngine:
         return sum(storages.values())
 
     def ready(self, subnet: int) -> Callable[[Tensor], Any]:
-        """Return the callable of a subnet: a batch (N, ...) on the device in, the network's output out.
+        """Return a function that runs one subnet.
+
+        Args:
+            subnet: id of the subnet.
+
+        Returns:
+            A function from a batch (N, ...) on the device to the network's output.
 
         Raises:
             SpecError: there is no such id.
@@ -88,16 +95,36 @@ class ExportedEngine:
         return partial(self._run, self._programs[subnet])
 
     def __call__(self, x: Tensor, subnet: int) -> Any:
-        """Run a batch, x of shape (N, ...) on the device, through a subnet.
+        """Run a batch through a subnet.
+
+        Args:
+            x: the batch (N, ...), on the device.
+            subnet: id of the subnet.
+
+        Returns:
+            The network's output.
 
         Raises:
             SpecError: there is no such id.
-            InvalidRequest: a batch that the programs were not exported for.
+            InvalidRequest: the shape, dtype or device of the batch is not what the programs were exported
+                for.
         """
         return self.ready(subnet)(x)
 
     def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
-        """Run single inputs, as one batch where batches are dynamic; one output each, on the CPU."""
+        """Run single inputs, which the `Batcher` has collected, as one batch if batches are dynamic.
+
+        Args:
+            subnet: id of the subnet.
+            inputs: inputs without a batch dimension.
+            batch_size: the profiled batch size, which exported programs do not need.
+
+        Returns:
+            One output per input, on the CPU.
+
+        Raises:
+            SpecError: there is no such id.
+        """
         program = self.ready(subnet)
         x = torch.stack(list(inputs)).to(self.device)
         if self.dynamic_batch:
@@ -105,12 +132,14 @@ class ExportedEngine:
         return [unstack(program(one.unsqueeze(0)), 1)[0] for one in x]
 
     def check(self, x: Any, finite: bool = False) -> None:
-        """Refuse one input, without a batch dimension, of other shape or dtype than the example.
+        """Check that an input has the shape and dtype of the example.
 
-        With `finite`, also one with values that are not.
+        Args:
+            x: one input without a batch dimension.
+            finite: whether to check also that all values are finite.
 
         Raises:
-            InvalidRequest: naming what is wrong.
+            InvalidRequest: the input does not pass a check; the message says which one.
         """
         check_input(x, self.example, self.device, finite)
 
@@ -130,19 +159,23 @@ class ExportedEngine:
 def load_exported(
     directory: str | PathLike[str], *, device: str | torch.device | None = None, progress: bool = True
 ) -> ExportedEngine:
-    """Read what `to_exported_programs` wrote. Nothing is unpickled.
+    """Read what `to_exported_programs` wrote.
 
-    AOTInductor packages are native code, which loading makes part of the process: load those that you
-    or somebody you trust made.
+    Nothing is unpickled. AOTInductor packages are native code that becomes part of the process: load only
+    packages that you or somebody you trust made.
 
     Args:
-        directory: the export.
-        device: where to run; None = the kind of device it was exported on. Programs are of one kind.
+        directory: the directory of the export.
+        device: the device to run on. It must be of the kind (CPU or GPU) that the programs were exported for.
+            If None, a device of that kind.
         progress: if True, show a progress bar when standard error is a terminal.
 
+    Returns:
+        The exported subnets.
+
     Raises:
-        FileFormatError: a file is missing, truncated, changed, of a newer schema, or holds a pickle;
-            or the packages were compiled by another torch, or for another kind of machine.
+        FileFormatError: a file is missing, truncated, changed, of a newer schema, or contains a pickle; or
+            the packages were compiled by another torch or for another kind of machine.
         DeviceError: there is no such device.
     """
     folder = Path(directory)
@@ -200,7 +233,7 @@ def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> _Program:
 
 
 def _refuse_pickles(path: Path) -> None:
-    """`torch.export.load` unpickles what an archive marks as such, and example inputs; ours hold neither."""
+    """Refuse an archive with a pickle, which `torch.export.load` would run; our archives contain none."""
     archive = torch._C.PyTorchFileReader(str(path))
     for name in archive.get_all_records():
         payload = archive.get_record(name)
@@ -232,7 +265,7 @@ def _weights(program: Any) -> list[Tensor]:
 class _Package:
     def __init__(self, package: Any, tensors: Mapping[str, Tensor]) -> None:
         self._package = package
-        self.tensors = tensors  # the package holds their addresses only
+        self.tensors = tensors  # kept alive, because the package knows only their addresses
 
     def __call__(self, x: Tensor) -> Any:
-        return self._package(x.contiguous())  # compiled code trusts the strides it was made for
+        return self._package(x.contiguous())  # compiled code does not check strides

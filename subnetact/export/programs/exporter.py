@@ -1,4 +1,4 @@
-"""`torch.export` programs and AOTInductor packages, one a subnet, over one file of weights."""
+"""`to_exported_programs`: writes one `torch.export` program or AOTInductor package per subnet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["KIND", "TOLERANCES", "WEIGHTS", "to_exported_programs"]
 KIND = "subnetact.programs"
 WEIGHTS = "weights.safetensors"
 TOLERANCES = {"none": (5e-5, 5e-5), "aoti": (1e-3, 1e-4)}
-"""Relative and absolute difference from the supernet's own outputs, by `compile`; checked at export."""
+"""Relative and absolute tolerance for the difference from the supernet's outputs, by `compile`."""
 
 
 def to_exported_programs(
@@ -42,29 +42,35 @@ def to_exported_programs(
     dynamic_batch: bool = True,
     progress: bool = True,
 ) -> Path:
-    """Write one program a subnet, and the weights of all of them once; `load_exported` reads them.
+    """Write one program per subnet, and one file with the weights of all of them.
 
-    Program i of the export is subnet `subnets[i]` of the engine. The programs hold no weights: each of
-    their tensors is a view of `weights.safetensors`. Every program is run and compared with the
-    supernet before anything is written to `directory`.
+    `load_exported` reads the directory. The programs contain no weights: each of their tensors is a view of
+    `weights.safetensors`. Every program is run and compared with the supernet before anything is written to
+    `directory`.
 
     Args:
-        engine: which subnets, and the example input.
-        directory: new, empty, or an earlier export, which is replaced as a whole.
-        compile: `none` = graphs of torch.export, run by torch's operators, on any machine with a torch
-            that reads them. `aoti` = code compiled by AOTInductor for this kind of CPU or GPU and this
-            torch; it needs a C++ compiler and 10 to 40 s a subnet.
-        subnets: ids of the engine; None = all that are served.
-        dynamic_batch: whether programs take any batch size, or batches of one only.
+        engine: the engine with the subnets and the example input, which must be one tensor.
+        directory: a new or empty directory, or an earlier export, which is replaced as a whole.
+        compile: "none" writes `torch.export` graphs. They run with torch's operators on any machine whose
+            torch can read them. "aoti" writes code that AOTInductor compiles for this version of torch and
+            this kind of CPU or GPU. It needs a C++ compiler, and 10 to 40 seconds per subnet.
+        subnets: ids of the engine's subnets; program i is subnet `subnets[i]`. If None, all that are served.
+        dynamic_batch: whether programs take batches of any size. If false, they take batches of one.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
         The directory.
 
     Raises:
-        ExportError: naming the module that cannot be exported, or a program whose outputs differ.
-        FileFormatError: the directory holds something else.
-        SpecError: there is no such id.
+        ExportError: a module cannot be exported, or a program's outputs differ from the supernet's; the
+            message names it. Or `compile` is unknown, or there is no C++ compiler.
+        FileFormatError: the directory contains something else.
+        SpecError: the engine has no such id.
+
+    Example:
+        >>> to_exported_programs(engine, "programs")
+        >>> exported = load_exported("programs")
+        >>> logits = exported(images, subnet=0)
     """
     if compile not in TOLERANCES:
         raise ExportError(f"compile: {compile!r} is not known; choose from {', '.join(TOLERANCES)}")
@@ -93,7 +99,7 @@ def to_exported_programs(
             tensors = {**program.state_dict, **program.constants}
             strange = [n for n, t in tensors.items() if not isinstance(t, Tensor)]
             if strange:
-                raise ExportError(f"subnet {name}: the constant {strange[0]} is no tensor; remove it")
+                raise ExportError(f"subnet {name}: the constant {strange[0]} is not a tensor; remove it")
             path = folder / f"program-{i}.pt2"
             write = _write_graph if compile == "none" else _write_package
             used = write(program, tensors, path, view, x, name)
@@ -113,7 +119,7 @@ def to_exported_programs(
 
 
 def capability(device: torch.device) -> str:
-    """Name the instructions that compiled code for a device may use."""
+    """Return the instruction set of a CPU, or the compute capability of a GPU, that compiled code uses."""
     if device.type == "cuda":
         return ".".join(map(str, torch.cuda.get_device_capability(device)))
     return str(torch.backends.cpu.get_cpu_capability())
@@ -139,7 +145,7 @@ def _write_graph(
             empty = torch.empty(0, dtype=tensor.dtype)
             parameter = isinstance(tensor, nn.Parameter)
             owner[key] = nn.Parameter(empty, requires_grad=False) if parameter else empty
-    program.example_inputs = None  # they would be pickled
+    program.example_inputs = None  # example inputs would be pickled
     with quiet(), blamed(view, name, "torch.export.save"):
         torch.export.save(program, path)
     return list(tensors)
@@ -150,7 +156,7 @@ def _write_package(
 ) -> list[str]:
     options = {
         "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.precompile_headers": False,  # they pay only for dozens of subnets
+        "aot_inductor.precompile_headers": False,  # precompiling pays only for dozens of subnets
         "cpp.dynamic_threads": True,
     }
     with quiet(), blamed(view, name, "AOTInductor"):

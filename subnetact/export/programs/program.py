@@ -1,4 +1,4 @@
-"""One subnet as a `torch.export` program, and which module is to blame where that fails."""
+"""Traces one subnet into a `torch.export` program; errors name the module that cannot be traced."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ __all__ = ["blamed", "chosen_subnets", "example_batch", "exported_program", "qui
 
 
 def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadySubnet]:
-    """Return the subnets to export, all that are served where None is given.
+    """Return the subnets to export.
+
+    Args:
+        engine: the engine.
+        subnets: ids of its subnets. If None, all that are served.
 
     Raises:
-        SpecError: there is no such id.
-        ExportError: none, or one twice; or what is given is no engine.
+        SpecError: the engine has no such id.
+        ExportError: there is no id, or an id is given twice, or `engine` is not an engine.
     """
     if not isinstance(engine, Engine):
         raise ExportError(
@@ -38,14 +42,23 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
 
 
 def example_batch(example: Any, size: int, device: torch.device) -> Tensor:
-    """Return `size` different inputs of the example's shape and dtype, (size, ...); integers are 0 or 1.
+    """Return a batch of different inputs that have the example's shape and dtype.
+
+    Args:
+        example: one input without a batch dimension.
+        size: the batch size.
+        device: the device of the batch.
+
+    Returns:
+        The batch (size, ...). Floating-point inputs are random. Of integer inputs the first is the example
+        and the others are ones.
 
     Raises:
         ExportError: the example is not one tensor.
     """
     if not isinstance(example, Tensor):
         raise ExportError(
-            "this format takes networks of one tensor; "
+            "this format takes networks with one input tensor; "
             "use to_torchscript(supernet, path, specs, inputs=[...])"
         )
     generator = torch.Generator().manual_seed(size)
@@ -61,23 +74,26 @@ def exported_program(view: nn.Module, x: Tensor, name: str, dynamic_batch: bool)
     """Trace a view with `torch.export`.
 
     Args:
-        view: a subnet's view that nobody else changes.
-        x: the example batch (N, ...), N >= 2 where the batch is to be dynamic.
-        name: of the subnet, for messages.
-        dynamic_batch: whether the program takes any batch size, or only x's.
+        view: a private view of the subnet.
+        x: the example batch (N, ...), with N >= 2 if `dynamic_batch`.
+        name: name of the subnet, for error messages.
+        dynamic_batch: whether the program takes batches of any size. If false, it takes batches of N.
+
+    Returns:
+        The program.
 
     Raises:
-        ExportError: naming the module that cannot be traced.
+        ExportError: a module cannot be traced; the message names it.
     """
     shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
     with quiet(), blamed(view, name, "torch.export"), torch.no_grad():
-        view(x)  # brings up to date what is computed from weights that have changed in place
+        view(x)  # recomputes what was derived from weights that have changed in place since
         return torch.export.export(view, (x,), dynamic_shapes=shapes, strict=False)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch's notes to its own developers from the caller."""
+    """Suppress warnings that torch addresses to its own developers."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning, UserWarning):
             warnings.simplefilter("ignore", category)
@@ -86,7 +102,16 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def blamed(view: nn.Module, name: str, tool: str) -> Iterator[None]:
-    """Turn any error inside into an `ExportError` that names the innermost module of the view it passed."""
+    """Turn an error inside the block into an `ExportError` that names the module where it happened.
+
+    Args:
+        view: the view that is exported.
+        name: name of the subnet, for the message.
+        tool: name of the exporting tool, for the message.
+
+    Raises:
+        ExportError: there was an error inside the block.
+    """
     try:
         yield
     except ExportError:
@@ -104,17 +129,26 @@ def blamed(view: nn.Module, name: str, tool: str) -> Iterator[None]:
 def same_outputs(
     program: object, view: nn.Module, x: Tensor, name: str, tool: str, rtol: float, atol: float
 ) -> None:
-    """Compare a program's output with its view's, at batch sizes 1 and up to x's.
+    """Compare the outputs of a program with those of its view, for the whole batch and for its first input.
+
+    Args:
+        program: the program.
+        view: the view that it was made from.
+        x: the batch (N, ...).
+        name: name of the subnet, for the message.
+        tool: name of the exporting tool, for the message.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
 
     Raises:
-        ExportError: they differ.
+        ExportError: the outputs differ, or the program cannot be called.
     """
     if not callable(program):
-        raise ExportError(f"subnet {name}: {tool} made nothing that can be called")
+        raise ExportError(f"subnet {name}: {tool} made an object that cannot be called; report this")
     with torch.inference_mode():
         for batch in (x,) if x.shape[0] == 1 else (x, x[:1]):
             if not agree(program(batch), view(batch), rtol, atol):
                 raise ExportError(
-                    f"subnet {name}: {tool} computes something else at batch {len(batch)} than the supernet; "
+                    f"subnet {name}: {tool} differs from the supernet for a batch of {len(batch)}; "
                     "nothing was written; serve the Engine itself, and report this"
                 )

@@ -1,4 +1,4 @@
-"""Tensors of many programs in one file: each storage once, each tensor as a view of one of them."""
+"""`SharedTensors`: the tensors of many programs in one file, which has every storage once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from subnetact.errors import FileFormatError
 __all__ = ["SharedTensors", "View"]
 
 View = tuple[str, list[int], list[int], int]
-"""Name of the storage, size, stride and offset; the latter three in elements."""
+"""A tensor in the file: name of its storage, and its size, stride and offset in elements."""
 
 
 class SharedTensors:
-    """Distinct storages, collected while programs are written.
+    """The distinct storages of many tensors, collected while programs are written.
 
-    Slices of a supernet's weights are views of the full ones, so these are stored once however many
-    subnets use them; so are a row of the norm table and a kernel that a matrix made.
+    Slices of a supernet's weights are views of the full weights, so the full weights are stored once for all
+    subnets. The statistics of a subnet and kernels that a matrix has made are stored once as well.
     """
 
     def __init__(self) -> None:
         self._flat: dict[tuple[int, torch.dtype], tuple[str, Tensor]] = {}
 
     def view(self, tensor: Tensor) -> View:
-        """Take a tensor's storage in, and tell where in it the tensor is."""
+        """Add the storage of a tensor.
+
+        Args:
+            tensor: the tensor.
+
+        Returns:
+            The position of the tensor in the file.
+        """
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), tensor.dtype
         if key not in self._flat:
@@ -39,21 +46,33 @@ class SharedTensors:
             self._flat[key] = (
                 str(len(self._flat)),
                 flat,
-            )  # keeps the storage, so that its address is no other's
+            )  # keeps the storage alive, so that its address stays unique
         return self._flat[key][0], list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset())
 
     def save(self, path: Path) -> None:
-        """Write every storage as one flat tensor (safetensors)."""
-        with replacing(path) as temporary:  # which gives it the usual permissions
+        """Write every storage as one flat tensor into a safetensors file.
+
+        Args:
+            path: the file to write.
+        """
+        with replacing(path) as temporary:  # `replacing` gives the file the usual permissions
             flats = {name: flat.cpu().clone() for name, flat in self._flat.values()}
             save_file(flats, temporary, {"format": "pt"})
 
     @staticmethod
     def load(path: Path, views: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Tensor]]:
-        """Return tensors by name for each mapping of names to `View`s; they share what they shared before.
+        """Read tensors; those that shared memory when they were saved share memory again.
+
+        Args:
+            path: the file.
+            views: for each program, the position in the file of every tensor by name.
+            device: the device of the tensors.
+
+        Returns:
+            For each program, its tensors by name.
 
         Raises:
-            FileFormatError: the file is not readable, or a view is not inside it.
+            FileFormatError: the file is unreadable, or a position is outside the file.
         """
         try:
             flat = load_file(path, device=str(device))

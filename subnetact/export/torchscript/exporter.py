@@ -33,7 +33,7 @@ from subnetact.space import Row
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["served_table", "to_torchscript"]
+__all__ = ["to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
 """The first version of Python for which PyTorch does not support TorchScript."""
@@ -182,7 +182,7 @@ def _policy(
             (table,) = source.tables.values()
         if table is None:
             return None
-        served = served_table(table, keys)
+        served = _served_table(table, keys)
         if slo_ms is None:
             raise ExportError(
                 "slo_ms: with a latency table, `choose` also needs the time in ms that a request usually "
@@ -207,7 +207,7 @@ def _policy(
     return policy
 
 
-def served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
+def _served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
     """Return the part of a latency table that has these subnets, in their order.
 
     Args:

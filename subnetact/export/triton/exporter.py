@@ -1,4 +1,4 @@
-"""Model repositories for NVIDIA Triton Inference Server."""
+"""`to_triton`: writes a model for NVIDIA Triton Inference Server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.manifest import writing_folder
 from subnetact.export.programs.program import chosen_subnets, example_batch, quiet
-from subnetact.export.torchscript.exporter import served_table, to_torchscript
+from subnetact.export.torchscript.exporter import to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.policies import SlackFit
 
 __all__ = ["KIND", "to_triton"]
 
@@ -49,49 +48,55 @@ def to_triton(
     *,
     name: str = "subnetact",
     table: LatencyTable | None = None,
-    slo_ms: float = 36.0,
+    slo_ms: float | None = None,
     max_batch_size: int | None = None,
     external_scheduler: bool = False,
     queue_delay_us: int = 0,
 ) -> Path:
-    """Write one model, `<repository>/<name>`, with its config.pbtxt and version 1.
+    """Write one model, the directory `<repository>/<name>`, with its `config.pbtxt` and version 1.
 
-    `libtorch`: one TorchScript file; the client chooses the subnet. INPUT__0 is the batch (B, ...), and
-    INPUT__1 the subnet as a *shape code*: booleans of any value, of shape (B, id + 1). Triton never
-    batches inputs of unequal shape together, so dynamic batching never mixes subnets; a batch of them
-    raises in any case. Ids are positions among the subnets that the engine serves. With
-    `external_scheduler` Triton batches nothing (`max_batch_size: 0`): whole batches are sent, and INPUT__1
-    is the id itself, int64 of shape (1,).
+    In the flavour "libtorch" the model is one TorchScript file, and the client chooses the subnet. INPUT__0
+    is the batch (B, ...). INPUT__1 names the subnet by its shape: booleans of any value, of shape (B, id +
+    1). Triton never batches inputs of different shapes, so its dynamic batching never mixes subnets. Ids are
+    positions among the subnets that the engine serves. With `external_scheduler` Triton does not batch
+    (`max_batch_size: 0`): clients send whole batches, and INPUT__1 is the id, int64 of shape (1,).
 
-    `python`: a bundle and a short model.py around the `Batcher`: SlackFit chooses the subnet of each
-    batch by the requests' `deadline_ms` and `min_accuracy` parameters. Outputs are OUTPUT__0, the SUBNET
-    (int32) and whether the deadline was MET, for each row. Triton's Python needs subnetact installed.
+    In the flavour "python" the model is a bundle and a short `model.py` around the `Batcher`. SlackFit
+    chooses the subnet of each batch by the request parameters `deadline_ms` and `min_accuracy`. The outputs
+    are OUTPUT__0, the SUBNET (int32), and MET, whether the deadline was met, each with one entry per sample.
+    Triton's Python needs subnetact installed.
 
     Args:
-        engine: the subnets, the example input, the device.
-        repository: the model repository; other models in it are left alone.
-        flavour: `libtorch` or `python`.
-        name: of the model.
-        table: latencies of the engine's subnets; None = the engine's own where it has exactly one. The
-            Python flavour needs it.
-        slo_ms: time a request is given that names no deadline.
-        max_batch_size: largest batch of Triton's own batcher; None = the table's largest, or 16.
-        external_scheduler: see above; libtorch only.
-        queue_delay_us: how long Triton's batcher waits for a batch to fill; libtorch only.
+        engine: the engine with the subnets, the example input and the device.
+        repository: the model repository; other models in it are not changed.
+        flavour: "libtorch" or "python".
+        name: name of the model.
+        table: latencies of the engine's subnets. If None, the engine's table, if it has exactly one. The
+            Python flavour needs a table.
+        slo_ms: time in ms that a request has if it names no deadline. Required if there is a table.
+        max_batch_size: largest batch of Triton's batcher. If None, the largest in the table, or 16 without a
+            table.
+        external_scheduler: whether clients send whole batches; for "libtorch" only.
+        queue_delay_us: time in microseconds that Triton's batcher waits for a batch to fill; for "libtorch"
+            only.
 
     Returns:
-        The model's directory.
+        The directory of the model.
 
     Raises:
-        ExportError: an argument or a network that the flavour cannot take.
-        ProfileMismatch, PolicyError: the table is of other subnets or weights, or no subnet meets slo_ms.
-        FileFormatError: the model's directory holds something else.
+        ExportError: the flavour cannot take an argument, or the network.
+        ProfileMismatch: the table belongs to other subnets or other weights.
+        PolicyError: no subnet meets `slo_ms`.
+        FileFormatError: the directory of the model contains something else.
+
+    Example:
+        >>> to_triton(engine, "models", "python", name="digits", table=table, slo_ms=36.0)
     """
     if flavour not in FLAVOURS:
         raise ExportError(f"flavour: {flavour!r} is not known; choose from {', '.join(FLAVOURS)}")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ExportError(f"name: {name!r} is no model name; use letters, digits, _, - and .")
-    if not 0 < slo_ms < math.inf:
+        raise ExportError(f"name: {name!r} is not a model name; use letters, digits, _, - and .")
+    if slo_ms is not None and not 0 < slo_ms < math.inf:
         raise ExportError(f"slo_ms: {slo_ms} must be finite and > 0")
     if external_scheduler and flavour == "python":
         raise ExportError(
@@ -112,6 +117,8 @@ def to_triton(
         raise ExportError(f"queue_delay_us: {queue_delay_us!r} must be a whole number of microseconds, >= 0")
     if queue_delay_us and flavour == "python":
         raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
+    if table is not None and slo_ms is None:
+        raise ExportError("slo_ms: give the time in ms that a request has if it names no deadline")
     example = example_batch(engine.example, 1, engine.device)
     made = [subnet(example) for subnet in served]
     for output in made:
@@ -119,7 +126,7 @@ def to_triton(
             raise ExportError(
                 f"the network returns {type(output).__name__}; Triton models return one tensor here"
             )
-    # A libtorch file numbers the served subnets; a bundle keeps the engine's ids.
+    # A TorchScript file numbers the subnets that are served; a bundle keeps the engine's ids.
     keys = [engine.keys[i] for i in engine.ids] if flavour == "libtorch" else list(engine.keys)
     target = Path(repository) / name
     with writing_folder(target, KIND, {"flavour": flavour, "subnets": keys}) as folder:
@@ -128,6 +135,11 @@ def to_triton(
         inputs = [_tensor("INPUT__0", [example], not external_scheduler)]
         outputs = [_tensor("OUTPUT__0", made, not external_scheduler)]
         if flavour == "python":
+            if table is None or slo_ms is None:
+                raise ExportError(
+                    "table: the Python flavour schedules by latencies; "
+                    "give table=profile_latency(engine, ...)"
+                )
             _write_python(engine, version, table, slo_ms)
             outputs += [
                 'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
@@ -163,14 +175,29 @@ def to_triton(
 
 
 class ShapeCoded(nn.Module):
-    """A scripted supernet whose subnet is the width, less one, of a second input (B, id + 1)."""
+    """A TorchScript module of a supernet whose second input (B, id + 1) names the subnet by its width.
+
+    Args:
+        inner: the module that `to_torchscript` wrote.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor, code: Tensor) -> Tensor:
-        """Map (B, ...) and the shape code to the network's output."""
+        """Run a batch.
+
+        Args:
+            x: the batch (B, ...).
+            code: a tensor of shape (B, id + 1), whose values do not matter.
+
+        Returns:
+            The network's output.
+
+        Raises:
+            ValueError: the shape of `code` is wrong.
+        """
         if code.dim() != 2 or code.size(0) != x.size(0) or code.size(1) == 0:
             raise ValueError("INPUT__1 has shape " + str(code.size()) + "; give (batch, subnet + 1)")
         subnet = torch.full([1], code.size(1) - 1, dtype=torch.int64)
@@ -183,7 +210,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
-    """Describe a tensor by the subnets' own; sizes that differ among them are variable, -1."""
+    """Return Triton's description of a tensor; sizes that differ among subnets are variable (-1)."""
     kind = TYPES.get(seen[0].dtype)
     if kind is None:
         raise ExportError(
@@ -201,17 +228,15 @@ def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
     return f'name: "{name}" data_type: TYPE_{kind} dims: [ {", ".join(map(str, dims))} ]'
 
 
-def _write_python(engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float) -> None:
-    if table is None:
-        raise ExportError(
-            "table: the Python flavour schedules by latencies; give table=profile_latency(engine, ...)"
-        )
+def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: float) -> None:
     if engine.fingerprint != engine.supernet.fingerprint():
         raise ProfileMismatch(
-            "engine: its weights have changed since it was made, so its latencies are of others; make a new "
-            "Engine and profile that"
+            "engine: its weights have changed since it was made, so the table belongs to other weights; "
+            "make a new Engine and profile it"
         )
-    Batcher(engine, table=table, slo_ms=slo_ms).close()  # refuses what model.py could not start with
+    Batcher(
+        engine, table=table, slo_ms=slo_ms
+    ).close()  # raises the errors that model.py would raise when it starts
     try:
         json.dumps(engine.supernet.origin)
         portable = engine.supernet.origin is not None
@@ -219,7 +244,7 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable | None, slo
         portable = False
     if not portable:
         raise ExportError(
-            "the Python flavour rebuilds the network by its family's name, and an own network has none; "
+            "the Python flavour rebuilds the network by the name of its family, and an own network has none; "
             "choose flavour='libtorch'"
         )
     engine.save(version / "bundle")
@@ -229,15 +254,13 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable | None, slo
 
 
 def _write_libtorch(
-    engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float, shape_coded: bool
+    engine: Engine, version: Path, table: LatencyTable | None, slo_ms: float | None, shape_coded: bool
 ) -> None:
     path = version / "model.pt"
-    policy = None
-    if table is not None:
-        keys = [engine.keys[i] for i in engine.ids]
-        policy = SlackFit(served_table(table, keys), slo_ms)
     with quiet():
-        to_torchscript(engine, path, policy=policy, allow_uncalibrated=engine._allow_uncalibrated)
+        to_torchscript(
+            engine, path, table=table, slo_ms=slo_ms, allow_uncalibrated=engine._allow_uncalibrated
+        )
         if shape_coded:
             scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
             torch.jit.save(torch.jit.script(ShapeCoded(scripted).eval()), path)

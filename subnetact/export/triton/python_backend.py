@@ -1,9 +1,9 @@
-"""Triton Python backend: one supernet, and a subnet for every batch by the deadlines of its requests.
+"""The model.py of Triton's Python backend: it runs every batch on a subnet that meets its deadlines.
 
-`subnetact.export.to_triton` copies this file into the model repository; Triton's Python environment
-needs subnetact (and ofa_adapters, which come with it). A request holds one or more rows of INPUT__0 and,
-as request parameters, `deadline_ms` (from now, default: the configuration's slo_ms) and `min_accuracy`
-(percent). All requests share one Batcher, whichever of Triton's batches they came in.
+`subnetact.export.to_triton` copies this file into the model repository. Triton's Python environment needs
+subnetact, which includes ofa_adapters. A request has one or more samples in INPUT__0 and two optional request
+parameters: `deadline_ms`, the time from now in ms (default: `slo_ms` of the configuration), and
+`min_accuracy` in percent. All requests share one `Batcher`, whichever of Triton's batches they arrived in.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from subnetact.errors import InvalidRequest, RequestError
 
 
 class TritonPythonModel:
-    """What Triton's Python backend calls."""
+    """The model; Triton's Python backend calls its methods."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the bundle beside this file, and start the batcher."""
+        """Load the bundle beside this file and start the batcher.
+
+        Args:
+            args: Triton's description of the model instance.
+        """
         here = Path(__file__).parent
         parameters = {k: v["string_value"] for k, v in json.loads(args["model_config"])["parameters"].items()}
         gpu = args["model_instance_kind"] == "GPU"
@@ -42,24 +46,28 @@ class TritonPythonModel:
         self.batcher = subnetact.Batcher(engine, table=table, slo_ms=self.slo_ms, learn=learn)
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue every request and return; each is answered when its rows are."""
+        """Queue every request and return; a request is answered when all of its samples are.
+
+        Args:
+            requests: Triton's inference requests.
+        """
         for request in requests:
             sender = request.get_response_sender()
             try:
-                _Waiting(self._submit(request), sender)
+                _PendingRequest(self._submit(request), sender)
             except Exception as error:
                 _send(sender, error=error)
 
     def _submit(self, request: Any) -> list[Future[Any]]:
         asked = json.loads(request.parameters() or "{}")
-        rows = torch.from_numpy(pb.get_input_tensor_by_name(request, "INPUT__0").as_numpy().copy())
-        if not len(rows):
-            raise InvalidRequest("INPUT__0: expected at least one row")
+        samples = torch.from_numpy(pb.get_input_tensor_by_name(request, "INPUT__0").as_numpy().copy())
+        if not len(samples):
+            raise InvalidRequest("INPUT__0: expected at least one sample")
         deadline_ms = asked.get("deadline_ms", self.slo_ms)
         queued: list[Future[Any]] = []
         try:
-            for row in rows:
-                queued.append(self.batcher.submit(row, deadline_ms, asked.get("min_accuracy")))
+            for sample in samples:
+                queued.append(self.batcher.submit(sample, deadline_ms, asked.get("min_accuracy")))
         except Exception:
             for earlier in queued:
                 earlier.cancel()
@@ -67,18 +75,18 @@ class TritonPythonModel:
         return queued
 
     def finalize(self) -> None:
-        """Answer what is queued, and stop."""
+        """Answer all queued requests and stop the batcher."""
         self.batcher.close()
 
 
-class _Waiting:
-    """A request some of whose rows are not answered yet."""
+class _PendingRequest:
+    """A request that is answered when all of its samples are."""
 
-    def __init__(self, rows: list[Future[Any]], sender: Any) -> None:
-        self._rows, self._sender = rows, sender
-        self._left, self._lock = len(rows), threading.Lock()
-        for row in rows:
-            row.add_done_callback(self._one_done)
+    def __init__(self, samples: list[Future[Any]], sender: Any) -> None:
+        self._samples, self._sender = samples, sender
+        self._left, self._lock = len(samples), threading.Lock()
+        for sample in samples:
+            sample.add_done_callback(self._one_done)
 
     def _one_done(self, _: Future[Any]) -> None:
         with self._lock:
@@ -86,7 +94,7 @@ class _Waiting:
             if self._left:
                 return
         try:
-            answers = [row.result() for row in self._rows]
+            answers = [sample.result() for sample in self._samples]
             outputs = [
                 pb.Tensor("OUTPUT__0", torch.stack([a.output for a in answers]).numpy()),
                 pb.Tensor("SUBNET", np.array([[a.subnet] for a in answers], dtype=np.int32)),
