@@ -172,7 +172,7 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def stand_in(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
+def made_up_accuracy(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
     """Return a made-up accuracy: a saturating function of depth, widths and kernels, block by block.
 
     The function predicts nothing. It rewards balance: a slot adds less the larger its choice is, so that
@@ -189,7 +189,7 @@ def stand_in(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
     return accuracy
 
 
-def made_up(family: str) -> tuple[subnetact.Supernet, Objective, Objective]:
+def large_space(family: str) -> tuple[subnetact.Supernet, Objective, Objective]:
     """Return a supernet of a large space with a made-up accuracy and a made-up latency."""
     supernet = load(family)
     model = CostModel(supernet, (3, 224, 224))
@@ -198,7 +198,7 @@ def made_up(family: str) -> tuple[subnetact.Supernet, Objective, Objective]:
         cost = model(spec)
         return 2 + cost.macs / 1e8 + cost.activation_bytes / 5e7
 
-    return supernet, stand_in(supernet.space), milliseconds
+    return supernet, made_up_accuracy(supernet.space), milliseconds
 
 
 def families(args: argparse.Namespace) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def families(args: argparse.Namespace) -> dict[str, Any]:
     }
     for family in FAMILIES:
         runs = searches(
-            *made_up(family), args.evaluations, ("evolution", "random"), SEEDS[: min(5, args.seeds)]
+            *large_space(family), args.evaluations, ("evolution", "random"), SEEDS[: min(5, args.seeds)]
         )
         shares = shares_of_all(runs)
         result[family] = {
@@ -247,7 +247,7 @@ def ablation(args: argparse.Namespace) -> dict[str, Any]:
             for method, found in runs.items()
         }
     for family in FAMILIES:
-        objectives = made_up(family)
+        objectives = large_space(family)
         for evaluations in (args.evaluations * 3 // 10, args.evaluations):
             runs = searches(*objectives, evaluations, methods, SEEDS[: min(5, args.seeds)])
             result[f"{family}, {evaluations} evaluations"] = shares_of_all(runs)
@@ -342,7 +342,8 @@ def fronts(result: dict[str, Any]) -> list[str]:
     large = result["families"]
     lines += [
         "",
-        f"**Large spaces**, {large['evaluations']} evaluations, 5 seeds, stand-ins ({large['what']}). "
+        f"**Large spaces**, {large['evaluations']} evaluations, 5 seeds, made-up objectives "
+        f"({large['what']}). "
         "Hypervolume as a share of all runs' together:",
         "",
         "| | worst seed | mean | subnets in the front |",
@@ -380,7 +381,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
         for method, colour in (("evolution", "tab:blue"), ("random", "tab:orange")):
             points = result["families"][family][method]["front"]
             axis.plot(*zip(*points, strict=True), ".-", color=colour, label=method)
-        axis.set(xlabel="stand-in latency (ms)", ylabel="stand-in accuracy")
+        axis.set(xlabel="made-up latency (ms)", ylabel="made-up accuracy")
         axis.set_title(f"{family}: {result['families']['evaluations']} evaluations")
     for axis in axes:
         axis.legend()

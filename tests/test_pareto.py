@@ -19,11 +19,11 @@ def test_ranks_peel_fronts(rows: list[list[int]]) -> None:
     costs = np.array(rows, dtype=np.float64)
     rank = non_dominated_ranks(costs)
 
-    def beats(a: list[int], b: list[int]) -> bool:
+    def dominates(a: list[int], b: list[int]) -> bool:
         return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
     for i, row in enumerate(rows):
-        above = [rank[j] for j, other in enumerate(rows) if beats(other, row)]
+        above = [rank[j] for j, other in enumerate(rows) if dominates(other, row)]
         assert rank[i] == (max(above) + 1 if above else 0)
     front = non_dominated(costs)
     assert {tuple(rows[i]) for i in front} == {
@@ -53,7 +53,9 @@ def test_a_front_refuses_nan() -> None:
 
 
 @given(rows=COSTS, extra=st.tuples(st.integers(0, 6), st.integers(0, 6)))
-def test_hypervolume_counts_the_cells_that_points_beat(rows: list[list[int]], extra: tuple[int, int]) -> None:
+def test_hypervolume_counts_the_cells_that_points_dominate(
+    rows: list[list[int]], extra: tuple[int, int]
+) -> None:
     reference = (0, 6)
     cells = {(x, y) for accuracy, latency in rows for x in range(accuracy) for y in range(latency, 6)}
     volume = subnetact.hypervolume(rows, reference)

@@ -59,8 +59,8 @@ class CostModel:
         SpecError: the network does not run on inputs of this shape, or its forward pass needs data.
 
     Example:
-        >>> model = CostModel(supernet, (3, 224, 224))  # doctest: +SKIP
-        >>> model(supernet.space.largest()).macs  # doctest: +SKIP
+        >>> model = CostModel(supernet, (3, 224, 224))
+        >>> model(supernet.space.largest()).macs
     """
 
     def __init__(

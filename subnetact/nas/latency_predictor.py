@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -15,7 +16,7 @@ from subnetact.errors import MissingExtra, SearchError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["FEWEST", "LatencyPredictor", "PredictionError"]
+__all__ = ["FEWEST", "LatencyPredictor", "PredictionError", "require_scipy"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
@@ -112,6 +113,7 @@ class LatencyPredictor:
             SpecError: a specification is not of this supernet.
             MissingExtra: scipy is not installed (`pip install 'subnetact[nas]'`).
         """
+        require_scipy()
         measured = np.asarray(latency_ms, dtype=np.float64)
         if measured.shape != (len(specs),) or not np.isfinite(measured).all() or (measured <= 0).any():
             raise SearchError("latency_ms: one positive number for each subnet is needed")
@@ -165,12 +167,23 @@ def _features(costs: CostModel, spec: SubnetSpec) -> Array:
     return np.array([1.0, *costs.vector(spec)])
 
 
+def require_scipy() -> None:
+    """Check that scipy is installed, before subnets are measured for a fit.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+    """
+    try:
+        import_module("scipy.optimize")
+        import_module("scipy.stats")
+    except ImportError as error:
+        raise MissingExtra("the latency predictor needs scipy; pip install 'subnetact[nas]'") from error
+
+
 def _weights(features: Array, measured: Array) -> Array:
     """Return the non-negative weights that minimise the squared relative errors plus a ridge penalty."""
-    try:
-        from scipy.optimize import nnls
-    except ImportError as error:
-        raise _missing_scipy() from error
+    from scipy.optimize import nnls
+
     scale = features.max(0)
     scale[scale == 0] = 1.0
     relative = features / scale / measured[:, None]
@@ -181,14 +194,8 @@ def _weights(features: Array, measured: Array) -> Array:
 
 
 def _rank_correlation(one: Array, two: Array) -> float:
-    try:
-        from scipy.stats import spearmanr
-    except ImportError as error:
-        raise _missing_scipy() from error
+    from scipy.stats import spearmanr
+
     if np.ptp(one) == 0 or np.ptp(two) == 0:
         return math.nan
     return float(spearmanr(one, two).statistic)
-
-
-def _missing_scipy() -> MissingExtra:
-    return MissingExtra("the latency predictor needs scipy; pip install 'subnetact[nas]'")

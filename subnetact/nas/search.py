@@ -132,14 +132,15 @@ def search(
         SearchError: arguments contradict each other, an accuracy or latency is not a finite number, or
             the state in `resume` belongs to another space or to other settings.
         FileFormatError: the state in `resume` is damaged.
+        MissingFile: the folder of `resume` does not exist.
 
     Source:
         NSGA-II: Deb et al., 2002. Evolutionary search of subnets: Cai et al., "Once-for-all", ICLR 2020.
         Surrogate: Lu et al., "NSGANetV2", ECCV 2020.
 
     Example:
-        >>> found = search(supernet, accuracy_predictor, latency_predictor, size=20)  # doctest: +SKIP
-        >>> [candidate.spec for candidate in found]  # doctest: +SKIP
+        >>> found = search(supernet, accuracy_predictor, latency_predictor, size=20)
+        >>> [candidate.spec for candidate in found]
     """
     functions = list(latency) if isinstance(latency, Sequence) else [latency]
     sizes = tuple(batch_sizes) or ((1,) if len(functions) == 1 else ())
@@ -209,7 +210,8 @@ def _check(
         raise SearchError("latency: give a function of a subnet, or a list of them, one per batch size")
     if len(functions) != len(batch_sizes):
         raise SearchError(
-            f"batch_sizes: {len(functions)} latency functions need as many, got {list(batch_sizes)}"
+            f"batch_sizes: give one batch size per latency function; got {len(functions)} functions and the "
+            f"batch sizes {list(batch_sizes)}"
         )
 
 

@@ -24,7 +24,7 @@ from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
 from subnetact.journal import Journal
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
-from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor
+from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
 from subnetact.profile.source import ProfileSource, import_name, read_specs
 from subnetact.spec import SubnetSpec
@@ -365,8 +365,10 @@ def fitted_latencies(
         measure: measures the subnets.
 
     Raises:
+        MissingExtra: scipy is not installed; nothing is measured then.
         SpecError: there is no batch size at which enough subnets ran.
     """
+    require_scipy()
     costs = CostModel(source.supernet, source.example.shape, source.example.dtype)
     found, ran = [], []
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):

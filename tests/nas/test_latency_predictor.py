@@ -14,6 +14,7 @@ from small_families import small_supernet
 
 import subnetact
 from subnetact.errors import MissingExtra, SearchError
+from subnetact.nas.latency_predictor import require_scipy
 from subnetact.supernet.supernet import Supernet
 
 
@@ -82,3 +83,5 @@ def test_without_scipy_the_error_names_the_extra(digits: Supernet, monkeypatch: 
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
         subnetact.LatencyPredictor.fit(digits, specs, [1.0] * len(specs), input_shape=(1, 16, 16))
+    with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
+        require_scipy()

@@ -166,7 +166,7 @@ def test_a_tenth_of_the_digits_space_holds_its_front() -> None:
 
 
 def sums_of_sizes(supernet: Supernet) -> dict[SubnetSpec, float]:
-    """A stand-in for the latency of every subnet."""
+    """Made-up latencies of every subnet."""
     return {s: float(sum(supernet.space.resolve(s))) for s in supernet.space.enumerate()}
 
 
