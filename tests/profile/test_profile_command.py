@@ -407,7 +407,7 @@ def test_another_search_is_not_taken_up(tmp_path: Path) -> None:
     assert set(work.glob("search-*.json")) > {first}
 
 
-def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
+def test_latencies_are_fitted_to_what_ran(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
     source = ProfileSource(digits, torch.zeros(1, 16, 16))
     specs = list(digits.space.enumerate())[:9]
 
@@ -418,6 +418,9 @@ def test_latencies_are_fitted_to_what_ran(digits: Supernet) -> None:
     assert (one.batch_size, one.error.test) == (1, 8)
     with pytest.raises(SpecError, match=r"7 ran at batch size 1, 6 ran at batch size 64.*--fit-subnets 0"):
         fitted_latencies(source, specs[:8], [1, 64], measure)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(MissingExtra, match=r"subnetact\[nas\]"):
+        fitted_latencies(source, specs, [1, 64], lambda *_: pytest.fail("nothing is measured without scipy"))
 
 
 def test_images_are_converted_to_what_the_network_takes(tmp_path: Path) -> None:
