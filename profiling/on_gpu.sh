@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs everything in the repository that needs a GPU, in about ten minutes, and leaves the results in DIR.
 #   profiling/on_gpu.sh --out DIR
-# Needs Python with torch (CUDA), numpy, safetensors, tqdm, and for the tests pytest and hypothesis.
+# Needs Python with torch (CUDA), numpy, scipy, safetensors, tqdm, and for the tests pytest and hypothesis.
 # Every step runs even if an earlier one failed; the exit status is 0 only if all passed.
 set -u
 [ "${1:-}" = --out ] && [ -n "${2:-}" ] || { echo "usage: profiling/on_gpu.sh --out DIR" >&2; exit 2; }

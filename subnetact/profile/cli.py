@@ -264,8 +264,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--fit-subnets", type=int, default=32, metavar="N",
-        help="subnets measured before a search, to fit its latency predictors; 0: the search uses "
-        "multiply-accumulates as a stand-in for latency",
+        help="subnets measured before a search, to fit its latency predictors (needs scipy); 0: the search "
+        "uses multiply-accumulates as a stand-in for latency",
     )  # fmt: skip
     group.add_argument(
         "--evaluations", type=int, default=1500, metavar="N", help="subnets that a search evaluates"

@@ -27,6 +27,7 @@ from subnetact.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
+from subnetact.nas.latency_predictor import require_scipy
 from subnetact.pareto import non_dominated
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
@@ -125,12 +126,15 @@ def check_job(job: ProfileJob, source: ProfileSource) -> None:
     Raises:
         TableError: an option is impossible; the message names it.
         DeviceError: the mode does not exist on this device.
-        MissingExtra: figures are wanted, and matplotlib is not installed.
+        MissingExtra: figures are wanted and matplotlib is not installed, or a search needs latency predictors
+            and scipy is not installed.
         SpecError: there are no such subnets, or no such calibration data.
     """
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     _check_co_runner_subnet(job, expected_count(source, job.request))
+    if job.request.searches(source.supernet.space.size()) and job.request.fit_subnets:
+        require_scipy()
     if job.plot is not None:
         need_matplotlib()
     for name, path in (("out", job.out), ("csv", job.csv)):

@@ -465,6 +465,15 @@ def test_figures_without_matplotlib_are_refused_at_once(
     assert run(tmp_path, "--plot", tmp_path / "plots", "--dry-run") == 2
 
 
+def test_a_search_without_scipy_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert run(tmp_path, "--subnets", 8, "--dry-run") == 2
+    assert "subnetact[nas]" in capsys.readouterr().err
+    assert run(tmp_path, "--subnets", 8, "--dry-run", "--fit-subnets", 0) == 0
+
+
 def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
     measurements, settings = Measurements(), SweepSettings(co_runners=(1,), tolerance=10.0)
     for co_runners, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
