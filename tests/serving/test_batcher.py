@@ -199,7 +199,7 @@ def test_a_policy_that_raises_does_not_stop_the_worker(a40, engine):
 
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, math.nan, math.inf])
-def test_bad_deadlines_are_refused_at_the_door(a40, engine, deadline):
+def test_bad_deadlines_are_refused_before_they_are_queued(a40, engine, deadline):
     with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
         with pytest.raises(InvalidRequest, match="deadline_ms"):
             batcher.submit(1, deadline)
@@ -207,7 +207,7 @@ def test_bad_deadlines_are_refused_at_the_door(a40, engine, deadline):
         assert batcher.stats().submitted == 0
 
 
-def test_bad_inputs_and_floors_are_refused_at_the_door(a40, engine):
+def test_bad_inputs_and_floors_are_refused_before_they_are_queued(a40, engine):
     with Batcher(engine, policy=SlackFit(a40, slo_ms=36.0)) as batcher:
         with pytest.raises(InvalidRequest, match="not an int"):
             batcher.submit("x", FOREVER)

@@ -210,8 +210,8 @@ class LifeCycle(RuleBasedStateMachine):
         self.core.returned(job)
 
     @rule()
-    def close_door(self) -> None:
-        self.core.close_door()
+    def stop_admitting(self) -> None:
+        self.core.stop_admitting()
 
     @precondition(lambda self: self.core.closing)
     @rule()
@@ -240,7 +240,7 @@ class LifeCycle(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        self.core.close_door()
+        self.core.stop_admitting()
         for _ in range(200):
             if len(self.ended) == len(self.accepted) and not any(self.jobs.values()):
                 break
@@ -269,7 +269,7 @@ def clock() -> list[float]:
     return [0.0]
 
 
-def test_a_request_that_hangs_twice_fails_and_its_mates_are_served(clock: list[float]) -> None:
+def test_a_request_that_hangs_twice_fails_and_the_others_of_its_batch_are_served(clock: list[float]) -> None:
     core = core_of("maxacc", "drop", clock)
     for x in range(4):
         core.admit(x, 5000.0, 0.0, 0, None, None)

@@ -289,7 +289,7 @@ class Batcher:
         Returns:
             Whether every request has its outcome. The worker threads go on; call `close` next.
         """
-        self._core.close_door()
+        self._core.stop_admitting()
         return self._core.wait_until_drained(0.0 if self._workers.is_current() else timeout)
 
     def close(self, drain: bool = True) -> None:
@@ -301,7 +301,7 @@ class Batcher:
         Args:
             drain: whether to serve the requests that wait; if False, they end with `BatcherClosed`.
         """
-        self._core.close_door()
+        self._core.stop_admitting()
         if not drain:
             outcomes = self._core.abandon_queue()
             if outcomes:
@@ -334,11 +334,11 @@ class Batcher:
     def _checked(self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None) -> float:
         """Return the floor of a request that can be accepted; refuse the others."""
         try:
-            if type(deadline_ms) is not float and not _is_number(deadline_ms):
-                raise InvalidRequest(
-                    f"deadline_ms: {deadline_ms!r} is not a number; give milliseconds from now"
-                )
             if type(deadline_ms) is not float:
+                if not _is_number(deadline_ms):
+                    raise InvalidRequest(
+                        f"deadline_ms: {deadline_ms!r} is not a number; give milliseconds from now"
+                    )
                 _as_float(deadline_ms, "deadline_ms")
             if not 0.0 < deadline_ms < math.inf:
                 raise InvalidRequest(

@@ -329,7 +329,7 @@ class Core:
 
     # -- ending ----------------------------------------------------------------------------------
 
-    def close_door(self) -> None:
+    def stop_admitting(self) -> None:
         """Refuse all further requests."""
         with self.lock:
             self.closing = True
