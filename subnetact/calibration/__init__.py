@@ -1,1 +1,54 @@
-"""Calibration."""
+"""Calibration: the BatchNorm statistics of many subnets, from one pass over data.
+
+`subnetact.calibrate` is the only function to call. It fills `supernet.norms` with one statistics row per
+subnet.
+
+How the statistics are averaged
+-------------------------------
+Every subnet normalises every batch with that batch's own mean and variance, and averages them over the
+batches. `CalibrationNorm.collect` in `calibration_norm.py` is this averaging; `batch_statistics` in the same
+file computes the mean and the variance of one batch. There are two rules, after the code of the published
+families:
+
+- `weighted_biased`: means and biased variances, weighted with the batch sizes (OFA's
+  `set_running_statistics`).
+- `cumulative_unbiased`: means and unbiased variances, every batch with the same weight (BatchNorm with
+  `momentum=None`, as AttentiveNAS and Slimmable Networks calibrate).
+
+What is shared
+--------------
+The forward pass of every subnet is traced with `torch.fx` up to its last BatchNorm, and the graphs of all
+subnets are put together into one. Two layers become one step of that graph if they have the same weights (the
+same slices of the supernet), the same settings and the same inputs. Two subnets therefore share everything up
+to the first layer in which they differ. Per batch, every step is computed once, and a BatchNorm that several
+subnets share is averaged once. Twenty neighbours on a Pareto front of OFA-ResNet50 share half of their
+layers; random subnets share few (benchmarks/README.md, Calibration).
+
+When sharing is exact
+---------------------
+A step computes what the subnet by itself would compute, with the same operations in the same order, so the
+statistics are the same bit for bit. This needs a forward that `torch.fx` can trace, which calls no BatchNorm
+twice and does not overwrite a tensor that others may read later (`inplace.py`). Before the first batch one
+subnet runs by itself and in the graph on a few inputs, and the statistics are compared. Subnets for which any
+of this fails run one at a time; the report names them with the reason. Their statistics are the same, only
+slower to get.
+
+How memory is bounded
+---------------------
+Subnets run one after another, those with equal beginnings next to each other. An output is kept only as long
+as a later step reads it. Outputs that only later subnets read take at most `memory_mb`; beyond that, those
+that are needed last are dropped and computed again. The forward pass of one subnet comes on top. BatchNorm
+averages are small: one statistics row per subnet, less what subnets share.
+
+Which file answers which question:
+
+- `calibrate.py`: the function and its report. `run.py`: the work of one calibration, batch by batch.
+- `calibration_norm.py`: how statistics are averaged, and when a subnet has seen enough batches.
+- `shared_forward.py`: the graph of all subnets; `inplace.py`: which of its nodes may overwrite their inputs.
+- `unfinished_file.py`: the file with which an interrupted calibration goes on (`resume=`).
+"""
+
+from subnetact.calibration.calibrate import CalibrationReport
+from subnetact.operators.subnet_norm import CALIBRATION_RULES
+
+__all__ = ["CALIBRATION_RULES", "CalibrationReport"]

@@ -1,4 +1,4 @@
-"""Calibration: the statistics each subnet has on real data."""
+"""calibrate: fills `supernet.norms` with the BatchNorm statistics of subnets on real data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from subnetact.calibration.resume import Progress, identity
 from subnetact.calibration.run import CalibrationRun
+from subnetact.calibration.unfinished_file import UnfinishedFile, identity
 from subnetact.errors import SpecError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import SubnetSpec
@@ -31,12 +31,12 @@ class CalibrationReport:
     """What a calibration did.
 
     Attributes:
-        batches: for each subnet, how many batches its statistics average.
-        layers_computed: module calls made, up to the last BatchNorm.
-        layers_alone: those of the same subnets and batches, each subnet for itself.
-        one_at_a_time: subnets whose layers could not be shared, with the reason.
-        kept_mb: the most that was kept of one subnet's forward pass for later ones, MiB.
-        seconds: the time it took, earlier parts of a resumed one included.
+        batches: for each subnet, the number of batches that its statistics average.
+        layers_computed: the number of module calls that were made, up to the last BatchNorm.
+        layers_alone: the number that the same subnets and batches would have taken without sharing.
+        one_at_a_time: for each subnet whose layers could not be shared, the reason.
+        kept_mb: the most that was kept of one subnet's forward pass for later subnets, in MiB.
+        seconds: the time that the calibration took, with earlier parts if it was resumed.
     """
 
     batches: Mapping[SubnetSpec, int] = field(default_factory=dict)
@@ -48,12 +48,12 @@ class CalibrationReport:
 
     @property
     def subnets(self) -> int:
-        """How many subnets were calibrated."""
+        """The number of subnets that were calibrated."""
         return len(self.batches)
 
     @property
     def saved(self) -> float:
-        """The share of the module calls that sharing saved."""
+        """The share of the module calls that sharing saved, from 0 to 1."""
         return 1 - self.layers_computed / self.layers_alone if self.layers_alone else 0.0
 
     def __str__(self) -> str:
@@ -78,45 +78,53 @@ def calibrate(
     tolerance: float | None = None,
     memory_mb: float = 1024.0,
 ) -> CalibrationReport:
-    """Fill `supernet.norms` with the statistics of every given subnet, in one pass over the data.
+    """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
-    Each subnet normalises each batch with that batch's own statistics. `weighted_biased` averages
-    means and biased variances with the batch sizes as weights (OFA `set_running_statistics`);
-    `cumulative_unbiased` gives every batch the same weight and averages unbiased variances
-    (AttentiveNAS, Slimmable Networks). No subnet disturbs another, and nothing changes unless the
-    whole pass succeeds.
+    Each subnet normalises each batch with that batch's own statistics, and averages them over the batches by
+    one of two rules. `weighted_biased` averages means and biased variances with the batch sizes as weights.
+    `cumulative_unbiased` gives every batch the same weight and averages unbiased variances. Subnets do not
+    affect each other, and `supernet.norms` changes only if the whole pass succeeds.
 
-    A layer that several subnets have, on the same input, is computed once for a batch: neighbours on
-    a Pareto front share most of their beginnings. This needs a network that `torch.fx` can trace up to
-    its last BatchNorm; the report names the subnets that had to run one at a time.
+    A layer that several subnets have in common, on the same input, is computed once per batch. The package
+    docstring of `subnetact.calibration` says what is shared, when sharing is exact and how memory is bounded.
 
     Args:
         supernet: the supernet; only its norm table changes.
-        specs: the subnets; those already calibrated are calibrated afresh.
-        batches: inputs of shape (N, C, H, W) like those to be served; sizes may differ. A pair, as a
-            DataLoader gives, stands for its first part. Read once.
+        specs: the subnets. Subnets that have statistics already get new ones.
+        batches: inputs of shape (N, C, H, W) like those to be served; their sizes may differ. If a batch is a
+            tuple or list, as a DataLoader yields, its first element is used. The batches are read once.
         progress: if True, show a progress bar when standard error is a terminal.
-        rule: `weighted_biased` or `cumulative_unbiased`; default: the rule of the supernet's family,
-            `weighted_biased` for an own network.
-        resume: a file that keeps unfinished work, written every `save_every_s` seconds and at the
-            end. Where it exists, the work goes on from there; the statistics are those of an
-            uninterrupted run, bit for bit. The same batches must be given again, in the same order.
-        save_every_s: seconds of work after which unfinished work is saved to `resume`, once the current
-            subnet has taken its batch; 0 saves after every subnet and batch.
-        tolerance: where given, a subnet reads no further batch once the standard error of every
-            BatchNorm's averaged mean is below `tolerance` times the layer's standard deviation, and
-            that of its averaged variance below `tolerance` times the layer's variance; of both, the
-            root mean square over the channels, estimated from how much the batches differ, after at
-            least four. The pass ends with the last subnet.
-        memory_mb: how much may be kept of one subnet's forward pass for later subnets, MiB. What is
-            beyond is computed again; the statistics are the same. The forward pass of one subnet
-            comes on top.
+        rule: `weighted_biased` or `cumulative_unbiased`. If None, the rule of the supernet's family is used,
+            which is `weighted_biased` for an own network.
+        resume: a file for unfinished work. It is written every `save_every_s` seconds and at the end. If it
+            exists, the work goes on from there, and the statistics are those of an uninterrupted run, bit for
+            bit. Give the same batches again, in the same order. If None, nothing is saved.
+        save_every_s: the time in seconds between two writes of `resume`. A write waits until the current
+            subnet has taken its batch; 0 writes after every subnet and batch.
+        tolerance: the relative standard error at which a subnet takes no further batch, 0.01 for example.
+            The standard error of every BatchNorm's averaged mean has to be below `tolerance` times the
+            standard deviation of the layer, and that of the averaged variance below `tolerance` times the
+            variance of the layer. Both are root mean squares over the channels, estimated from the
+            differences between batches, after at least four batches. If None, every subnet takes all batches.
+        memory_mb: how much of one subnet's forward pass may be kept for later subnets, in MiB. What does not
+            fit is computed again; the statistics are the same. The forward pass of one subnet comes on top.
+
+    Returns:
+        How many batches each subnet took, what sharing saved, and which subnets ran one at a time and why.
 
     Raises:
-        SpecError: a specification is not of this supernet, the rule is unknown, there are no
-            batches, or statistics come out NaN.
+        SpecError: a specification is not of this supernet, an argument is out of its range, there are no
+            batches, or statistics are not finite.
         ResumeMismatch: `resume` is of other weights, subnets, data or settings.
-        FileFormatError: `resume` is truncated, of another kind, or of a newer schema.
+        FileFormatError: `resume` is damaged, of another kind, or of a newer schema.
+
+    Source:
+        SubnetNorm in SuperServe, section 3.1; the rules are those of OFA's `set_running_statistics`, and of
+        AttentiveNAS and Slimmable Networks.
+
+    Example:
+        >>> report = subnetact.calibrate(supernet, space.sample(0, 20), loader,
+        resume="calibration.unfinished") >>> supernet.norms.save("norms.safetensors")
     """
     if rule is not None and rule not in CALIBRATION_RULES:
         raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
@@ -134,7 +142,9 @@ def calibrate(
         return CalibrationReport(dict.fromkeys(wanted, 0))
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
-        saved = None if resume is None else Progress(resume, identity(supernet, wanted, rule, tolerance))
+        saved = None
+        if resume is not None:
+            saved = UnfinishedFile(resume, identity(supernet, wanted, rule, tolerance))
         run = CalibrationRun(supernet, wanted, rule, tolerance, memory_mb * 2**20)
         _pass(run, batches, saved, save_every_s, start, progress)
         found = run.rows()
@@ -158,7 +168,7 @@ def calibrate(
 def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
-    saved: Progress | None,
+    saved: UnfinishedFile | None,
     save_every_s: float,
     start: float,
     progress: bool,
@@ -175,7 +185,7 @@ def _pass(
         leave=None,
     ) as bar:
         for batch in batches:
-            x = _images(batch).to(run.device)
+            x = _inputs(batch).to(run.device)
             given += 1
             if given == 1:
                 run.prepare(x)
@@ -193,7 +203,7 @@ def _pass(
                     saved.save(run, time.perf_counter() - start)
                     written = time.perf_counter()
             if not run.active:
-                break  # before another batch is read
+                break  # Do not read another batch from the data.
     if not given:
         raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
     if saved is not None:
@@ -211,7 +221,7 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
         )
 
 
-def _images(batch: Any) -> Tensor:
+def _inputs(batch: Any) -> Tensor:
     x = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(x, Tensor) or not x.numel():
         got = f"{type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

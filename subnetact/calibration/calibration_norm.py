@@ -1,4 +1,8 @@
-"""CalibrationNorm: a subnet's BatchNorm while it is calibrated."""
+"""CalibrationNorm: the BatchNorm of a subnet while it is calibrated; it averages the statistics of batches.
+
+`CalibrationNorm.collect` is the averaging, by one of two rules (`CALIBRATION_RULES`). `batch_statistics`
+computes the mean and the variance of one batch.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +27,25 @@ __all__ = ["CalibrationNorm", "batch_statistics"]
 
 
 class CalibrationNorm:
-    """Gives a subnet's BatchNorm each batch's own mean and biased variance, and averages them by a rule.
+    """A BatchNorm that normalises every batch with the batch's own statistics and averages them.
 
     Args:
-        norm: the operator.
-        row: the subnet's sizes.
-        rule: one of `CALIBRATION_RULES`; None = the norm's own.
-        spread: whether to follow how much the batches differ, for `error`.
+        norm: the operator of the BatchNorm.
+        row: the size row of the subnet.
+        rule: one of `CALIBRATION_RULES`; if None, the rule of the operator.
+        spread: whether to record how much the batches differ, which `error` needs.
 
     Attributes:
-        module: the BatchNorm to put into the network, of the class it has there.
-        average: mean and variance so far, each of shape (channels,), then, with `spread`, the summed
-            squares of the batches' deviations from either; None before the first batch.
-        batches: how many batches were averaged.
-        weight: the sum of their weights, and `weight_squares` of the squares.
-        paused: whether further batches are normalised only.
+        norm: as given.
+        module: the module to put into the network; it has the class that the network expects.
+        plain: whether that class is one of PyTorch's own.
+        average: the averaged mean and variance so far, each of shape (channels,). With `spread` they are
+            followed by the weighted sums of the squared deviations of the batches' means and variances. None
+            before the first batch.
+        batches: the number of batches that were averaged.
+        weight: the sum of the weights of the batches.
+        weight_squares: the sum of the squared weights.
+        paused: if True, batches are normalised but not averaged.
     """
 
     def __init__(self, norm: SubnetNorm, row: Row, rule: str | None = None, spread: bool = False) -> None:
@@ -45,22 +53,36 @@ class CalibrationNorm:
         self.module: Any = norm.bind(row)
         self.plain = module_class(self.module) in BATCH_NORMS
         object.__setattr__(self.module, "collector", self)
-        mix_in_(self.module, _Collecting)
+        mix_in_(self.module, _CollectingForward)
         self._unbiased = (rule or norm.rule or WEIGHTED_BIASED) == CUMULATIVE_UNBIASED
         self._spread = spread
         self.paused = False
         self.reset()
 
     def reset(self) -> None:
-        """Forget every batch."""
+        """Drop the averages of all batches."""
         self.average: tuple[Tensor, ...] | None = None
         self.batches = self.weight = self.weight_squares = 0
 
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Return the number of tensors in `average`, their channels, and the three counters."""
+        width, channels = (0, 0) if self.average is None else (len(self.average), self.average[0].numel())
+        return width, channels, self.batches, self.weight, self.weight_squares
+
     def collect(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Take an input of shape (N, C, ...) into the average; return its mean and biased variance.
+        """Take the statistics of a batch into the average.
+
+        With weight w and total weight W so far, the average moves by the share w / W towards the batch:
+        w is the batch size (`weighted_biased`), or 1 (`cumulative_unbiased`).
+
+        Args:
+            x: the input of the BatchNorm, of shape (N, C, ...).
+
+        Returns:
+            The mean and the biased variance of the batch, each of shape (C,), to normalise it with.
 
         Raises:
-            SpecError: there are too few values per channel for the rule.
+            SpecError: the batch has too few values per channel for the rule.
         """
         values = x.numel() // x.shape[1]
         if values < (2 if self._unbiased else 1):
@@ -87,7 +109,7 @@ class CalibrationNorm:
         return mean, var
 
     def normalise(self, x: Tensor) -> Tensor:
-        """Collect a batch and return it normalised."""
+        """Take a batch, of shape (N, C, ...), into the average, and return it normalised."""
         norm = self.module
         mean, var = self._as_affine(*self.collect(x))
         return F.batch_norm(x, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps)
@@ -97,11 +119,14 @@ class CalibrationNorm:
         return (mean, var) if weight is None else (mean.to(weight.dtype), var.to(weight.dtype))
 
     def error(self) -> float:
-        """Return the larger standard error of the two averages, relative to the layer.
+        """Return the relative standard error of the averages; `spread` is required.
 
-        Over the channels, the root of the mean square: of the mean's standard errors, divided by the
-        layer's standard deviation, and of the variance's, divided by the layer's variance (the mean
-        over the channels, plus eps). Infinite before the second batch.
+        There are two standard errors, each the root mean square over the channels: that of the averaged
+        mean, divided by the standard deviation of the layer, and that of the averaged variance, divided by
+        the variance of the layer. The variance of the layer is the mean over the channels, plus eps.
+
+        Returns:
+            The larger of the two; infinity before the second batch.
         """
         if self.average is None or self.batches < 2:
             return float("inf")
@@ -115,12 +140,18 @@ class CalibrationNorm:
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and biased variance of every channel of x, of shape (N, C, ...).
+    """Return the mean and the biased variance of every channel.
 
-    One axis after another, in the order of OFA's `set_running_statistics`: rounding grows from layer to
-    layer, so another order ends 1e-5 away from upstream's statistics.
+    The axes are averaged one after another, in the order of OFA's `set_running_statistics`. Rounding grows
+    from layer to layer, so another order would end 1e-5 away from upstream's statistics.
+
+    Args:
+        x: a batch of shape (N, C, ...).
+
+    Returns:
+        Mean and variance, each of shape (C,), in the dtype of x.
     """
-    if x.dtype in (torch.float16, torch.bfloat16):  # whose squares overflow or vanish
+    if x.dtype in (torch.float16, torch.bfloat16):  # Squares overflow or vanish in these dtypes.
         mean, var = batch_statistics(x.float())
         return mean.to(x.dtype), var.to(x.dtype)
     mean = _mean(x)
@@ -134,7 +165,9 @@ def _mean(x: Tensor) -> Tensor:
     return x
 
 
-class _Collecting:
+class _CollectingForward:
+    """The mixin of the module: a forward that collects the statistics of every batch."""
+
     def forward(self: Any, x: Tensor) -> Tensor:
         collector: CalibrationNorm = self.collector
         if collector.plain:

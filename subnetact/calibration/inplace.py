@@ -1,4 +1,4 @@
-"""Which nodes of a traced graph may overwrite the tensor that they read."""
+"""Overwriting in a traced graph: which nodes overwrite a tensor that others may read later."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ _WRITING = (operator.iadd, operator.imul, torch.relu_)
 
 
 def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
-    """Return a node that writes over a value which others may read later, or None.
+    """Find a node that may overwrite a value which others read later.
 
-    Only known operations may write, and only over the output of a layer or of a known operation that
-    nothing else reads: then writing elsewhere is the same.
+    A node may overwrite its input if the node is a known elementwise operation, if nothing else reads the
+    input, and if the input is the output of a layer or of another known operation. Writing the result to a
+    new tensor is then equivalent.
+
+    Args:
+        nodes: the nodes of a graph that `trace_` made.
+        leaves: the modules that the graph calls, by name.
+
+    Returns:
+        The first other node that overwrites something, in words; None if there is none.
     """
     for node in nodes:
         if not _writes(node, leaves):
@@ -52,7 +60,7 @@ def _inplace_by_position(node: fx.Node) -> bool:
 
 
 def _owns(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
-    """Tell whether a node's output is memory of its own."""
+    """Tell whether nothing else refers to the memory of a node's output."""
     if node.op == "call_module":
         module = leaves[str(node.target)]
         layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.modules.batchnorm._BatchNorm)

@@ -1,9 +1,10 @@
-"""CalibrationRun: the subnets of one calibration, and what is averaged so far."""
+"""CalibrationRun: the work of one calibration, batch by batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,15 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["CalibrationRun"]
 
-TRIAL_IMAGES = 2
+TRIAL_INPUTS = 2
+"""How many inputs the trial takes that compares a shared with an ordinary forward pass."""
 AT_LEAST = 4
-"""Batches before a subnet may be found to be within the tolerance."""
+"""How many batches a subnet takes before it may be found to be within the tolerance."""
 
 
 @dataclass(eq=False)
 class _Alone:
-    """A subnet that runs as it is."""
+    """A subnet that shares no layers and runs by itself."""
 
     view: nn.Module
     norms: list[CalibrationNorm]
@@ -37,22 +39,24 @@ class _Alone:
 
 
 class CalibrationRun:
-    """Takes batches through many subnets, and averages the statistics of every BatchNorm.
+    """Runs batches through many subnets and averages the statistics of every BatchNorm.
 
     Args:
         supernet: the supernet; it is not changed.
-        specs: its subnets.
-        rule: one of `CALIBRATION_RULES`; None = the norms' own.
-        tolerance: when a subnet needs no more batches; None = it takes all.
-        memory: bytes to keep of one subnet's forward pass for later subnets.
+        specs: the subnets.
+        rule: one of `CALIBRATION_RULES`; if None, each BatchNorm has its own rule.
+        tolerance: the relative standard error at which a subnet needs no more batches. If None, every
+            subnet takes all batches.
+        memory: the number of bytes of one subnet's forward pass to keep for later subnets.
 
     Attributes:
-        specs: in an order that does not depend on the given one.
-        finished: batches that all subnets have taken.
-        position: subnets that share layers and have taken the next batch.
-        stopped: the statistics of subnets within the tolerance, and the batches they took.
-        one_at_a_time: why a subnet shares no layers.
-        layers_computed, layers_alone: module calls with sharing and without.
+        specs: the subnets in an order that does not depend on the given one.
+        finished: the number of batches that all subnets have taken.
+        position: the number of subnets with shared layers that have taken the next batch.
+        stopped: for each subnet within the tolerance, its statistics row and the number of its batches.
+        one_at_a_time: for each subnet that shares no layers, the reason.
+        layers_computed: the number of module calls so far.
+        layers_alone: the number of module calls that the subnets would have made without sharing.
     """
 
     def __init__(
@@ -101,10 +105,14 @@ class CalibrationRun:
     # -- running ---------------------------------------------------------------------------------
 
     def prepare(self, x: Tensor) -> None:
-        """Make sure, on a few images, that shared layers compute what a subnet by itself does."""
+        """Compare a shared with an ordinary forward pass. If they differ, no subnet will share layers.
+
+        Args:
+            x: the first batch, of shape (N, ...); the trial takes a few inputs of it.
+        """
         if self._steps:
             try:
-                reason = self._trial(x[:TRIAL_IMAGES].clone())
+                reason = self._trial(x[:TRIAL_INPUTS].clone())
             except Exception as error:
                 reason = f"a trial failed: {error}"
             for norm in self._shared.norms.values():
@@ -140,7 +148,7 @@ class CalibrationRun:
         self._shared.arrange({spec: list(steps.values()) for spec, steps in active.items()})
 
     def batch(self, x: Tensor) -> Iterator[SubnetSpec]:
-        """Take a batch, x of shape (N, ...), through all active subnets; yield each when it is done."""
+        """Run a batch, x of shape (N, ...), through all active subnets; yield each subnet when it is done."""
         counted = self.position
         for i, spec in enumerate(self._shared.run(x, self.finished)):
             self._count(self._shared.layers, self._shared.alone(spec) if i >= counted else 0)
@@ -149,7 +157,7 @@ class CalibrationRun:
         for spec, alone in self._alone.items():
             if spec not in self.stopped:
                 if alone.batches <= self.finished:
-                    alone.view(x.clone())  # a forward may write over its input
+                    alone.view(x.clone())  # A forward may overwrite its input.
                     alone.batches += 1
                     self._count(alone.layers, alone.layers)
                 yield spec
@@ -180,47 +188,89 @@ class CalibrationRun:
 
     @property
     def active(self) -> int:
-        """How many subnets need further batches."""
+        """The number of subnets that need further batches."""
         return len(self.specs) - len(self.stopped)
 
     @property
     def peak(self) -> int:
-        """The most bytes that were kept of one subnet's forward pass for later ones."""
+        """The largest number of bytes that were kept of one subnet's forward pass for later subnets."""
         return self._shared.peak
 
     def norms(self) -> list[CalibrationNorm]:
-        """Return every BatchNorm that averages, in an order of which resuming can be sure."""
+        """Return every BatchNorm that averages, in an order that a resumed calibration has, too."""
         return [*self._shared.norms.values(), *(n for alone in self._alone.values() for n in alone.norms)]
 
     def steps(self, spec: SubnetSpec) -> dict[str, int]:
-        """Return the number of every shared BatchNorm of a subnet; subnets with equal numbers share it."""
+        """Return the step number of every shared BatchNorm of a subnet, by name; equal numbers are shared."""
         return dict(self._steps.get(spec, {}))
 
     def layers(self) -> tuple[int, int]:
-        """Return the module calls of a batch, with sharing and without."""
+        """Return the number of module calls per batch, with sharing and without."""
         self._arrange()
         alone = sum(subnet.layers for subnet in self._alone.values())
         shared = sum(map(self._shared.alone, self._steps))
         return self._shared.together() + alone, shared + alone
 
-    def alone_batches(self, batches: Sequence[int] | None = None) -> list[int]:
-        """Return, or set, how many batches each of the subnets that run one at a time has taken."""
-        if batches is not None:
-            for alone, count in zip(self._alone.values(), batches, strict=True):
-                alone.batches = count
-        return [alone.batches for alone in self._alone.values()]
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return everything that `restore` needs: facts for a JSON document, and tensors by name."""
+        norms, tensors = self.norms(), dict[str, Tensor]()
+        averages = [t.cpu() for norm in norms for t in norm.average or ()]
+        for dtype in {t.dtype for t in averages}:
+            tensors[f"averages.{dtype}"] = torch.cat([t for t in averages if t.dtype == dtype])
+        stopped = []
+        for i, (spec, (row, batches)) in enumerate(self.stopped.items()):
+            stopped.append((spec.to_json(), list(row.channels.items()), batches))
+            tensors[f"row.{i}"] = row.flat.cpu()
+        facts = {
+            "finished": self.finished,
+            "position": self.position,
+            "norms": [norm.counts() for norm in norms],
+            "dtypes": [str(norm.average[0].dtype) if norm.average else "" for norm in norms],
+            "alone": [alone.batches for alone in self._alone.values()],
+            "stopped": stopped,
+            "layers": [self.layers_computed, self.layers_alone],
+        }
+        return facts, tensors
 
-    def restore(self, finished: int, position: int, stopped: dict[SubnetSpec, tuple[NormRow, int]]) -> None:
-        """Go on after so many batches and subnets, some of them stopped; the norms are restored already."""
-        self.finished, self.position, self.stopped = finished, position, stopped
+    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned for the same subnets; the run is prepared already.
+
+        Raises:
+            ValueError: the state contradicts itself.
+        """
+        ends = dict.fromkeys(tensors, 0)
+        for norm, counts, dtype in zip(self.norms(), facts["norms"], facts["dtypes"], strict=True):
+            width, channels, *rest = (int(n) for n in counts)
+            norm.batches, norm.weight, norm.weight_squares = rest
+            name, parts = f"averages.{dtype}", []
+            for _ in range(width):
+                part = tensors[name][ends[name] : ends[name] + channels]
+                if part.shape != (norm.module.num_features,):
+                    raise ValueError(
+                        f"{norm.norm.path} has {norm.module.num_features} channels, not {len(part)}"
+                    )
+                ends[name] += channels
+                parts.append(part.to(self.device, copy=True))
+            norm.average = tuple(parts) or None
+        for alone, count in zip(self._alone.values(), facts["alone"], strict=True):
+            alone.batches = count
+        self.stopped = {
+            SubnetSpec.from_json(spec): (
+                NormRow({name: int(n) for name, n in channels}, tensors[f"row.{i}"].to(self.device)),
+                int(batches),
+            )
+            for i, (spec, channels, batches) in enumerate(facts["stopped"])
+        }
+        self.layers_computed, self.layers_alone = map(int, facts["layers"])
+        self.finished, self.position = int(facts["finished"]), int(facts["position"])
         self._arrange()
 
     def batches(self) -> dict[SubnetSpec, int]:
-        """Return how many batches the statistics of each subnet average."""
+        """Return for each subnet the number of batches that its statistics average."""
         return {spec: self.stopped[spec][1] if spec in self.stopped else self.finished for spec in self.specs}
 
     def rows(self) -> dict[SubnetSpec, NormRow]:
-        """Return the statistics of every subnet."""
+        """Return the statistics row of every subnet."""
         return {
             spec: self.stopped[spec][0] if spec in self.stopped else self._row(spec) for spec in self.specs
         }
@@ -235,7 +285,7 @@ class CalibrationRun:
         statistics = {}
         for norm in self._order[spec]:
             averaged = norms[norm.path].average if norm.path in norms else None
-            if averaged is None:  # the forward pass never came by
+            if averaged is None:  # The forward pass never called this BatchNorm.
                 statistics[norm.path] = norm.shared_statistics(sizes)
             else:
                 statistics[norm.path] = averaged[0], averaged[1]

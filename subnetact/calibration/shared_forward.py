@@ -1,4 +1,8 @@
-"""SharedForward: many subnets' networks as one graph, in which equal layers of equal inputs run once."""
+"""SharedForward: the networks of many subnets as one graph, in which equal layers of equal inputs run once.
+
+The docstring of `subnetact.calibration` explains what is shared, when this is exact, and how memory is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +26,24 @@ __all__ = ["NotShareable", "SharedForward"]
 _INNER = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 _FRESH = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-"""Layers whose outputs nothing else refers to."""
+"""Layers whose outputs are new tensors, which a following activation or sum may overwrite."""
 
 
 class NotShareable(Exception):
-    """A network that cannot be split into layers; the reason is its message."""
+    """A network cannot be split into layers; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """The output of a step, in the arguments of another."""
+    """A placeholder for the output of a step, in the arguments of another step."""
 
     step: int
 
 
 @dataclass(eq=False)
 class _Step:
+    """One operation of the graph: a call of a module, a function or a method."""
+
     inputs: tuple[int, ...]
     args: Any
     kwargs: Any
@@ -49,21 +55,22 @@ class _Step:
 
 
 class SharedForward:
-    """The union of subnets' forward passes up to their last BatchNorm, without repetitions.
+    """The forward passes of many subnets, up to their last BatchNorm, without repetitions.
 
-    Two layers are one step if they have the same weights (the same slices), the same settings and the
-    same inputs: a common beginning of two subnets, and a shortcut that does not depend on what else is
-    in its block. Subnets run one after another, those with equal beginnings next to each other; an
-    output is kept only while a later subnet branches off there.
+    Two layers are one step if they have the same weights (the same slices), the same settings and the same
+    inputs. That is the case for the common beginning of two subnets, and for a shortcut that does not depend
+    on the rest of its block. Subnets run one after another, those with equal beginnings next to each other.
+    An output is kept only as long as a later step reads it.
 
     Args:
-        memory: bytes of outputs to keep from one subnet to later ones. Beyond, those needed last are
-            dropped and computed again.
+        memory: the number of bytes of outputs to keep from one subnet to later ones. Beyond that, the outputs
+            that are needed last are dropped and computed again.
 
     Attributes:
-        norms: the BatchNorms, by step.
-        layers: how many module calls have run.
-        peak: the most bytes that were kept from one subnet to later ones.
+        memory: as given.
+        norms: the BatchNorms by step number.
+        layers: the number of module calls so far.
+        peak: the largest number of bytes that were kept from one subnet to later ones.
     """
 
     def __init__(self, memory: float = float("inf")) -> None:
@@ -81,14 +88,18 @@ class SharedForward:
     # -- building --------------------------------------------------------------------------------
 
     def add(self, view: nn.Module, norms: Sequence[CalibrationNorm]) -> dict[str, int]:
-        """Add a subnet; return the steps of its BatchNorms, by name.
+        """Add a subnet.
 
         Args:
             view: a view that nobody else uses.
-            norms: of the view.
+            norms: the BatchNorms of the view.
+
+        Returns:
+            The step numbers of the BatchNorms, by name.
 
         Raises:
-            NotShareable: its forward cannot be traced, or writes over values that are used again.
+            NotShareable: the forward cannot be traced, calls a BatchNorm twice, or overwrites values that
+                may be used again.
         """
         collectors = {id(norm.module): norm for norm in norms}
         try:
@@ -160,7 +171,7 @@ class SharedForward:
         return number
 
     def _signature(self, module: nn.Module, norm: CalibrationNorm | None = None) -> Any:
-        """Return what decides a module's output, apart from its input."""
+        """Return a key of everything on which the output of a module depends, apart from its input."""
         own = tuple(
             (name, self._frozen(value))
             for name, value in module.__dict__.items()
@@ -182,16 +193,16 @@ class SharedForward:
             return "slice", self._frozen((value.start, value.stop, value.step))
         if value is None or isinstance(value, _Ref | bool | int | float | str | torch.dtype | torch.device):
             return type(value), value
-        self._alive[id(value)] = value  # an id is of one object only while it lives
+        self._alive[id(value)] = value  # An id is unique only as long as its object lives.
         return id(value)
 
     # -- running ---------------------------------------------------------------------------------
 
     def arrange(self, subnets: Mapping[Any, Sequence[int]]) -> None:
-        """Decide the order of the subnets to run from now on.
+        """Choose the subnets to run from now on, and their order.
 
         Args:
-            subnets: for each, the steps of its BatchNorms.
+            subnets: for each subnet, the step numbers of its BatchNorms.
         """
         self._needed = {key: self._ancestors(norms) for key, norms in subnets.items()}
         self._order = sorted(self._needed, key=lambda key: sorted(self._needed[key]))
@@ -217,22 +228,22 @@ class SharedForward:
         return frozenset(found)
 
     def alone(self, key: Any) -> int:
-        """Return the module calls of a subnet that runs alone."""
+        """Return the number of module calls of one subnet that runs by itself."""
         return sum(self._steps[step].module is not None for step in self._needed[key])
 
     def together(self) -> int:
-        """Return the module calls of all subnets, each once."""
+        """Return the number of module calls of all subnets, with shared calls counted once."""
         steps = frozenset[int]().union(*self._needed.values())
         return sum(self._steps[step].module is not None for step in steps)
 
     def run(self, x: Tensor, batch: int, check: bool = False) -> Iterator[Any]:
-        """Run a batch, x of shape (N, ...), through all subnets; yield each when it is done.
+        """Run a batch through all subnets, and yield each subnet when it is done.
 
         Args:
-            x: the inputs.
-            batch: how many batches every BatchNorm has seen before; those that have seen this one
-                too, before an interruption, do not take it into their average again.
-            check: whether to watch for layers that write over their inputs unannounced.
+            x: the batch, of shape (N, ...).
+            batch: the number of batches before this one. A BatchNorm that has averaged this batch already,
+                before an interruption, does not average it again.
+            check: whether to look for layers that overwrite their inputs although the graph does not say so.
 
         Raises:
             NotShareable: such a layer was found.
@@ -301,7 +312,7 @@ class SharedForward:
         return uses[i] if i < len(uses) else None
 
     def _make_room(self, values: dict[int, Any], pending: Mapping[int, int], position: int) -> None:
-        """Drop outputs that only later subnets read, those needed last first."""
+        """Drop outputs that only later subnets read, until they fit; those that are needed last go first."""
         later = {
             value: use
             for value in values

@@ -1,4 +1,4 @@
-"""Progress: a calibration's unfinished work in a file."""
+"""UnfinishedFile: the file with which an interrupted calibration goes on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.run import CalibrationRun
 from subnetact.documents import DocumentFormat, parse_json, replacing
 from subnetact.errors import ResumeMismatch
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Progress", "identity"]
+__all__ = ["UnfinishedFile", "identity"]
 
 UNFINISHED = DocumentFormat(
     "an unfinished calibration",
@@ -36,7 +34,19 @@ UNFINISHED = DocumentFormat(
 def identity(
     supernet: Supernet, specs: Sequence[SubnetSpec], rule: str | None, tolerance: float | None
 ) -> dict[str, str]:
-    """Return what unfinished work must agree on to be gone on with, apart from the data."""
+    """Return what two calibrations must have in common so that one can go on with the work of the other.
+
+    The data must be the same as well; `UnfinishedFile.enters` compares the batches.
+
+    Args:
+        supernet: the supernet.
+        specs: the subnets to calibrate.
+        rule: the rule of averaging; if None, that of each BatchNorm.
+        tolerance: the tolerance of the calibration, or None.
+
+    Returns:
+        Facts in words, by name; `ResumeMismatch` names those that differ.
+    """
     rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
     keys = blake2b("\n".join(sorted(spec.key for spec in specs)).encode(), digest_size=8)
     return {
@@ -49,19 +59,19 @@ def identity(
     }
 
 
-class Progress:
-    """A file with the averages so far; written atomically.
+class UnfinishedFile:
+    """A file with the averages of a calibration so far.
 
     Args:
-        path: the file; read where it exists.
-        identity: of the calibration to go on with.
+        path: the file. If it exists, it is read.
+        identity: what `identity` returned for the calibration.
 
     Attributes:
         seconds: the time that the work in the file took.
 
     Raises:
         ResumeMismatch: the file is of another calibration.
-        FileFormatError: it is truncated, of another kind, or of a newer schema.
+        FileFormatError: the file is damaged, of another kind, or of a newer schema.
     """
 
     def __init__(self, path: str | PathLike[str], identity: Mapping[str, str]) -> None:
@@ -105,10 +115,15 @@ class Progress:
         )
 
     def enters(self, x: Tensor, given: int, finished: int) -> bool:
-        """Take note of the next batch and tell whether it is still to be worked on.
+        """Take the next batch into the checksum of the data, and tell whether the batch has to be run.
+
+        Args:
+            x: the batch, of shape (N, ...).
+            given: the number of this batch, from 1.
+            finished: the number of batches that all subnets have taken already.
 
         Raises:
-            ResumeMismatch: the batches up to here are not those of the file.
+            ResumeMismatch: the batches so far are not those of the file.
         """
         self._digest.update(f"{tuple(x.shape)} {x.dtype}".encode())
         self._digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -119,48 +134,41 @@ class Progress:
         return given > finished
 
     def check_length(self, given: int) -> None:
-        """Refuse data that has fewer batches than the file.
+        """Check that the data has at least as many batches as the file.
+
+        Args:
+            given: the number of batches of the data.
 
         Raises:
-            ResumeMismatch: it has.
+            ResumeMismatch: the data has fewer batches.
         """
         if self._stored and given < self._stored["given"]:
             raise self._mismatch(f"it has {self._stored['given']} batches, the data only {given}")
 
     def save(self, run: CalibrationRun, seconds: float) -> None:
-        """Write the averages of a run as they are between two subnets."""
-        tensors, norms = {}, []
-        for norm in run.norms():
-            width = 0 if norm.average is None else len(norm.average)
-            channels = 0 if norm.average is None else norm.average[0].numel()
-            norms.append((width, channels, norm.batches, norm.weight, norm.weight_squares))
-        averages = [t.cpu() for norm in run.norms() for t in norm.average or ()]
-        for dtype in {t.dtype for t in averages}:
-            tensors[f"averages.{dtype}"] = torch.cat([t for t in averages if t.dtype == dtype])
-        dtypes = [str(norm.average[0].dtype) if norm.average else "" for norm in run.norms()]
-        stopped = []
-        for i, (spec, (row, batches)) in enumerate(run.stopped.items()):
-            stopped.append((spec.to_json(), list(row.channels.items()), batches))
-            tensors[f"row.{i}"] = row.flat.cpu()
+        """Write the state of a run, atomically.
+
+        Args:
+            run: the run, between two subnets.
+            seconds: the time that the run took since it was started or resumed.
+
+        Raises:
+            MissingFile: the folder of the file does not exist.
+        """
+        facts, tensors = run.state()
         progress = {
             "identity": self._identity,
             "given": self._given,
             "digest": self._digest.hexdigest(),
-            "finished": run.finished,
-            "position": run.position,
-            "norms": norms,
-            "dtypes": dtypes,
-            "alone": run.alone_batches(),
-            "stopped": stopped,
-            "layers": [run.layers_computed, run.layers_alone],
             "seconds": self.seconds + seconds,
+            **facts,
         }
         header = {**UNFINISHED.metadata, "progress": json.dumps(progress)}
         with replacing(self._path) as temporary:
             save_file(tensors, temporary, header)
 
     def restore(self, run: CalibrationRun) -> None:
-        """Bring a prepared run to where the file is.
+        """Bring a prepared run to the state in the file. Without a file, the run stays as it is.
 
         Raises:
             ResumeMismatch: the run has other layers.
@@ -168,37 +176,7 @@ class Progress:
         """
         if not self._stored:
             return
-        norms = run.norms()
-        if len(norms) != len(self._stored["norms"]):
+        if len(run.norms()) != len(self._stored["norms"]):
             raise self._mismatch("it has other layers")
         with UNFINISHED.fields(self._path):
-            ends = dict.fromkeys(self._tensors, 0)
-            for norm, state, dtype in zip(norms, self._stored["norms"], self._stored["dtypes"], strict=True):
-                self._restore_norm(norm, [int(n) for n in state], f"averages.{dtype}", ends, run.device)
-            run.alone_batches(self._stored["alone"])
-            stopped = {}
-            for i, (spec, channels, batches) in enumerate(self._stored["stopped"]):
-                row = NormRow(
-                    {name: int(n) for name, n in channels}, self._tensors[f"row.{i}"].to(run.device)
-                )
-                stopped[SubnetSpec.from_json(spec)] = row, int(batches)
-            run.layers_computed, run.layers_alone = map(int, self._stored["layers"])
-            run.restore(int(self._stored["finished"]), int(self._stored["position"]), stopped)
-
-    def _restore_norm(
-        self,
-        norm: CalibrationNorm,
-        state: Sequence[int],
-        name: str,
-        ends: dict[str, int],
-        device: torch.device,
-    ) -> None:
-        width, channels, norm.batches, norm.weight, norm.weight_squares = state
-        parts = []
-        for _ in range(width):
-            part = self._tensors[name][ends[name] : ends[name] + channels]
-            if part.shape != (norm.module.num_features,):
-                raise ValueError(f"{norm.norm.path} has {norm.module.num_features} channels, not {len(part)}")
-            ends[name] += channels
-            parts.append(part.to(device, copy=True))
-        norm.average = tuple(parts) or None
+            run.restore(self._stored, self._tensors)
