@@ -56,11 +56,19 @@ class Measurements:
         self._put(cell, window)
 
     def count(self, cell: Cell) -> int:
-        """Return how many windows a cell has."""
+        """Return how many windows a cell has.
+
+        Args:
+            cell: the cell.
+        """
         return len(self.windows.get(cell, ()))
 
     def impossible(self, cell: Cell) -> bool:
-        """Return whether this cell, or a smaller batch of the same subnet, ran out of memory."""
+        """Return whether this cell, or a smaller batch of the same subnet, ran out of memory.
+
+        Args:
+            cell: the cell.
+        """
         co_runners, subnet, batch_size = cell
         return any((n, i) == (co_runners, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
 

@@ -199,6 +199,9 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
         job: what to profile.
         source: the supernet.
 
+    Returns:
+        The journal, with the records of the earlier run if the job is resumed.
+
     Raises:
         ResumeMismatch: there is the journal of an unfinished job that is not to be resumed, or the journal
             was begun with another machine, other weights or other options.
@@ -234,6 +237,9 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> ProfileResult:
     Args:
         job: what to profile.
         source: the supernet.
+
+    Returns:
+        The tables and what was found about them. The files are written already.
 
     Raises:
         ResumeMismatch: see `open_journal`.

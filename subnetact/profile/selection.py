@@ -109,11 +109,18 @@ class SelectionRequest:
         return None if _is_number(self.accuracy[0]) else self.accuracy[0]
 
     def searches(self, size: int) -> bool:
-        """Return whether a space of `size` subnets is searched for a Pareto set."""
+        """Return whether a space is searched for a Pareto set.
+
+        Args:
+            size: the number of subnets in the space.
+        """
         return self.subnets.isdigit() and int(self.subnets) < size
 
     def size(self, size: int) -> int:
-        """Return how many subnets of a space of `size` subnets are asked for, files of subnets aside.
+        """Return how many subnets of a space are asked for, files of subnets aside.
+
+        Args:
+            size: the number of subnets in the space.
 
         Raises:
             SpecError: all subnets are asked for, and they are too many.
@@ -363,6 +370,9 @@ def fitted_latencies(
         specs: the subnets to measure.
         batch_sizes: the batch sizes to measure at.
         measure: measures the subnets.
+
+    Returns:
+        The predictors, in the order of the batch sizes.
 
     Raises:
         MissingExtra: scipy is not installed; nothing is measured then.

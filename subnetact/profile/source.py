@@ -85,6 +85,9 @@ def load_source(
             float32.
         seed: seed of random weights.
 
+    Returns:
+        The supernet in evaluation mode on the CPU, one input, and the subnets of the bundle if there is one.
+
     Raises:
         SpecError: the factory returns no `Supernet`, the input is not a single tensor, the shape of the input
             is not known, a dtype is unknown, or the arguments exclude each other.
@@ -156,6 +159,9 @@ def _built(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
 def import_name(name: str) -> Any:
     """Return what `pkg.mod:attribute` names.
 
+    Args:
+        name: an importable module and one of its attributes, with a colon between them.
+
     Raises:
         SpecError: the module or the attribute cannot be imported.
     """
@@ -173,6 +179,9 @@ def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
         path: a JSON list; every entry is a subnet in the notation of its space, or as `SubnetSpec.to_json`
             writes it.
         supernet: the supernet that the subnets belong to.
+
+    Returns:
+        The subnets, in the order of the file.
 
     Raises:
         SpecError: the file is no such list, or a subnet is not in the supernet's space.
@@ -237,6 +246,9 @@ def check_calibration_data(calibrate_on: str, example: Tensor) -> None:
 
 def random_images(calibrate_on: str) -> int | None:
     """Return N if the calibration data is `random:N`, otherwise None.
+
+    Args:
+        calibrate_on: see `calibration_batches`.
 
     Raises:
         SpecError: N is no positive number.

@@ -99,5 +99,9 @@ def statistics_of(
 
 
 def quantile_name(quantile: float) -> str:
-    """Return the name of a quantile given in percent: `p99` for 99, `p99.9` for 99.9."""
+    """Return the name of a quantile: `p99` for 99, `p99.9` for 99.9.
+
+    Args:
+        quantile: in percent.
+    """
     return f"p{quantile:g}"
