@@ -1,14 +1,16 @@
-"""Calibrating 20 subnets of OFA-ResNet50 beside upstream's set_running_statistics; what sharing saves.
+"""Calibrates 20 subnets of OFA-ResNet50, and compares with upstream's `set_running_statistics`.
 
     python benchmarks/calibrate.py [--parts speed exact saved table] [--pixels 128] [--batch 16]
-        [--batches 1] [--rounds 3] [--threads 1] [--out benchmarks/results/calibrate.json]
+        [--batches 1] [--windows 3] [--threads 1] [--out benchmarks/results/calibrate.json]
 
-Upstream is the PyPI package `ofa` with the same random weights, images and subnets: for each subnet it
-sets it active and calls `set_running_statistics`, as its users do. Both run in one process, taking
-turns; a ratio is the median of the ratios within a round. `independent` are random subnets, which have
-little in common. `pareto` is a chain of neighbours, as an evolutionary search leaves them on its
-front: each has one slot or two of another one changed. `--report` writes what was measured into
-README.md.
+Upstream is the PyPI package `ofa` with the same random weights, images and subnets. Each subnet is made
+active and `set_running_statistics` is called, as the package's users do. Both sides run in one process and
+take turns. A window is one calibration by each side, and the ratio is the median of the ratios of the
+windows.
+
+There are two sets of subnets. `independent` are random subnets, which have little in common. `pareto` are
+neighbours, as an evolutionary search leaves them on its front: each differs from an earlier one in one or two
+slots. `--report` writes the figures in `--out` into README.md.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def independent(supernet: Supernet, count: int, seed: int = 0) -> list[SubnetSpe
 
 
 def pareto(supernet: Supernet, count: int, seed: int = 0) -> list[SubnetSpec]:
-    """A few random subnets, and mutants: one or two slots of a subnet found before, changed."""
+    """Return a few random subnets, and mutants with one or two slots of an earlier subnet changed."""
     rng, space = random.Random(seed), supernet.space
     found = dict.fromkeys(independent(supernet, max(2, count // 10), seed))
     while len(found) < count:
@@ -57,7 +59,7 @@ def pareto(supernet: Supernet, count: int, seed: int = 0) -> list[SubnetSpec]:
             axis = rng.choice(space.axes)
             slot = rng.randrange(len(axis.slots))
             values[axis.name][slot] = rng.choice(axis.slots[slot].choices)
-        # A slot that was skipped and no longer is takes its first choice.
+        # A slot that was unused and is used now takes its first choice.
         full = {
             axis.name: [
                 s.choices[0] if v is None else v for s, v in zip(axis.slots, values[axis.name], strict=True)
@@ -119,14 +121,14 @@ def speed(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
         subnetact.calibrate(supernet, specs[:1], [batches[0][:2]], progress=False)
         by_upstream(upstream, supernet, specs[:1], [batches[0][:2]])
         report = subnetact.CalibrationReport()
-        for _ in tqdm(range(args.rounds), desc=name):
+        for _ in tqdm(range(args.windows), desc=name):
             seconds, statistics = by_upstream(upstream, supernet, specs, batches)
             theirs.append(seconds)
             start = time.perf_counter()
             report = subnetact.calibrate(supernet, specs, batches, progress=False)
             ours.append(time.perf_counter() - start)
         result[name] = {
-            "rounds": args.rounds,
+            "windows": args.windows,
             "upstream_s": median(theirs),
             "ours_s": median(ours),
             "ratio": median(a / b for a, b in zip(ours, theirs, strict=True)),
@@ -139,7 +141,7 @@ def speed(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
 
 
 def exact(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:
-    """In float64, where rounding hides nothing; and how far upstream's float32 is from that."""
+    """Compare both sides in float64, where rounding hides nothing, and the float32 results with that."""
     specs, batches = SETS["pareto"](supernet, 3), images(args, 4, 1)
     doubles = [batch.double() for batch in batches]
     upstream64, supernet64 = copy.deepcopy(upstream).double(), copy.deepcopy(supernet).double()
@@ -155,7 +157,7 @@ def exact(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
 
 
 def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:  # noqa: ARG001
-    """The share of layers that need not be computed again, by counting."""
+    """Count the layers that are computed with sharing and without."""
     result: dict[str, Any] = {}
     for name, choose in SETS.items():
         for count in args.counts:
@@ -170,7 +172,7 @@ def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
 
 
 def table(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[str, Any]:  # noqa: ARG001
-    """Bytes of the norm table in memory, and in its file, which stores equal statistics once."""
+    """Measure the norm table in memory, and its file, which stores equal statistics once."""
     result: dict[str, Any] = {}
     for name, choose in SETS.items():
         for count in (100, 1000):
@@ -187,7 +189,7 @@ def table(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
 
 
 def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRow]:
-    """Rows that are equal exactly where calibrated ones would be, with made-up numbers."""
+    """Return statistics rows of random numbers, which are equal wherever calibrated rows would be equal."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     run = CalibrationRun(supernet, specs, None, None, float("inf"))
     found = {}
@@ -203,7 +205,7 @@ def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRo
 
 
 def report(result: dict[str, Any]) -> None:
-    """Put what was measured into benchmarks/README.md."""
+    """Write the figures into benchmarks/README.md."""
     on = result["machine"]
     where = f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}"
     lines = [f"{where}, {result['pixels']} px, float32."]
@@ -211,8 +213,8 @@ def report(result: dict[str, Any]) -> None:
         found = result["speed"]
         lines += [
             "",
-            f"{found['subnets']} subnets on {found['batches']} x {found['batch']} images; medians of rounds "
-            "that take turns:",
+            f"{found['subnets']} subnets on {found['batches']} x {found['batch']} images; medians of windows "
+            "in which the two take turns:",
             "",
             "| subnets | upstream s | ours s | ratio | layers saved | furthest mean, variance |",
             "|---|---|---|---|---|---|",
@@ -257,7 +259,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--batches", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/calibrate.json"))
     parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")

@@ -1,4 +1,4 @@
-"""Identity of subnets: canonical form, keys, JSON, counting, errors."""
+"""Spaces and specifications: canonical form, keys, JSON, samples, counting, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from subnetact.spec import SubnetSpec
 
 
 def stacked(name: str = "stacked", widths: tuple[float, ...] = (0.5, 1.0)) -> SubnetSpace:
-    """Two stages of 1..3 blocks, an expand ratio per block, one width."""
+    """A space of two stages with 1 to 3 blocks, an expand ratio per block, and one width."""
     depth = Axis.uniform("depth", ["stage1", "stage2"], [1, 2, 3])
     expand = []
     for stage in range(2):

@@ -59,7 +59,7 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
 
     @classmethod
     def of(cls, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> NormRow:
-        """Copy (mean, variance) pairs into one row.
+        """Copy (mean, variance) pairs into one statistics row.
 
         Args:
             statistics: BatchNorm name -> (mean, variance), each of shape (channels,), of one dtype and on one
@@ -83,7 +83,7 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
         return dict(zip(self.channels, zip(means, variances, strict=True), strict=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NormRow:
-        """Return a row on the tensor that a function makes of this row's tensor, of the same shape."""
+        """Return a statistics row on what a function makes of `flat`, a tensor of the same shape."""
         return NormRow(self.channels, function(self.flat))
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:

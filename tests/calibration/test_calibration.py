@@ -1,4 +1,4 @@
-"""Statistics per subnet: upstream's averaging rule, side by side, all or nothing, on disk."""
+"""Calibration: the rules of averaging, many subnets in one pass, all or nothing, and files of statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def specs_of(supernet: Supernet) -> list[SubnetSpec]:
 
 
 def by_hand(network: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The averaging rule on an extracted network, one BatchNorm at a time."""
+    """Apply the averaging rule to an extracted network, one BatchNorm after another."""
     sums: dict[str, list[torch.Tensor]] = {}
 
     def hook(name: str, norm: nn.Module) -> None:
@@ -192,7 +192,7 @@ def test_pairs_of_images_and_labels_and_inference_mode_do(digits: Supernet) -> N
 
 
 class ActivatedNorm(nn.BatchNorm2d):
-    """A BatchNorm that does more than normalise, as timm has."""
+    """A BatchNorm that does more than normalise, as in timm."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)

@@ -1,4 +1,4 @@
-"""Unfinished calibrations are gone on with, to the same bits; others are refused."""
+"""An interrupted calibration goes on to the same statistics, bit for bit; files of others are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from subnetact.supernet.supernet import Supernet
 
 
 def images(*sizes: int, seed: int) -> list[torch.Tensor]:
-    """Batches of the given sizes, the same ones for the same seed."""
+    """Return batches of the given sizes; the seed decides them."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(n, 1, 16, 16, generator=generator) for n in sizes]
 

@@ -1,4 +1,4 @@
-"""Layers that subnets share are computed once, and nothing else changes by it."""
+"""Layers that subnets share are computed once; statistics, inputs and weights are not affected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULES = ["weighted_biased", "cumulative_unbiased"]
 def reference(
     supernet: Supernet, spec: SubnetSpec, batches: list[torch.Tensor], rule: str
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """One extracted network at a time; statistics and averages as the rules' definitions say."""
+    """Calibrate one extracted network after another, with the averages written as the rules define them."""
     seen: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
     row = supernet.space.resolve(spec)
 
@@ -92,7 +92,7 @@ def bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def one_by_one() -> Callable[[int], tuple[Supernet, SubnetSpec, torch.Tensor]]:
-    """A supernet, its n-th sampled subnet, and that subnet's statistics, calibrated by itself."""
+    """Return a supernet, its n-th sampled subnet, and the statistics of that subnet calibrated by itself."""
     torch.manual_seed(0)
     supernet, done = new_digits_supernet().eval(), {}
 
@@ -158,7 +158,7 @@ def test_a_row_is_no_tensor_of_inference_mode_and_running_statistics_stay(digits
 
 
 class Unusual(nn.Module):
-    """Two convolutions; `between` says what happens to the first one's output."""
+    """Two convolutions; `between` is applied to the output of the first one."""
 
     def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Unusual(nn.Module):
 
 
 class Counter(nn.Module):
-    """Writes over its input and does not say so."""
+    """A layer that overwrites its input, which nothing in the graph shows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.mul_(2)
@@ -226,7 +226,7 @@ def test_networks_that_write_in_place_or_cannot_be_traced(how: str, rule: str) -
     report = subnetact.calibrate(supernet, specs, batches, False, rule)
     if reason is None:
         assert not report.one_at_a_time
-        # A view that the forward makes of a parameter is another for each subnet.
+        # Each subnet's forward makes a new view of the parameter.
         assert report.layers_computed * 3 == report.layers_alone or how == "parameter"
         assert report.saved > 0.2
     else:
@@ -273,7 +273,7 @@ def test_statistics_of_a_batch_to_the_last_digits(shape: tuple[int, ...], channe
 
 
 def standard_errors(batchwise: list[torch.Tensor], weights: list[int]) -> torch.Tensor:
-    """Of a weighted average, by the textbook's formula for reliability weights."""
+    """Return the standard error of a weighted average, by the textbook formula for reliability weights."""
     w, values = torch.tensor(weights, dtype=torch.float64), torch.stack(batchwise).double()
     mean = (w[:, None] * values).sum(0) / w.sum()
     sample = (w[:, None] * (values - mean) ** 2).sum(0) / (w.sum() - (w**2).sum() / w.sum())

@@ -1,4 +1,4 @@
-"""Kernels made by matrices follow the weights, carry gradients, and are materialised on extraction."""
+"""Kernels that are computed with matrices follow the weights, carry gradients, and are copied by extract."""
 
 from __future__ import annotations
 

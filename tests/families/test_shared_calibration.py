@@ -1,4 +1,4 @@
-"""Families calibrated many subnets at a time: equal to one at a time, to upstream, and to the count."""
+"""Families calibrated many subnets at a time: equal to one at a time and to upstream, and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""insert_: operators into ordinary networks, all or nothing; and what each operator slices."""
+"""insert_ puts operators into ordinary networks, all or none; every operator slices by its rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def space_of(**choices: list[int]) -> SubnetSpace:
 
 
 class Mixed(nn.Module):
-    """A convolution of every kind, then a stack of linear layers."""
+    """A network with every kind of convolution and a stack of linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def mixed() -> Supernet:
 
 
 def reference(supernet: Supernet, x: torch.Tensor, c: int, t: int, keep: tuple[int, ...]) -> torch.Tensor:
-    """The same subnet, written out with functions of the full weights."""
+    """Compute the same subnet with functions of the full weights."""
     w = supernet.state_dict()
     x = F.conv2d(x, w["plain.weight"][:c], w["plain.bias"][:c], padding=1)
     mean, var, gamma, beta = (w[f"norm.{n}"][:c] for n in ("running_mean", "running_var", "weight", "bias"))

@@ -22,7 +22,7 @@ def spec(i: int) -> SubnetSpec:
 
 
 def statistics(*seeds: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Norms `n0`, `n1` ... of 3, 4 ... channels, each decided by its seed."""
+    """Return statistics of BatchNorms `n0`, `n1`, ... with 3, 4, ... channels; one seed decides each."""
     found = {}
     for i, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(100 * i + seed)
@@ -52,7 +52,7 @@ ROWS = [statistics(0, 0, 0), statistics(0, 0, 1), statistics(0, 2, 1), statistic
 WHOLE = 2 * 4 * (12 * 3 + 7)
 """Bytes of all rows."""
 DISTINCT = 2 * 4 * ((3 + 3) + (4 + 4) + (5 + 5))
-"""Bytes: n0 has seeds 0 and 5, n1 has 0 and 2, n2 has 0 and 1."""
+"""Bytes of the distinct statistics: n0 has the seeds 0 and 5, n1 has 0 and 2, n2 has 0 and 1."""
 
 
 def test_rows_own_their_tensors() -> None:

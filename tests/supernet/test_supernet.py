@@ -1,4 +1,4 @@
-"""Views: equal to the extracted network, over the supernet's storage, from many threads at once."""
+"""Views compute what extracted networks compute, share the storage, and run in many threads at once."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_view_has_nothing_to_train_not_even_what_is_not_elastic() -> None:
 
 
 class Marked(nn.Parameter):
-    """A parameter of a class of its own."""
+    """A subclass of Parameter."""
 
 
 def test_parameters_of_another_class_and_with_attributes_are_kept() -> None:
@@ -265,7 +265,7 @@ def test_a_view_built_while_weights_are_exchanged_is_not_kept(
     before, norm, exchanged = digits.extract(spec)(X), digits.norm_operators()["bn"], []
     bind = norm.bind_with
 
-    def late_bind(*args: object) -> nn.Module:  # of the last norm: the layers before it are bound by then
+    def late_bind(*args: object) -> nn.Module:  # The last BatchNorm: all layers before it are bound.
         if not exchanged:
             exchanged.append(1)
             digits.load_state_dict(other, assign=True)
