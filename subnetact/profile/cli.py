@@ -131,7 +131,7 @@ def _print(job: ProfileJob, result: ProfileResult, own_network: bool) -> None:
             "accuracies are not known, and most policies need them: give table.with_accuracy([...]), or "
             "profile with --accuracy"
         )
-    print(f"calibrated on {result.calibrated}")
+    print(f"calibration: {result.calibrated}")
     if job.save_bundle is not None:
         own = ", supernet=yours" if own_network else ""
         print(f"{job.save_bundle}: the bundle; subnetact.Engine.load({str(job.save_bundle)!r}{own})")
