@@ -17,9 +17,9 @@ import numpy as np
 from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
 from subnetact.spec import SubnetSpec, Value
 
-__all__ = ["Axis", "Row", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
+__all__ = ["Axis", "SizeRow", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
 
-Row: TypeAlias = tuple[int, ...]
+SizeRow: TypeAlias = tuple[int, ...]
 """The size row of a subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
 
 AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -358,7 +358,7 @@ class SubnetSpace:
             for values in itertools.product(*options):
                 yield self._assemble(values)
 
-    def _row(self, spec: SubnetSpec) -> Row:
+    def _row(self, spec: SubnetSpec) -> SizeRow:
         """Return the size row of a subnet, one size per dimension; `resolve` caches the results.
 
         Raises:

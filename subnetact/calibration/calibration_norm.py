@@ -21,7 +21,7 @@ from subnetact.operators.subnet_norm import (
     SubnetNorm,
 )
 from subnetact.operators.view_module import mix_in_, module_class
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["CalibrationNorm", "batch_statistics"]
 
@@ -48,7 +48,7 @@ class CalibrationNorm:
         paused: if True, batches are normalised but not averaged.
     """
 
-    def __init__(self, norm: SubnetNorm, row: Row, rule: str | None = None, spread: bool = False) -> None:
+    def __init__(self, norm: SubnetNorm, row: SizeRow, rule: str | None = None, spread: bool = False) -> None:
         self.norm = norm
         self.module: Any = norm.bind(row)
         self.plain = module_class(self.module) in BATCH_NORMS

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_of
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
-from subnetact.space import Row
+from subnetact.space import SizeRow
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.supernet import Supernet
 
@@ -110,7 +110,7 @@ class _Site:
     """
 
     module: nn.Module
-    own_sizes: Callable[[Row], Any]
+    own_sizes: Callable[[SizeRow], Any]
     children: dict[str, _Site | None]
     counted: frozenset[str]
     kind: str
@@ -144,7 +144,7 @@ class MetaForward:
         self._network = _site(network, {}, set())
         self._mode = _CountingMode()
 
-    def run(self, row: Row) -> Counts:
+    def run(self, row: SizeRow) -> Counts:
         """Return the counts of one subnet for one input.
 
         Args:
@@ -165,7 +165,7 @@ class MetaForward:
             ) from error
         return self._mode.under_way[0]
 
-    def _view(self, site: _Site, row: Row) -> _View:
+    def _view(self, site: _Site, row: SizeRow) -> _View:
         sizes = site.own_sizes(row)
         found = site.views.get(sizes)
         if found is None:
@@ -174,7 +174,7 @@ class MetaForward:
             found = site.views[sizes] = self._bind(site, row)
         return found
 
-    def _bind(self, site: _Site, row: Row) -> _View:
+    def _bind(self, site: _Site, row: SizeRow) -> _View:
         """Make the view of one module out of the views of its submodules."""
         views: dict[str, _View] = {}
 
@@ -310,7 +310,7 @@ def _site(module: nn.Module, done: dict[nn.Module, _Site], counted: set[nn.Modul
             first.add(name)
         children[name] = None if child is None else _site(child, done, counted)
     follows = {dim for m in module.modules() if isinstance(m, Operator) for dim in m.dims.values()}
-    own_sizes: Callable[[Row], Any] = itemgetter(*sorted(follows)) if follows else lambda _: ()
+    own_sizes: Callable[[SizeRow], Any] = itemgetter(*sorted(follows)) if follows else lambda _: ()
     plain = module.template if isinstance(module, Operator) else module
     done[module] = _Site(
         module, own_sizes, children, frozenset(first), kind_of(plain), isinstance(plain, MULTIPLYING)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators.view_module import view_module
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["Elastic", "Operator"]
 
@@ -103,7 +103,7 @@ class Operator(nn.Module):
         """Return the sizes that a part may have, in ascending order."""
         return range(1, self.full(part) + 1)
 
-    def size(self, part: str, row: Row) -> int:
+    def size(self, part: str, row: SizeRow) -> int:
         """Return the size of a part in a subnet.
 
         Args:
@@ -130,7 +130,7 @@ class Operator(nn.Module):
             return f"{part} of {size} is outside {legal[0]}..{legal[-1]}{steps}"
         return f"{part} {size} is not a choice; choose from {', '.join(map(str, legal))}"
 
-    def sizes(self, row: Row) -> tuple[int, ...]:
+    def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return the sizes, one per part, on which this operator's module in a subnet depends."""
         return tuple(self.size(part, row) for part in self.parts)
 
@@ -171,7 +171,7 @@ class Operator(nn.Module):
             found = self._shared.setdefault(sizes, made)
         return found
 
-    def bind(self, row: Row, trainable: bool = False) -> nn.Module:
+    def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the ordinary module of one subnet, whose parameters share this operator's storage.
 
         Args:

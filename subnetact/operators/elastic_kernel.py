@@ -15,7 +15,7 @@ from subnetact.errors import InsertError
 from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import view_module
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["ElasticKernel", "KernelConv2d"]
 
@@ -147,7 +147,7 @@ class ElasticKernel(Operator):
             found = self._shared.setdefault(sizes, {"weight": weight, "bias": None})
         return found
 
-    def bind(self, row: Row, trainable: bool = False) -> nn.Module:
+    def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the convolution of one subnet, as `Operator.bind` does."""
         sizes = self.sizes(row)
         parameters = self.parameters_of(sizes, trainable)

@@ -9,7 +9,7 @@ from torch import nn
 
 from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.view_module import view_module
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["LayerSelect"]
 
@@ -65,7 +65,7 @@ class LayerSelect(Operator):
         """
         return (self.dims[name], 1) if name in self.dims else None
 
-    def kept(self, row: Row) -> list[str]:
+    def kept(self, row: SizeRow) -> list[str]:
         """Return the names of the layers that the subnet of a size row keeps, in order."""
         gates = {name: self.gate(name) for name in self._modules}
         return [name for name, gate in gates.items() if gate is None or row[gate[0]] == gate[1]]
@@ -80,6 +80,6 @@ class LayerSelect(Operator):
         modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
         return view_module(self.template, modules=modules)
 
-    def bind(self, row: Row, trainable: bool = False) -> Any:
+    def bind(self, row: SizeRow, trainable: bool = False) -> Any:
         """Not implemented: `subnetact.supernet.bind` binds the kept layers and calls `select`."""
         raise NotImplementedError

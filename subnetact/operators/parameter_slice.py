@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from subnetact.operators.base import Elastic, Operator
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["ElasticAttribute", "ParameterSlice"]
 
@@ -88,7 +88,7 @@ class ElasticAttribute(Operator):
         """Return the value of an attribute in the full network."""
         return int(getattr(self.template, part))
 
-    def sizes(self, row: Row) -> tuple[int, ...]:
+    def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return the values of the described attributes in the subnet."""
         return tuple(self.size(name, row) for name in self.dims)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic
 from subnetact.operators.subnet_norm import SubnetNorm
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["PerWidthBatchNorm2d", "PerWidthNorm"]
 
@@ -96,11 +96,11 @@ class PerWidthNorm(SubnetNorm):
         """Return the number of channels of the full network, or the number of listed widths."""
         return len(self.listed) if part == "position" else super().full(part)
 
-    def sizes(self, row: Row) -> tuple[int, ...]:
+    def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return the number of channels. The position decides the statistics only, not the shape."""
         return (self.size("channels", row),)
 
-    def shared_statistics(self, row: Row) -> tuple[Tensor, Tensor]:
+    def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
         """Return the mean and the variance, each of shape (channels,), that are listed for the subnet."""
         position = self.size("position", row) - 1
         mean: Any = self._buffers[f"running_mean_{position}"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from subnetact.errors import SpecError
 from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.view_module import view_module
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
 
@@ -79,7 +79,7 @@ class SubnetNorm(Operator):
         """Return the number of channels of the subnet's module."""
         return {"num_features": sizes[0]}
 
-    def shared_statistics(self, row: Row) -> tuple[Tensor, Tensor]:
+    def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
         """Return the first channels of the shared running mean and variance, each of shape (channels,)."""
         (channels,) = self.sizes(row)
         mean: Any = self.running_mean
@@ -90,7 +90,7 @@ class SubnetNorm(Operator):
         """Return the shared counter of training batches."""
         return self._buffers["num_batches_tracked"]
 
-    def bind_with(self, row: Row, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
+    def bind_with(self, row: SizeRow, mean: Tensor, var: Tensor, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet with given statistics.
 
         Args:
@@ -120,6 +120,6 @@ class SubnetNorm(Operator):
         object.__setattr__(bound, "training", trainable and self.training)
         return bound
 
-    def bind(self, row: Row, trainable: bool = False) -> nn.Module:
+    def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet with the shared statistics, as `bind_with` does."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic
 from subnetact.operators.layer_select import LayerSelect
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["ModuleSwitch", "SwitchableModule"]
 
@@ -74,7 +74,7 @@ class ModuleSwitch(LayerSelect):
         """Return the position in size rows, and the size there with which an alternative is chosen."""
         return self.dims["choice"], int(name) + 1
 
-    def kept(self, row: Row) -> list[str]:
+    def kept(self, row: SizeRow) -> list[str]:
         """Return the name of the alternative that the subnet of a size row uses, as a list of one.
 
         Raises:

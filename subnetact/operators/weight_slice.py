@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["WeightSlice"]
 
@@ -79,7 +79,7 @@ class WeightSlice(Operator):
     def _is_linear(self) -> bool:
         return isinstance(self.template, nn.Linear)
 
-    def sizes(self, row: Row) -> tuple[int, ...]:
+    def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return (out, in_) of a subnet. In a grouped convolution one of them implies the other.
 
         Raises:

@@ -10,14 +10,14 @@ from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
-from subnetact.space import Row
+from subnetact.space import SizeRow
 
 __all__ = ["bind", "bind_module"]
 
 
 def bind(
     network: nn.Module,
-    row: Row,
+    row: SizeRow,
     norm: Callable[[SubnetNorm], nn.Module],
     trainable: bool = False,
     frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
@@ -57,7 +57,7 @@ def bind(
 
 def bind_module(
     module: nn.Module,
-    row: Row,
+    row: SizeRow,
     child: Callable[[str], nn.Module | None],
     norm: Callable[[SubnetNorm], nn.Module],
     trainable: bool = False,

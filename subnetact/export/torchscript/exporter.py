@@ -29,7 +29,7 @@ from subnetact.export.torchscript.storage import pack, strip
 from subnetact.export.torchscript.symbolic_trace import Traced, trace_network
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.slackfit import SlackFit
-from subnetact.space import Row
+from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet, as_supernet
 
@@ -299,7 +299,7 @@ def _scripted(module: Any, path: str) -> Any:
         ) from error
 
 
-def _compared_rows(supernet: Supernet, specs: list[SubnetSpec]) -> list[Row]:
+def _compared_rows(supernet: Supernet, specs: list[SubnetSpec]) -> list[SizeRow]:
     """Return the size rows for which skipping is checked; without BatchNorm, samples are added."""
     if not supernet.norm_operators():
         space = supernet.space

@@ -30,7 +30,7 @@ from subnetact.export.torchscript.module import Gate, RowLayout
 from subnetact.export.torchscript.recorder import Recorder, check_rank, lines
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.view_module import mix_in_, view_module
-from subnetact.space import Row
+from subnetact.space import SizeRow
 from subnetact.supernet.trace import RecordedCall
 
 __all__ = ["Traced", "trace_network"]
@@ -43,7 +43,7 @@ _RANKS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4, 4), nn.BatchNorm3d: (5, 5)
 
 
 def trace_network(
-    network: nn.Module, inputs: Sequence[str], layout: RowLayout, rows: Sequence[Row]
+    network: nn.Module, inputs: Sequence[str], layout: RowLayout, rows: Sequence[SizeRow]
 ) -> Traced:
     """Trace a network into a module whose `forward(*inputs, row: List[int], statistics)` runs every subnet.
 
@@ -113,7 +113,7 @@ class _Shared:
     """
 
     layout: RowLayout
-    rows: Sequence[Row]
+    rows: Sequence[SizeRow]
     registered: Set[int]
     kinds: _Kinds = field(default_factory=dict)
 
