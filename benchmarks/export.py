@@ -199,16 +199,17 @@ def report() -> str:
     documents = [json.loads(file.read_text()) for file in files if file.exists()]
     rows = [row for document in documents for row in document["rows"]]
     about = documents[0]["machine"]
+    machine_line = f"{about['device_name']}, {about['threads']} thread(s), torch {about['torch']}"
     lines = [
-        f"{about['device_name']}, {about['threads']} thread(s), torch {about['torch']}.",
+        f"{machine_line}; relative differences.",
         "",
-        "| format | family | subnets | against eager | files, weights stored | subnet / batch dynamic "
-        "| MiB, of weights + statistics | load ms |",
+        "| format | family | subnets | difference from eager | files, weights stored "
+        "| any subnet / any batch size in one file | MiB, relative to weights + statistics | load ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         size = " (full size)" if row["size"] == "full" else ""
-        same = "bit-equal" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}"
+        same = "none" if row["bit_equal"] else f"{row['largest_relative_difference']:.0e}"
         dynamic = " / ".join("yes" if row[f"dynamic_{what}"] else "no" for what in ("subnet", "batch"))
         share = row["bytes"] / (row["bytes_of_weights"] + row.get("bytes_of_norm_table", 0))
         lines.append(

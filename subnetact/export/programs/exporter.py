@@ -23,7 +23,7 @@ from subnetact.export.programs.program import (
     quiet,
     same_outputs,
 )
-from subnetact.export.programs.shared_tensors import SharedTensors, View
+from subnetact.export.programs.shared_tensors import SharedTensors, TensorPosition
 
 __all__ = ["KIND", "TOLERANCES", "WEIGHTS", "to_exported_programs"]
 
@@ -103,7 +103,7 @@ def to_exported_programs(
             path = folder / f"program-{i}.pt2"
             write = _write_graph if compile == "none" else _write_package
             used = write(program, tensors, path, view, x, name)
-            views: dict[str, View] = {n: shared.view(tensors[n]) for n in used}
+            views: dict[str, TensorPosition] = {n: shared.view(tensors[n]) for n in used}
             described.append(
                 {
                     "key": subnet.spec.key,

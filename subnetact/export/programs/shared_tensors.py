@@ -14,9 +14,9 @@ from torch import Tensor
 from subnetact.documents import replacing
 from subnetact.errors import FileFormatError
 
-__all__ = ["SharedTensors", "View"]
+__all__ = ["SharedTensors", "TensorPosition"]
 
-View = tuple[str, list[int], list[int], int]
+TensorPosition = tuple[str, list[int], list[int], int]
 """A tensor in the file: name of its storage, and its size, stride and offset in elements."""
 
 
@@ -30,7 +30,7 @@ class SharedTensors:
     def __init__(self) -> None:
         self._flat: dict[tuple[int, torch.dtype], tuple[str, Tensor]] = {}
 
-    def view(self, tensor: Tensor) -> View:
+    def view(self, tensor: Tensor) -> TensorPosition:
         """Add the storage of a tensor.
 
         Args:

@@ -60,12 +60,10 @@ def to_torchscript(
     `torch.jit.load(path)` in Python and `torch::jit::load` in C++ load the file without this package. The
     module has these methods:
 
-    * `forward(*inputs, subnet)` runs a batch; `subnet` is int64 of shape (1,), or of shape (B, 1) with B
-      equal
+    * `forward(*inputs, subnet)` runs a batch. `subnet` is int64, of shape (1,) or of shape (B, 1) with equal
       numbers.
     * `forward_size_row(*inputs, size_row)` runs a batch with the sizes `supernet.space.resolve(spec)`. If the
-      network
-      has BatchNorm, they must be those of one registered subnet.
+      network has BatchNorm, they must be those of one registered subnet.
     * `num_subnets()`, `describe(i)`, `accuracy(i)` (percent, NaN if unknown) and `size_row(i)` describe the
       subnets.
     * `batch_sizes()` and `latency_ms(i, batch_size)` return the latency table.

@@ -9,8 +9,7 @@ right only if the network around it does nothing else for the layer, so each tra
 which layers are left out, as views leave them out (`_Scope._compare_skipping`).
 
 TorchScript needs about 1 KiB of memory per operation of every class. Layers of equal code therefore share one
-class: their tensors have names relative to the layer, and positions in the size row and widths are
-attributes.
+class: their tensors have names relative to the layer, and positions and widths are attributes.
 """
 
 from __future__ import annotations

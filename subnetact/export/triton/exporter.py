@@ -56,10 +56,10 @@ def to_triton(
     """Write one model, the directory `<repository>/<name>`, with its `config.pbtxt` and version 1.
 
     In the flavour "libtorch" the model is one TorchScript file, and the client chooses the subnet. INPUT__0
-    is the batch (B, ...). INPUT__1 names the subnet by its shape: booleans of any value, of shape (B, id +
-    1). Triton never batches inputs of different shapes, so its dynamic batching never mixes subnets. Ids are
-    positions among the subnets that the engine serves. With `external_scheduler` Triton does not batch
-    (`max_batch_size: 0`): clients send whole batches, and INPUT__1 is the id, int64 of shape (1,).
+    is the batch (B, ...). INPUT__1 names the subnet by its shape (B, id + 1); its values are booleans and do
+    not matter. Triton never batches inputs of different shapes, so its dynamic batching never mixes subnets.
+    Ids are positions among the subnets that the engine serves. With `external_scheduler` Triton does not
+    batch (`max_batch_size: 0`): clients send whole batches, and INPUT__1 is the id, int64 of shape (1,).
 
     In the flavour "python" the model is a bundle and a short `model.py` around the `Batcher`. SlackFit
     chooses the subnet of each batch by the request parameters `deadline_ms` and `min_accuracy`. The outputs
