@@ -1,8 +1,7 @@
 """Co-runners: processes that run a network on the device while latencies are measured.
 
 Source: VELTAIR (ASPLOS'22, section 3) measures how much co-located layers slow each other down, and schedules
-by the pressure on the machine. Here that pressure is the number of processes that run one subnet without
-pause.
+by that measure. Here the measure is the number of processes that run one subnet without pause.
 """
 
 from __future__ import annotations

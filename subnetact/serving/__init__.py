@@ -1,7 +1,6 @@
 """Deadline-aware scheduling: a live batcher, policies, a simulator, bounds and planning.
 
-Nothing here imports torch. Every public name is imported from this package on first use, so that importing
-the package is quick.
+Nothing here imports torch. Every public name is imported from this package.
 
 Which folder answers which question (each imports only from those above it):
 
@@ -14,93 +13,51 @@ Which folder answers which question (each imports only from those above it):
   requests share workers (`group_streams`).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
-    from subnetact.serving.live.corrections import Corrections, CorrectionsSnapshot
-    from subnetact.serving.live.histograms import HistogramSnapshot
-    from subnetact.serving.live.prometheus import Collector
-    from subnetact.serving.live.requests import AnswerFuture
-    from subnetact.serving.planning.herd import Grouping, Stream, group_streams
-    from subnetact.serving.planning.planner import Plan, plan, standard_candidates
-    from subnetact.serving.planning.tuner import Tuner, arrival_envelope
-    from subnetact.serving.policies import (
-        CheapestFeasible,
-        Coarse,
-        Fixed,
-        Flex,
-        HullFit,
-        MaxAcc,
-        MaxBatch,
-        ModelSwitching,
-        RunningBatch,
-        SlackFit,
-        Tuning,
-        Veltair,
-        make_policy,
-        policy_names,
-    )
-    from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
-    from subnetact.serving.simulation.datasets import (
-        TRACES,
-        load_trace,
-        superserve_a40,
-        trace_info,
-        trace_series,
-    )
-    from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
-    from subnetact.serving.simulation.optimum import exact_optimum
-    from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
-    from subnetact.serving.simulation.replay import LiveRun
-    from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
-    from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
-    from subnetact.serving.simulation.traces import (
-        bursty,
-        from_counts,
-        from_timestamps,
-        poisson,
-        time_varying,
-    )
-
-_MODULES = {
-    "live.batcher": ("Answer", "Batcher", "BatcherStats", "Decided", "Runner"),
-    "live.corrections": ("Corrections", "CorrectionsSnapshot"),
-    "live.histograms": ("HistogramSnapshot",),
-    "live.prometheus": ("Collector",),
-    "live.requests": ("AnswerFuture",),
-    "planning.herd": ("Grouping", "Stream", "group_streams"),
-    "planning.planner": ("Plan", "plan", "standard_candidates"),
-    "planning.tuner": ("Tuner", "arrival_envelope"),
-    "policies": (
-        "CheapestFeasible",
-        "Coarse",
-        "Fixed",
-        "Flex",
-        "HullFit",
-        "MaxAcc",
-        "MaxBatch",
-        "ModelSwitching",
-        "RunningBatch",
-        "SlackFit",
-        "Tuning",
-        "Veltair",
-        "make_policy",
-        "policy_names",
-    ),
-    "scheduling.context": ("ArrivalMeter", "Context", "Policy"),
-    "simulation.datasets": ("TRACES", "load_trace", "superserve_a40", "trace_info", "trace_series"),
-    "simulation.fluid": ("binned_fluid_bound", "fluid_bound"),
-    "simulation.optimum": ("exact_optimum",),
-    "simulation.plot": ("plot_comparison", "plot_dynamics"),
-    "simulation.replay": ("LiveRun",),
-    "simulation.result": ("Decision", "RequestLog", "SimulationResult"),
-    "simulation.simulator": ("CoRunner", "WorkerEvent", "simulate"),
-    "simulation.traces": ("bursty", "from_counts", "from_timestamps", "poisson", "time_varying"),
-}
-"""The module of every public name."""
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
+from subnetact.serving.live.corrections import Corrections, CorrectionsSnapshot
+from subnetact.serving.live.histograms import HistogramSnapshot
+from subnetact.serving.live.prometheus import Collector
+from subnetact.serving.live.requests import AnswerFuture
+from subnetact.serving.planning.herd import Grouping, Stream, group_streams
+from subnetact.serving.planning.planner import Plan, plan, standard_candidates
+from subnetact.serving.planning.tuner import Tuner, arrival_envelope
+from subnetact.serving.policies import (
+    CheapestFeasible,
+    Coarse,
+    Fixed,
+    Flex,
+    HullFit,
+    MaxAcc,
+    MaxBatch,
+    ModelSwitching,
+    RunningBatch,
+    SlackFit,
+    Tuning,
+    Veltair,
+    make_policy,
+    policy_names,
+)
+from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
+from subnetact.serving.simulation.datasets import (
+    TRACES,
+    load_trace,
+    superserve_a40,
+    trace_info,
+    trace_series,
+)
+from subnetact.serving.simulation.fluid import binned_fluid_bound, fluid_bound
+from subnetact.serving.simulation.optimum import exact_optimum
+from subnetact.serving.simulation.plot import plot_comparison, plot_dynamics
+from subnetact.serving.simulation.replay import LiveRun
+from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
+from subnetact.serving.simulation.simulator import CoRunner, WorkerEvent, simulate
+from subnetact.serving.simulation.traces import (
+    bursty,
+    from_counts,
+    from_timestamps,
+    poisson,
+    time_varying,
+)
 
 __all__ = [
     "TRACES",
@@ -161,17 +118,3 @@ __all__ = [
     "trace_info",
     "trace_series",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker that saw this function would accept any misspelt name
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'subnetact.serving' has no attribute {name!r}")
-        value = getattr(import_module(f"subnetact.serving.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return __all__

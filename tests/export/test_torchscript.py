@@ -84,7 +84,7 @@ def differing(module: Any, supernet: Supernet, specs: list[Any], inputs: dict[st
     return found
 
 
-def telling(supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> bool:
+def tells_apart(supernet: Supernet, specs: list[Any], inputs: dict[str, Tensor]) -> bool:
     """Return whether outputs depend on the subnet and on the input; otherwise equality would mean nothing."""
     other = {name: x.flip(-1) for name, x in inputs.items()}
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_scripted_equals_eager_bit_for_bit(name: str, family: Any, inputs_of: An
     if supernet.norm_operators():
         calibrated(supernet, specs)
     assert len(specs) >= min(COUNTS[name], supernet.space.size())
-    assert telling(supernet, specs, inputs)
+    assert tells_apart(supernet, specs, inputs)
     for freeze in (False, True) if COUNTS[name] == 50 else (False,):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

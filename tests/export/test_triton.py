@@ -259,10 +259,10 @@ def test_deadline_and_floor_choose_the_subnet(model: Any) -> None:
     assert relaxed.answer()["SUBNET"].item() == 1
     model.execute([tight])
     assert tight.answer()["SUBNET"].item() == 0
-    hopeless = Sent(x, deadline_ms=1e-6)
-    model.execute([hopeless])
-    assert hopeless.error().code == "UNAVAILABLE"
-    assert hopeless.error().message.startswith("DeadlinePassed: ")
+    expired = Sent(x, deadline_ms=1e-6)
+    model.execute([expired])
+    assert expired.error().code == "UNAVAILABLE"
+    assert expired.error().message.startswith("DeadlinePassed: ")
     floor = Sent(x, min_accuracy=75.0)
     model.execute([floor])
     assert floor.answer()["SUBNET"].item() == 1

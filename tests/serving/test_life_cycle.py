@@ -1,4 +1,4 @@
-"""Compares the core of the batcher with a plain model; the test moves a fake clock and the workers."""
+"""Compares the core of the batcher with a plain model; the test drives a fake clock and the workers."""
 
 from __future__ import annotations
 

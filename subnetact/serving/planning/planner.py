@@ -68,7 +68,6 @@ def plan(
     most_workers: int = 256,
     expired: str = "drop",
     seed: int = 0,
-    hopeless: str | None = None,
 ) -> Plan:
     """Find the fewest workers, and a policy, that meet a target on a machine slower than the profiled one.
 
@@ -87,7 +86,6 @@ def plan(
         most_workers: the greatest number of workers to try.
         expired: the rule for expired requests; see `simulate`.
         seed: seed of the simulation.
-        hopeless: former name of `expired`.
 
     Returns:
         The plan.
@@ -104,7 +102,7 @@ def plan(
     if not 0.0 < attainment <= 1.0:
         raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
     check_count(most_workers, "most_workers")
-    rule = expired_rule(expired, hopeless)
+    rule = expired_rule(expired)
     slower = table.scaled(derate)
     check_slo(slo_ms, slower)
     makes = candidates or standard_candidates(slo_ms)

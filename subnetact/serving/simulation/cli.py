@@ -173,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=EXPIRED_RULES,
         help="what happens to requests that no subnet can answer in time any more (default: serve)",
     )
-    parser.add_argument("--hopeless", dest="expired", choices=EXPIRED_RULES, help=argparse.SUPPRESS)
     parser.add_argument("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
     parser.add_argument("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
     parser.add_argument("--scale", type=float, default=2.0, help="factor on the rates of the trace")
