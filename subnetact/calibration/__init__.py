@@ -28,10 +28,9 @@ When sharing is exact
 ---------------------
 A step computes what the subnet by itself would compute, with the same operations in the same order, so the
 statistics are the same bit for bit. This needs a forward that `torch.fx` can trace, which calls no BatchNorm
-twice and does not overwrite a tensor that others may read later (`inplace.py`). Before the first batch one
-subnet runs by itself and in the graph on a few inputs, and the statistics are compared. Subnets for which any
-of this fails run one at a time; the report names them with the reason. Their statistics are the same, only
-slower to get.
+twice and does not overwrite a tensor that others may read later (`inplace.py`). A subnet for which this fails
+runs one at a time. Before the first batch, one subnet runs a few inputs both by itself and in the graph. If
+the statistics differ, all subnets run one at a time. The report names these subnets, each with the reason.
 
 How memory is bounded
 ---------------------

@@ -22,6 +22,7 @@ from subnetact.errors import (
     UncalibratedSubnetWarning,
     ViewError,
 )
+from subnetact.operators.view_module import mix_in_, mix_out_
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -412,3 +413,19 @@ def test_views_compile_export_and_script(digits: Supernet) -> None:
     torch.testing.assert_close(torch.export.export(view, (X,)).module()(X), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(torch.compile(view, backend="eager")(X), expected, rtol=0, atol=0)
     torch.testing.assert_close(torch.jit.script(view)(X), expected, rtol=0, atol=0)
+
+
+def test_a_mixin_changes_one_module_until_it_is_taken_out() -> None:
+    class Doubled:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)  # type: ignore[misc]
+
+    one, other, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(4, 3)
+    expected = one(x), other(x)
+    assert mix_in_(one, Doubled) is one
+    assert type(one).__name__ == "Linear"
+    assert torch.equal(one(x), 2 * expected[0])
+    assert torch.equal(other(x), expected[1])
+    assert mix_out_(one) is one
+    assert type(one) is nn.Linear
+    assert torch.equal(one(x), expected[0])
