@@ -98,6 +98,9 @@ class Axis:
             name: the name of the axis.
             slots: the names of the slots, of stages or blocks for example.
             choices: the legal values of every slot, from the smallest network to the largest.
+
+        Returns:
+            The axis.
         """
         return cls(name, tuple(Slot(slot, tuple(choices)) for slot in slots))
 

@@ -93,6 +93,9 @@ class SubnetSpec:
         Args:
             data: a mapping with the fields `space` and `values`.
 
+        Returns:
+            The specification.
+
         Raises:
             SpecError: the mapping does not have the layout that `to_json` writes.
         """

@@ -131,7 +131,14 @@ class Operator(nn.Module):
         return f"{part} {size} is not a choice; choose from {', '.join(map(str, legal))}"
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return the sizes, one per part, on which this operator's module in a subnet depends."""
+        """Return the sizes on which this operator's module in a subnet depends.
+
+        Args:
+            row: the size row of the subnet.
+
+        Returns:
+            One size per part, in the order of `parts`.
+        """
         return tuple(self.size(part, row) for part in self.parts)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
@@ -146,7 +153,14 @@ class Operator(nn.Module):
         raise NotImplementedError
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the plain attributes in which the subnet's module differs from the template, by name."""
+        """Return the plain attributes in which the subnet's module differs from the template.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+
+        Returns:
+            The values of the attributes by name, for example `{"out_channels": 32}`.
+        """
         raise NotImplementedError
 
     def parameters_of(self, sizes: tuple[int, ...], trainable: bool) -> dict[str, Any]:

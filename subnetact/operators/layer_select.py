@@ -59,6 +59,9 @@ class LayerSelect(Operator):
     def gate(self, name: str) -> tuple[int, int] | None:
         """Return the condition under which a layer is kept.
 
+        Args:
+            name: the name of the layer in the stack.
+
         Returns:
             A position in size rows, and the size there with which the layer is kept; None if the layer is
             always kept.

@@ -47,7 +47,14 @@ class PerWidthBatchNorm2d(nn.Module):
         self.widest = self.listed.index(max(self.listed))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise an input of shape (N, C, H, W) with the statistics of the widest."""
+        """Normalise with the statistics of the widest subnet.
+
+        Args:
+            x: activations of shape (N, C, H, W).
+
+        Returns:
+            The normalised activations, of the same shape.
+        """
         mean, var = (self.get_buffer(f"running_{what}_{self.widest}") for what in ("mean", "var"))
         return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, self.momentum, self.eps)
 

@@ -80,7 +80,14 @@ class SubnetNorm(Operator):
         return {"num_features": sizes[0]}
 
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
-        """Return the first channels of the shared running mean and variance, each of shape (channels,)."""
+        """Return the statistics that a subnet without a statistics row of its own runs on.
+
+        Args:
+            row: the size row of the subnet.
+
+        Returns:
+            The first channels of the shared running mean and variance, each of shape (channels,).
+        """
         (channels,) = self.sizes(row)
         mean: Any = self.running_mean
         var: Any = self.running_var

@@ -29,7 +29,11 @@ class SwitchableModule(nn.Module):
         self.default = str(default)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the default alternative for an input that it takes."""
+        """Return the output of the default alternative.
+
+        Args:
+            x: an input that the default alternative takes.
+        """
         return self._modules[self.default](x)  # type: ignore[misc, no-any-return]
 
 

@@ -126,7 +126,14 @@ class NormTable:
         return iter(list(self._rows))
 
     def get(self, spec: SubnetSpec) -> NormRow | None:
-        """Return the statistics row of a subnet, or None if the subnet was never calibrated."""
+        """Return the statistics row of a subnet.
+
+        Args:
+            spec: the subnet.
+
+        Returns:
+            Its row, or None if the subnet was never calibrated.
+        """
         return self._rows.get(spec)
 
     def update(self, rows: Mapping[SubnetSpec, NormRow]) -> None:
