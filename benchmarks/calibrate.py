@@ -216,7 +216,8 @@ def report(result: dict[str, Any]) -> None:
             f"{found['subnets']} subnets on {found['batches']} x {found['batch']} images; medians of windows "
             "in which the two take turns:",
             "",
-            "| subnets | upstream s | ours s | ratio | layers saved | furthest mean, variance |",
+            "| subnets | upstream, s | ours, s | ratio | layers saved "
+            "| largest difference of means, of variances |",
             "|---|---|---|---|---|---|",
         ]
         for name in SETS:

@@ -1,4 +1,4 @@
-"""The engine beside the alternatives: forward times, switching, memory, and eight threads at once.
+"""Compares the engine with the alternatives: forward times, switching, memory, and eight threads at once.
 
     python benchmarks/engine.py [--families ofa_resnet50 ofa_mbv3] [--pixels 224] [--threads 1]
         [--parts forward switch memory hammer] [--compile] [--out benchmarks/results/engine.json]
@@ -53,6 +53,14 @@ FRUGAL = {
 }
 """Environment variables that keep memory small. By default glibc keeps a heap per thread and much freed
 memory, and oneDNN keeps 1024 kernels."""
+SWITCHES = {
+    "choose_among_1000_us": "choose one of 1000 built views, us",
+    "build_view_ms": "build a view, ms",
+    "engine_register_ms": "register a subnet in the engine, ms",
+    "upstream_set_active_subnet_us": "upstream: `set_active_subnet`, us",
+    "upstream_extract_ms": "upstream: `get_active_subnet`, ms",
+    "load_state_dict_from_disk_ms": "load an extracted network's weights from disk, ms",
+}
 BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
 
 
@@ -273,7 +281,7 @@ def hammer(args: argparse.Namespace, family: str) -> dict[str, Any]:
 
 
 def hammer_here(args: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Run 50 subnets from eight threads while subnets are registered, removed, pinned and evicted."""
+    """Run 50 subnets in eight threads while subnets are registered, removed, pinned and evicted."""
     supernet = load(family)
     specs = supernet.space.sample(1, 50)
     rows_for(supernet, specs)
@@ -386,7 +394,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             )
     for family, found in result.get("switch", {}).items():
         lines += ["", f"| time to switch, {family} | |", "|---|---|"]
-        lines += [f"| {name.replace('_', ' ')} | {value:.3g} |" for name, value in found.items()]
+        lines += [f"| {SWITCHES[name]} | {value:.3g} |" for name, value in found.items()]
     for family, found in result.get("memory", {}).items():
         lines += [
             "",
@@ -403,10 +411,10 @@ def report(result: dict[str, Any], out: Path) -> None:
         answers = sum(run["answers"] for run in found.values())
         lines += [
             "",
-            f"Eight threads over 50 subnets for {some['seconds']:.0f} s, while subnets were removed and "
-            f"registered again and others pinned and evicted: {answers} answers in two runs, "
-            f"{sum(run['wrong'] for run in found.values())} wrong. Resident memory, MiB, under a budget of "
-            f"{some['budget_MiB']:.0f}:",
+            f"Eight threads ran 50 subnets for {some['seconds']:.0f} s, while subnets were removed and "
+            f"registered again and others were pinned and evicted: {answers} answers in two runs, "
+            f"{sum(run['wrong'] for run in found.values())} wrong. Resident memory in MiB, with a budget of "
+            f"{some['budget_MiB']:.0f} MiB:",
             "",
             "| allocators | before serving | peak while serving | peak with no budget |",
             "|---|---|---|---|",
@@ -416,7 +424,8 @@ def report(result: dict[str, Any], out: Path) -> None:
             f"{run['rss_peak_without_budget_MiB']:.0f} |"
             for name, run in found.items()
         ]
-        lines += ["", "Frugal: " + ", ".join(f"`{k}={v}`" for k, v in some["environment"].items()) + "."]
+        settings = ", ".join(f"`{name}={value}`" for name, value in some["environment"].items())
+        lines += ["", f"The frugal run sets {settings}."]
     readme = Path(__file__).with_name("README.md")
     head, _, rest = readme.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
@@ -431,7 +440,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=10.0, help="per forward cell, at least 5 rounds")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per forward cell, at least 5 passes")
     parser.add_argument("--hammer-seconds", type=float, default=60.0)
     parser.add_argument("--compile", action="store_true", help="also torch.compile, which takes minutes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))

@@ -1,4 +1,4 @@
-"""Memory per resident subnet: what views of OFA-ResNet50 take beyond the weights and the norm table.
+"""Measures the memory per resident subnet that views of OFA-ResNet50 take beyond weights and norm table.
 
     python benchmarks/memory.py [--views 1000] [--json benchmarks/results/memory.json]
 

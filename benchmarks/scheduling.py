@@ -122,9 +122,9 @@ def load_scales() -> Section:
                 "hullfit": best,
                 "next": other[1],
                 "next_effective_accuracy": other[0],
-                "regress": max(0.0, other[0] - best["effective_accuracy"]),
+                "loss": max(0.0, other[0] - best["effective_accuracy"]),
             }
-    section["largest_regress"] = max(row["regress"] for row in section.values())
+    section["largest_loss"] = max(row["loss"] for row in section.values())
     return section
 
 
@@ -147,10 +147,10 @@ def robustness() -> Section:
                 8 * 16 / 6.26507 * 1000 / len(trace) * 30.036
             )
     draw = np.random.default_rng(5).random(len(maf))
-    floors = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
+    minimum = np.where(draw < 0.1, 79.44, np.where(draw < 0.3, 78.25, 0.0))
     for rule in ("serve", "drop"):
-        section[f"maf with floors, {rule}"] = {
-            name: run(name, maf, min_accuracy=floors, expired=rule) for name in tqdm(("hullfit", "slackfit"))
+        section[f"maf with minimum accuracies, {rule}"] = {
+            name: run(name, maf, min_accuracy=minimum, expired=rule) for name in tqdm(("hullfit", "slackfit"))
         }
     unclipped = from_counts(_maf_counts(), 120.0, 12_800)
     for kind, trace in (("maf", maf), ("maf unclipped", unclipped)):

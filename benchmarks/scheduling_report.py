@@ -77,7 +77,7 @@ def _load_scales(section: dict[str, Any]) -> list[str]:
             row["hullfit"]["missed"],
             row["next"],
             f"{row['next_effective_accuracy']:.3f}",
-            f"{row['regress']:.3f}",
+            f"{row['loss']:.3f}",
         ]
         for name, row in section.items()
         if isinstance(row, dict)
@@ -85,9 +85,10 @@ def _load_scales(section: dict[str, Any]) -> list[str]:
     return [
         "## Other loads: HullFit against the best of SlackFit (K = 4, 8, 16, 32), MaxBatch and fixed subnets",
         "",
-        *_table(["load and trace", "hullfit", "missed", "best other", "its accuracy", "regress"], rows),
+        *_table(["load and trace", "hullfit", "missed", "best other", "its accuracy", "loss"], rows),
         "",
-        f"Largest regress: {section['largest_regress']:.3f} points of effective accuracy.",
+        f"Largest loss of HullFit against the best other policy: {section['largest_loss']:.3f} points of "
+        "effective accuracy.",
     ]
 
 
