@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import math
 import random
@@ -27,6 +28,7 @@ import torch
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
+from subnetact.documents import replacing
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra, RequestError, UncalibratedSubnetWarning
 from subnetact.latency.table import LatencyTable
@@ -83,6 +85,18 @@ class Run:
     slowdown: float
 
     @property
+    def figures(self) -> dict[str, Any]:
+        """The run as numbers that JSON can hold; shares in percent of all requests, times in ms."""
+        return {
+            "name": self.name,
+            "requests": len(self.in_time),
+            "in_time": 100 * float(self.in_time.mean()),
+            "right_and_in_time": 100 * float(self.right.mean()),
+            "late_p99_ms": float(np.percentile(self.late_ms, 99)),
+            "slowdown": self.slowdown,
+        }
+
+    @property
     def row(self) -> str:
         """The run as one line of the printed table."""
         met = max(int(self.in_time.sum()), 1)
@@ -104,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
+    parser.add_argument("--json", type=Path, help="also write the figures of every contender to this file")
     parser.add_argument("--candidates", type=int, default=40, help="subnets to choose from")
     parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
     parser.add_argument("--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell")
@@ -187,6 +202,18 @@ def _demonstrate(args: argparse.Namespace) -> None:
         print(f"NOTE: {note}")
     _draw(plt, args.out, runs, arrivals_ms, capacity_qps)
     print(f"Figure: {args.out}")
+    if args.json is not None:
+        found = {
+            "machine": machine(torch.device("cpu")),
+            "slo_ms": slo_ms,
+            "burst_qps": burst_qps,
+            "capacity_qps": capacity_qps,
+            "share_of_core": share,
+            "notes": machine_notes(runs, share, slo_ms),
+            "contenders": [run.figures for run in runs],
+        }
+        with replacing(args.json) as temporary:
+            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _machine() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,8 @@ def test_the_demo_runs_and_draws(tmp_path: Path) -> None:
             "60",
             "--out",
             str(out),
+            "--json",
+            str(tmp_path / "demo.json"),
         ],
         capture_output=True,
         text=True,
@@ -85,6 +88,15 @@ def test_the_demo_runs_and_draws(tmp_path: Path) -> None:
     for words in ("shared statistics", "Pareto set", "HullFit, all", "fixed, largest", "fixed, smallest"):
         assert words in done.stdout
     assert out.stat().st_size > 10_000
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert [one["name"] for one in found["contenders"]] == [
+        "HullFit, all subnets",
+        "fixed, largest subnet",
+        "fixed, smallest subnet",
+    ]
+    for one in found["contenders"]:
+        assert 0 <= one["right_and_in_time"] <= one["in_time"] <= 100
+    assert len(found["share_of_core"]) == 4
 
 
 def run(slowdown: float = 1.0, late_ms: float = 0.5) -> Run:
