@@ -6,9 +6,11 @@
 Shows how to connect `Batcher.infer` with an asyncio server: each request gets the time that is left of its
 deadline, a client that disconnects cancels its request, and shutting down finishes accepted requests.
 
-POST /infer answers a request, GET /metrics returns Prometheus text, and /docs describes both. GET /healthz
-returns 503 while no worker is up. After SIGTERM it returns 503 for `--grace-s` seconds while the server keeps
-serving, so that load balancers can drain it. Accepted requests are always finished.
+POST /infer answers a request, GET /metrics returns Prometheus text, and /docs describes both. The metrics
+count what reaches the batcher: a malformed body gets 400 before that and is not among the refused.
+
+GET /healthz returns 503 while no worker is up. After SIGTERM it returns 503 for `--grace-s` seconds while the
+server keeps serving, so that load balancers can drain it. Accepted requests are always finished.
 """
 
 from __future__ import annotations

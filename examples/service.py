@@ -67,6 +67,10 @@ SCHEMA: dict[str, Any] = {
 FIELDS = set(SCHEMA["properties"])
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as written."""
+
+
 class Service(NamedTuple):
     """An engine behind a batcher, and how to serve it.
 
@@ -105,11 +109,9 @@ def options(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a server's command line.
 
     Args:
-        description: the help text.
+        description: the help text, whose line breaks are kept.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=_Formatter)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port and prints it")
     parser.add_argument("--bundle", type=Path, help="folder of a saved engine; default: the embedded digits")

@@ -5,6 +5,8 @@
 * `encode(space, spec)` returns the features that the family's upstream accuracy predictor reads.
 * `importance(supernet, batches)` and `rewire_(supernet, scores)` prepare a BERT that was only fine-tuned.
 
+"Upstream" is the authors' original code, with its configurations, checkpoints and accuracy predictors.
+
 Each module of `ofa_adapters.networks` holds one family: the network, the sizes that its choices mean, what is
 elastic, and how upstream's names map to ours. Errors are those of `subnetact.errors`.
 """

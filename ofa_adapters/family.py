@@ -42,13 +42,13 @@ class Family:
         rename: maps a key of an upstream state_dict to the plain network's key.
         source: the repository that publishes the architecture.
         licence: the licence of that repository's code. This package copies none of that code.
-        looks: tells from the names in a state_dict whether it belongs to this family.
+        recognises: tells from the names in a state_dict whether it belongs to this family.
         checkpoints: names under which upstream publishes weights.
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         infer: takes the tensors and the constructor arguments that were given; returns the arguments
             completed with what the tensors reveal. If None, nothing is inferred.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
-        listed_statistics: whether a checkpoint holds the BatchNorm statistics of every subnet.
+        listed_statistics: whether a checkpoint holds own BatchNorm statistics per subnet (Slimmable).
         image_sizes: the input sizes in pixels that upstream serves, if the size is not an axis of the space.
         input_shape: shape of one usual input, without the batch dimension.
         input_dtype: dtype of that input, as an attribute name of torch.
@@ -60,7 +60,7 @@ class Family:
     rename: Callable[[str], str]
     source: str
     licence: str
-    looks: Callable[[Keys], bool]
+    recognises: Callable[[Keys], bool]
     checkpoints: tuple[str, ...] = ()
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None

@@ -71,7 +71,7 @@ def identify(tensors: Mapping[str, Any]) -> str | None:
         The name of the family, or None if the names match no family.
     """
     keys = Keys(key.removeprefix("module.") for key in tensors)
-    return next((name for name in _MODULES if family_of(name).looks(keys)), None)
+    return next((name for name in _MODULES if family_of(name).recognises(keys)), None)
 
 
 def load(

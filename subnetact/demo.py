@@ -191,12 +191,13 @@ def _demonstrate(args: argparse.Namespace) -> None:
     for name, policy in policies:
         runs.append(asyncio.run(_serve(name, policy, engine, test, arrivals_ms, slo_ms)))
         share.append(_share_of_core())
-    print(f"{'policy':<26}{'in time':>13}{'profiled':>14}{'measured':>14}{'effective':>15}")
+    print(f"{'policy':<26}{'in time':>13}{'profiled':>14}{'measured':>14}{'right+in time':>15}")
     for run in runs:
         print(run.row)
     print(
-        "in time: answered within the SLO, of all requests. profiled: mean accuracy the table promises for\n"
-        "those. measured: how many of those carry the right label. effective: right and in time, of all."
+        "in time: share of all requests that were answered within the SLO (SLO attainment). profiled: mean\n"
+        "accuracy that the table promises for those. measured: share of those that carry the right label.\n"
+        "right+in time: share of all requests that were answered within the SLO with the right label."
     )
     for note in machine_notes(runs, share, slo_ms):
         print(f"NOTE: {note}")

@@ -3,33 +3,33 @@
 Users catch `SubnetActError` for everything, or one of its classes:
 
     SubnetActError
-    ├── SpecError (ValueError)            a subnet specification or an argument of a family is malformed
-    │   ├── IllegalChoice                 a value is not among an axis' choices
-    │   └── ForeignSpec                   a specification belongs to another space
-    ├── InsertError (ValueError)          an elastic description does not fit its network
-    ├── ViewError (RuntimeError)          an operation that a zero-copy view must not do
-    ├── CheckpointError (ValueError)      weights do not fit the family
-    ├── FileFormatError (ValueError)      a file is truncated, tampered with, or of a newer schema
-    │   └── MissingFile (FileNotFoundError)  a file, or the folder that it belongs in, does not exist
-    ├── DeviceError (RuntimeError)        this machine or this torch does not have the device
-    ├── EngineError (ValueError)          an engine cannot be made with these arguments
-    ├── MissingExtra (ImportError)        a package that this feature needs is not installed
-    ├── NotCalibrated (RuntimeError)      a subnet has no normalisation statistics of its own
-    ├── ExportError (RuntimeError)        a network cannot be written in a format, or not on this machine
-    ├── RecompileRefused (RuntimeError)   a compiled engine got an input it was not prepared for
-    ├── SearchError (ValueError)          a search cannot run or resume with these arguments
-    ├── TableError (ValueError)           a latency table is malformed
-    ├── ResumeMismatch (ValueError)       saved work belongs to other weights, subnets, data or settings
-    ├── ProfileMismatch (ValueError)      a latency table belongs to another supernet or other subnets
-    ├── PolicyError (ValueError)          a scheduling policy is configured or answers wrongly
-    ├── TraceError (ValueError)           arrivals cannot be simulated
-    └── RequestError                      one request failed; no other request is affected
-        ├── InvalidRequest (ValueError)   the input, the deadline or the minimum accuracy was refused
-        ├── QueueFull                     the queue is full
-        ├── DeadlinePassed                the request expired: no subnet can meet its deadline
-        ├── BatchFailed                   the forward pass raised; the cause is chained
-        │   └── WorkerHung                two workers hung over this request
-        └── BatcherClosed                 the batcher no longer takes requests
+    ├── SpecError (ValueError)            A subnet specification or an argument of a family is malformed
+    │   ├── IllegalChoice                 A value is not among the choices of its slot
+    │   └── ForeignSpec                   A specification belongs to another search space
+    ├── InsertError (ValueError)          An elastic description does not fit its network
+    ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
+    ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
+    ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
+    │   └── MissingFile (FileNotFoundError)  A file, or the folder that it belongs in, does not exist
+    ├── DeviceError (RuntimeError)        This machine, or this build of torch, does not have the device
+    ├── EngineError (ValueError)          An engine cannot be made with these arguments
+    ├── MissingExtra (ImportError)        A package that this feature needs is not installed
+    ├── NotCalibrated (RuntimeError)      A subnet with BatchNorm has no BatchNorm statistics of its own
+    ├── ExportError (RuntimeError)        A network cannot be written in this format, or not on this machine
+    ├── RecompileRefused (RuntimeError)   A compiled engine got a shape that it was not prepared for
+    ├── SearchError (ValueError)          A search cannot run or resume with these arguments
+    ├── TableError (ValueError)           A latency table is malformed
+    ├── ResumeMismatch (ValueError)       Unfinished work belongs to other weights, data, settings or machines
+    ├── ProfileMismatch (ValueError)      A latency table belongs to another supernet or to other subnets
+    ├── PolicyError (ValueError)          A scheduling policy is configured or answers wrongly
+    ├── TraceError (ValueError)           The arrivals cannot be simulated or replayed
+    └── RequestError                      One request failed; no other request and no batcher is affected
+        ├── InvalidRequest (ValueError)   The input, the deadline or the minimum accuracy is invalid
+        ├── QueueFull                     The request was refused, because the queue was full
+        ├── DeadlinePassed                The request expired: no subnet can meet its deadline any more
+        ├── BatchFailed                   The forward pass of the request's batch raised; the cause is chained
+        │   └── WorkerHung                Two workers in turn hung over the request
+        └── BatcherClosed                 The batcher was closed before the request could run
 
 UncalibratedSubnetWarning (UserWarning)
 """
@@ -72,31 +72,31 @@ class SubnetActError(Exception):
 
 
 class SpecError(SubnetActError, ValueError):
-    """A subnet specification is malformed, or a family cannot be built with these arguments."""
+    """A subnet specification or an argument of a family is malformed."""
 
 
 class IllegalChoice(SpecError):
-    """A value is not among the choices of its axis."""
+    """A value is not among the choices of its slot."""
 
 
 class ForeignSpec(SpecError):
-    """A specification was made by another search space."""
+    """A specification belongs to another search space."""
 
 
 class InsertError(SubnetActError, ValueError):
-    """An elastic description does not fit the network it describes."""
+    """An elastic description does not fit its network."""
 
 
 class ViewError(SubnetActError, RuntimeError):
-    """An operation on a view would change the weights that every subnet shares."""
+    """An operation on a view would change the shared weights."""
 
 
 class CheckpointError(SubnetActError, ValueError):
-    """Weights are unreadable, or do not fit the family they were loaded as."""
+    """Weights are unreadable, or do not fit their family."""
 
 
 class FileFormatError(SubnetActError, ValueError):
-    """A file is truncated, tampered with, of another kind, or of a newer schema."""
+    """A file is damaged, of another kind, or of a newer schema."""
 
 
 class MissingFile(FileFormatError, FileNotFoundError):
@@ -116,19 +116,19 @@ class MissingExtra(SubnetActError, ImportError):
 
 
 class NotCalibrated(SubnetActError, RuntimeError):
-    """A subnet with BatchNorm has no statistics of its own."""
+    """A subnet with BatchNorm has no BatchNorm statistics of its own."""
 
 
 class ExportError(SubnetActError, RuntimeError):
-    """A network cannot be written in a format, or this machine cannot write it; the message says what can."""
+    """A network cannot be written in this format, or not on this machine."""
 
 
 class RecompileRefused(SubnetActError, RuntimeError):
-    """A compiled engine got an input of a shape that it was not prepared for."""
+    """A compiled engine got a shape that it was not prepared for."""
 
 
 class SearchError(SubnetActError, ValueError):
-    """A search cannot run with these arguments, or a saved state belongs to another search."""
+    """A search cannot run or resume with these arguments."""
 
 
 class TableError(SubnetActError, ValueError):
@@ -136,35 +136,35 @@ class TableError(SubnetActError, ValueError):
 
 
 class ResumeMismatch(SubnetActError, ValueError):
-    """A file of unfinished work belongs to other weights, subnets, data, settings or machines."""
+    """Unfinished work belongs to other weights, data, settings or machines."""
 
 
 class ProfileMismatch(SubnetActError, ValueError):
-    """A latency table was measured on another supernet or on other subnets."""
+    """A latency table belongs to another supernet or to other subnets."""
 
 
 class PolicyError(SubnetActError, ValueError):
-    """A scheduling policy is configured wrongly or gave an impossible answer."""
+    """A scheduling policy is configured or answers wrongly."""
 
 
 class TraceError(SubnetActError, ValueError):
-    """The given arrivals cannot be simulated or replayed."""
+    """The arrivals cannot be simulated or replayed."""
 
 
 class RequestError(SubnetActError):
-    """One request failed; its batch mates and the batcher are unharmed."""
+    """One request failed; no other request and no batcher is affected."""
 
 
 class InvalidRequest(RequestError, ValueError):
-    """The request was refused: its input, its deadline or its minimum accuracy is invalid."""
+    """The input, the deadline or the minimum accuracy is invalid."""
 
 
 class QueueFull(RequestError):
-    """The request was refused: `max_queue` requests were waiting when it arrived."""
+    """The request was refused, because the queue was full."""
 
 
 class DeadlinePassed(RequestError):
-    """The request expired: no registered subnet can meet its deadline any more."""
+    """The request expired: no subnet can meet its deadline any more."""
 
 
 class BatchFailed(RequestError):
@@ -172,7 +172,7 @@ class BatchFailed(RequestError):
 
 
 class WorkerHung(BatchFailed):
-    """Two workers in turn hung over the request; what they return later is discarded."""
+    """Two workers in turn hung over the request."""
 
 
 class BatcherClosed(RequestError):

@@ -110,8 +110,8 @@ class Journal:
         differing = sorted(_differing(before, self.environment))
         if differing:
             raise ResumeMismatch(
-                f"{self.path}: was begun in another environment; then and now: {'; '.join(differing)}. "
-                f"Restore that environment, or remove {self._removable} to begin anew"
+                f"{self.path}: was begun with other arguments or on another machine: {'; '.join(differing)}. "
+                f"Use the earlier ones, or remove {self._removable} to begin anew"
             )
         os.truncate(self.path, length)
         return records
@@ -123,7 +123,7 @@ def _differing(before: Any, now: Any, name: str = "") -> Iterator[str]:
         for key in {*before, *now}:
             yield from _differing(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
-        yield f"{name} {_short(before)} and {_short(now)}"
+        yield f"{name} was {_short(before)}, is {_short(now)}"
 
 
 def _short(value: Any) -> str:

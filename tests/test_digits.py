@@ -85,7 +85,14 @@ def test_the_demo_runs_and_draws(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    for words in ("shared statistics", "Pareto set", "HullFit, all", "fixed, largest", "fixed, smallest"):
+    for words in (
+        "shared statistics",
+        "Pareto set",
+        "right+in time",
+        "HullFit, all",
+        "fixed, largest",
+        "fixed, smallest",
+    ):
         assert words in done.stdout
     assert out.stat().st_size > 10_000
     found = json.loads((tmp_path / "demo.json").read_text())

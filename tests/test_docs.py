@@ -33,6 +33,7 @@ ROOMS = (
     "ofa_adapters",
 )
 """What a user imports from; `subnetact.errors` is a part of the first."""
+WARNING = "UncalibratedSubnetWarning"
 
 
 @pytest.mark.slow
@@ -76,6 +77,22 @@ def takes(function: Any) -> list[str]:
     """Return the names of the parameters that a caller gives."""
     names = inspect.signature(function).parameters
     return [name for name in names if name not in ("self", "cls", "args", "kwargs")]
+
+
+def test_the_tree_of_errors_has_every_error_with_its_bases_and_its_docstring() -> None:
+    drawn = {}
+    above = ["SubnetActError"]
+    for line in inspect.getdoc(errors).splitlines():
+        found = re.fullmatch(r" {4}([│ ]*)[├└]── (\w+)(?: \((\w+)\))? {2,}(.+)", line)
+        if found:
+            indent, name, builtin, text = found.groups()
+            depth = len(indent) // 4
+            above[depth + 1 :] = [name]
+            drawn[name] = ([above[depth], *filter(None, [builtin])], f"{text}.")
+    real = {name: getattr(errors, name) for name in errors.__all__ if name not in ("SubnetActError", WARNING)}
+    assert drawn == {
+        name: ([base.__name__ for base in error.__bases__], error.__doc__) for name, error in real.items()
+    }
 
 
 CALLABLES = dict(public_callables())

@@ -397,6 +397,14 @@ def test_every_error_has_its_status(error, status, retry):
     assert ("Retry-After" in headers) == retry
 
 
+def test_help_keeps_the_lines_of_the_description(capsys):
+    with pytest.raises(SystemExit):
+        service.options(fastapi_server.__doc__).parse_args(["--help"])
+    printed = capsys.readouterr().out
+    assert "\n    pip install 'subnetact[demo,serve]'\n    python examples/fastapi_server.py\n" in printed
+    assert "(default: slackfit:4)" in " ".join(printed.split())
+
+
 def test_a_server_that_cannot_start_says_why(tmp_path):
     args = service.options("").parse_args(["--bundle", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="none"):

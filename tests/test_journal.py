@@ -34,9 +34,10 @@ def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> 
     changed = {**facts, "threads": 2, "settings": {"order": "sequential", "warmup_ms": 20.0}}
     Journal(path, changed)  # nothing was recorded yet
     Journal(path, facts).append("window", cell=[0, 0, 1])
-    with pytest.raises(
-        ResumeMismatch, match=r"settings\.order 'interleaved' and 'sequential'; threads 1 and 2"
-    ):
+    words = (
+        r"on another machine: settings\.order was 'interleaved', is 'sequential'; threads was 1, is 2\. Use"
+    )
+    with pytest.raises(ResumeMismatch, match=words):
         Journal(path, changed)
     with pytest.raises(ResumeMismatch, match="1 records of an earlier run"):
         Journal(path, facts, resume=False)

@@ -455,7 +455,7 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
     return {**given, "supernet_cfg": {**config, "use_v3_head": two}}
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names in a state_dict are those of an AttentiveNAS or AlphaNet supernet."""
     return keys.some(r"^last_conv\.") and keys.some(r"^blocks\.0\.mobile_inverted_conv\.")
 
@@ -465,7 +465,7 @@ FAMILY = Family(
     rename,
     source="facebookresearch/AttentiveNAS, facebookresearch/AlphaNet",
     licence="CC-BY-NC-4.0",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("attentive_nas_pretrained.pth.tar", "alphanet_pretrained.pth.tar"),
     unused=r"\.bn_tracking\.",
     infer=infer,

@@ -529,7 +529,7 @@ def rename(key: str) -> str:
     return _PARAMETERS.get(key, key)
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names in a state_dict are those of an AutoFormer supernet."""
     return keys.some(r"^patch_embed_super\.")
 
@@ -539,6 +539,6 @@ FAMILY = Family(
     rename,
     source="microsoft/Cream, AutoFormer",
     licence="MIT",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("supernet-tiny.pth", "supernet-small.pth", "supernet-base.pth"),
 )

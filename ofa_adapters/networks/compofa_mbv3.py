@@ -164,7 +164,7 @@ def build(
     return network, layout.space(), layout.elastic()
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names are those of a CompOFA network: OFA's old names without kernel matrices."""
     return (
         keys.some(r"^first_conv\.")
@@ -179,7 +179,7 @@ FAMILY = Family(
     rename,
     source="gatech-sysml/CompOFA",
     licence="Apache-2.0",
-    looks=looks,
+    recognises=recognises,
     unused=r"_matrix$",
     checkpoints=("model_best_compofa_simple.pth.tar", "model_best_compofa_simple_elastic.pth.tar"),
 )

@@ -388,7 +388,7 @@ def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, 
     return {**found_sizes, **given}
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names in a state_dict are those of a BERT or RoBERTa."""
     return keys.some(r"encoder\.layer\.\d+\.attention\.self\.query\.")
 
@@ -398,7 +398,7 @@ FAMILY = Family(
     rename,
     source="huawei-noah/Pretrained-Language-Model, DynaBERT",
     licence="Apache-2.0",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
     unused=UNUSED,
     infer=infer,

@@ -139,7 +139,7 @@ def build(
     return network, layout.space(), layout.elastic()
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names are those of an OFA-MobileNetV3 or of a network extracted from one."""
     return (
         keys.some(r"^first_conv\.")
@@ -153,7 +153,7 @@ FAMILY = Family(
     rename,
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("ofa_mbv3_d234_e346_k357_w1.0", "ofa_mbv3_d234_e346_k357_w1.2"),
     image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": mobile_features, "tutorial": tutorial_features},

@@ -109,7 +109,7 @@ def build(
     return ProxylessNet(blocks, widths, n_classes, bn, dropout_rate), layout.space(), layout.elastic()
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names are those of an OFA-ProxylessNAS or of a network extracted from one."""
     return keys.some(r"^first_conv\.") and keys.some(r"^feature_mix_layer\.bn\.")
 
@@ -119,7 +119,7 @@ FAMILY = Family(
     rename,
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("ofa_proxyless_d234_e346_k357_w1.3",),
     image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": mobile_features},

@@ -289,7 +289,7 @@ def rename(key: str) -> str:
     return key.replace(".conv.bn.", ".bn.").replace("classifier.linear.", "classifier.")
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names are those of an OFA-ResNet50 or of a network extracted from one."""
     return keys.some(r"^input_stem\.")
 
@@ -299,7 +299,7 @@ FAMILY = Family(
     rename,
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
     image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": resnet_features},

@@ -149,7 +149,7 @@ def rename(key: str) -> str:
     return key
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names are those of a slimmable ResNet, which has a whole BatchNorm per width."""
     return keys.some(r"^features\.1\.shortcut\.") and keys.some(r"\.bn\.0\.weight$")
 
@@ -159,7 +159,7 @@ FAMILY = Family(
     rename,
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("s_resnet50_0.25_0.5_0.75_1.0.pt",),
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,

@@ -208,7 +208,7 @@ def rename(key: str) -> str:
     return key
 
 
-def looks(keys: Keys) -> bool:
+def recognises(keys: Keys) -> bool:
     """Return whether the names are those of a US-MobileNetV2, whose norms have one weight for all widths."""
     return keys.some(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$") and not keys.some(r"\.bn\.0\.weight$")
 
@@ -218,7 +218,7 @@ FAMILY = Family(
     rename,
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",
-    looks=looks,
+    recognises=recognises,
     checkpoints=("us_mobilenet_v2_calibrated.pt",),
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,

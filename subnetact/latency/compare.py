@@ -60,7 +60,8 @@ class Comparison:
     def unevenness(self) -> float:
         """The largest difference between a cell's ratio and the median ratio, percent.
 
-        This difference remains if one device is faster than the other by the same factor in all cells.
+        A factor common to all cells does not count; 0 means that one device is faster by the same factor
+        everywhere.
         """
         relative = self.ratios / self.median
         return float(100.0 * (np.nanmax(np.maximum(relative, 1.0 / relative)) - 1.0))
@@ -110,12 +111,14 @@ class Comparison:
             f"{self.statistic} of {cells} cells ({len(self.subnets)} subnets, batch sizes "
             f"{', '.join(map(str, self.batch_sizes))}): median ratio {self.median:.4f}, worst {ratio:.4f} "
             f"at batch size {size} of {key}",
-            f"{len(outside)} of {cells} cells differ by more than {tolerance_percent:g} %; around the median "
-            f"ratio they differ by at most {self.unevenness:.1f} %",
+            f"{len(outside)} of {cells} cells differ by more than {tolerance_percent:g} %; divided by the "
+            f"median ratio, the most different cell is still {self.unevenness:.1f} % off",
         ]
         lines += [f"  {ratio:8.4f}  batch {size:<4} {key}" for key, size, ratio in outside[:shown]]
         if self.only_first or self.only_second:
             lines.append(f"only in the first: {self.only_first} cells; in the second: {self.only_second}")
+        if self.differing:
+            lines.append("the tables differ in (first, second):")
         lines += [f"  {name}: {a!r}, {b!r}" for name, (a, b) in self.differing.items()]
         return "\n".join(lines)
 

@@ -62,7 +62,7 @@ class LatencyTable(TableArrays):
             k: a number of requests, from 1 to the largest batch size.
 
         Returns:
-            The batch size to which a batch of k requests is padded.
+            The smallest batch size of the table that holds k requests; their latency is planned by it.
 
         Raises:
             TableError: k is outside of the table.

@@ -24,7 +24,7 @@ __all__ = ["Candidate", "SearchResult", "search"]
 
 Latency: TypeAlias = Callable[[SubnetSpec], float]
 """Returns the latency of a subnet in ms."""
-MOST = 10_000_000
+MOST_EXHAUSTIVE = 10_000_000
 """Subnets that an exhaustive search evaluates, at most."""
 
 
@@ -95,8 +95,9 @@ def search(
     """Find the subnets with the best trade-offs between accuracy and latency: their Pareto front.
 
     The method "evolution" is NSGA-II on the accuracy and all latencies, with a surrogate that selects
-    among many children. All evaluated subnets count for the result, and none is evaluated twice. From
-    their Pareto front, `size` subnets are chosen evenly over the latency at the first batch size.
+    among many candidate subnets bred from the best. All evaluated subnets count for the result, and none is
+    evaluated twice. From their Pareto front, `size` subnets are chosen evenly over the latency at the first
+    batch size.
 
     Accuracy and latency can be any functions: predictors, cost models, true evaluation, measurement. If
     they are deterministic, the search is as well.
@@ -109,8 +110,8 @@ def search(
         latency: returns the latency of a subnet in ms, or several such functions, one per batch size.
         size: number of subnets to choose; fewer are returned if the front has fewer.
         evaluations: number of subnets to evaluate, at least 2. An exhaustive search evaluates all.
-        population: number of subnets that are parents of the next generation. A generation has a
-            quarter as many children. By default the population is a tenth of the evaluations, but
+        population: number of subnets that the next generation is bred from. A generation evaluates a
+            quarter as many new subnets. By default the population is a tenth of the evaluations, but
             between 16 and 100.
         seed: seed of the random number generator.
         method: "evolution", "exhaustive" or "random". By default "exhaustive" if the space has at most
@@ -151,8 +152,8 @@ def search(
     if accuracy is None:
         if input_shape is None:
             raise SearchError(
-                "accuracy: it is None, so that operations are counted instead; give input_shape, the shape "
-                "of one input"
+                "accuracy: without accuracies the search counts multiply-accumulates; give input_shape, the "
+                "shape of one input"
             )
         costs = CostModel(supernet, input_shape)
         gain: Callable[[SubnetSpec], float] = lambda spec: costs(spec).macs  # noqa: E731
@@ -200,7 +201,7 @@ def _check(
 ) -> None:
     if method not in METHODS:
         raise SearchError(f"method: {method!r} is unknown; choose from {', '.join(METHODS)}")
-    if method == "exhaustive" and subnets > MOST:
+    if method == "exhaustive" and subnets > MOST_EXHAUSTIVE:
         raise SearchError(f"method: exhaustive would evaluate all {subnets:.3g} subnets; use evolution")
     if evaluations < 2:
         raise SearchError(f"evaluations: {evaluations} subnets cannot make a front; give at least 2")

@@ -24,10 +24,10 @@ SWEEPS = 3
 TUNING_SET = 150
 """Subnets that the length scales and the noise are tuned on. Predictions use the whole training set."""
 CURVED = 0.3
-"""Share of the prior that is the squared-exponential kernel. The rest is linear in the features."""
+"""Weight of the squared-exponential kernel; the linear kernel has the rest."""
 EXPLORATION = 0.5
-"""Standard deviation of the predictions as a share of the leave-one-out error. With the whole error, the
-search evaluates too many subnets of which little is known."""
+"""The predictions are assumed to be this share of their leave-one-out error uncertain. At 1.0 the search
+spends too many evaluations on subnets of which little is known."""
 
 
 class Surrogate:
@@ -44,7 +44,7 @@ class Surrogate:
 
     Attributes:
         loo_rmse: root mean square of the leave-one-out errors, in the unit of the values.
-        length_scales: the length scale of each group, in units of the spread of the features.
+        length_scales: the length scale of each group, in units of sqrt(2 * sum of the features' variances).
 
     Source:
         Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapter 2 and section

@@ -51,6 +51,8 @@ def test_help_shows_every_default(capsys):
     for default in ("maf", "['all']", "36.0", "8", "serve", "0.0", "2.0", "0"):
         assert f"(default: {default})" in printed
     assert "(default: None)" not in printed
+    assert "eff acc, effective accuracy: that accuracy summed over met requests, divided by all" in printed
+    assert "simulate() and Batcher drop by default; this command serves, as SuperServe does" in printed
 
 
 def test_the_module_runs_and_does_not_hide_the_function():

@@ -92,6 +92,16 @@ def test_relaxing_halves_only_what_is_slow() -> None:
     assert after[1, 0] == pytest.approx(before[1, 0], rel=0.05)
 
 
+def test_relaxing_halves_mean_and_deviation_on_the_log_scale() -> None:
+    corrections = Corrections(TABLE)
+    teach(corrections, 0, 1, 4.0, 0.2, 100)
+    before = corrections.snapshot()
+    corrections.relax()
+    after = corrections.snapshot()
+    np.testing.assert_allclose(after.mean, before.mean**0.5)
+    np.testing.assert_allclose(after.planned, before.planned**0.5)
+
+
 def test_a_drift_is_logged_once_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     corrections = Corrections(TABLE, threshold=1.5)
     teach(corrections, 0, 1, 2.0, 0.0, 100)

@@ -132,6 +132,7 @@ def test_prometheus_reads_the_exposition() -> None:
     assert count == counts[-1] == 6
     assert total == pytest.approx(stats.histograms["latency_ms"].total / 1000.0)
     assert len(families) == text.count("# TYPE") == text.count("# HELP")
+    assert "# HELP subnetact_refused_total Requests the batcher refused" in text
 
 
 def test_a_registry_takes_the_batcher_as_a_collector() -> None:

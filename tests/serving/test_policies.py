@@ -366,6 +366,16 @@ def test_bad_settings_are_refused(a40, make):
         make(a40)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 1 / 7, 1e-7, 1e6])
+def test_an_slo_that_is_too_short_is_told_how_long_it_must_be(a40, factor):
+    table = a40.scaled(factor)
+    with pytest.raises(PolicyError, match="below the lowest latency") as raised:
+        SlackFit(table, slo_ms=0.5 * table.fastest_ms)
+    advised = str(raised.value).rpartition("at least ")[2]
+    assert float(advised) == pytest.approx(table.fastest_ms, rel=1e-5)
+    SlackFit(table, slo_ms=float(advised))
+
+
 def test_unknown_accuracy_is_refused(a40):
     unknown = a40.with_accuracy([math.nan, *a40.accuracy[1:]])
     for name in ("slackfit", "hullfit", "maxbatch", "maxacc", "cheapest", "modelswitching"):

@@ -329,7 +329,7 @@ def test_bad_arrivals_are_refused(a40, times, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"slo_ms": 3.0}, TraceError, "below the fastest"),
+        ({"slo_ms": 3.0}, TraceError, r"below the lowest latency of the table; give slo_ms of at least \d"),
         ({"slo_ms": [36.0, 36.0]}, TraceError, "slo_ms: shape"),
         ({"slo_ms": math.nan}, TraceError, "slo_ms"),
         ({"min_accuracy": 99.0}, TraceError, "above the best"),

@@ -16,7 +16,7 @@ class BatchJob:
         worker: number of the worker that runs the batch.
         subnet: id of the subnet.
         part: the requests that run now; empty when the job is done.
-        size: the batch size that the part is padded to.
+        size: the planned batch size of the part (a compiled engine pads to it).
         started_ms: start of the part on the batcher's clock, in ms. The first part starts at the decision.
         expected_ms: expected latency of the part, in ms.
         limit_ms: time on the same clock after which the worker is taken to hang, in ms.

@@ -23,8 +23,8 @@ __all__ = ["Corrections", "CorrectionsSnapshot"]
 CORRECTIONS = DocumentFormat(
     "corrections", "subnetact.corrections", 1, "give a file that Corrections.save() wrote, or remove it"
 )
-_MEMORY = 64  # observations that an average goes back
-_PRIOR = 8.0  # weight of the average one level up, in observations
+_MEMORY = 64  # an average covers about the last 64 batches
+_PRIOR = 8.0  # how many observations the next coarser average (cell to subnet to table) counts as
 _CLIP = 5.0  # largest absolute log ratio that counts
 _DEVIATIONS = 2.0  # a slow batch is so many standard deviations above the mean
 _ENOUGH = 16  # observations before a subnet may drift
@@ -71,8 +71,9 @@ class Corrections:
     """How much longer than the table batches take, learned while serving. Threads may share one object.
 
     Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
-    the whole table. Each goes back about 64 batches. With few observations, the estimate of a cell is shrunk
-    towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no correction).
+    the whole table. Each covers about the last 64 batches. With few observations, the estimate of a cell is
+    shrunk towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no
+    correction).
 
     Args:
         table: the latency table that is corrected.
@@ -107,7 +108,7 @@ class Corrections:
 
         Args:
             subnet: id of the subnet.
-            batch_size: the size that the batch was padded to; one of the table's.
+            batch_size: the planned batch size, one of the table's (a compiled engine pads to it).
             measured_ms: time that the batch took, in ms.
         """
         column = self._pad[batch_size]
@@ -174,7 +175,11 @@ class Corrections:
         return math.exp(overall[0]), drifted
 
     def relax(self) -> None:
-        """Halve the learned slowness; used when all requests are dropped and no batch runs to correct it."""
+        """Make slow averages less slow; used when all requests are dropped and no batch runs to correct them.
+
+        A mean on the log scale is halved if it is > 0, that is, if batches are slower than in the table; a
+        ratio of 4 becomes 2. The standard deviation is halved in any case.
+        """
         with self._lock:
             for running in (self._all, *self._subnets.values(), *self._cells.values()):
                 running.mean = min(running.mean, 0.5 * running.mean)
@@ -212,7 +217,7 @@ class Corrections:
         if document.get("table") != _fingerprint(self.table):
             raise ProfileMismatch(
                 f"{path}: learned on another latency table ({document.get('table')}, this batcher's is "
-                f"{_fingerprint(self.table)}); start without it, or serve with that table"
+                f"{_fingerprint(self.table)}); start without this file, or serve with that table"
             )
         subnet_count, size_count = len(self.table.subnets), len(self.table.batch_sizes)
         with CORRECTIONS.fields(path):

@@ -27,9 +27,9 @@ class DecisionLog:
     The first line is a header with the table, the number of workers, the policy's name and the rule for
     expired requests. Every further line is one of two kinds; times are in ms since the log was opened.
 
-    * A batch: start `t`, worker `w`, subnet `s`, padded size `b`, duration `ms`, number of requests that were
-      met `met`; what the policy saw: number of waiting requests `queued`, slack of the most urgent one
-      `slack`; and its requests.
+    * A batch: start `t`, worker `w`, subnet `s`, planned batch size `b`, duration `ms`, number of requests
+      answered in time `met`; what the policy saw: number of waiting requests `queued`, slack of the most
+      urgent one `slack`; and its requests.
     * A request that was not answered: its outcome `o`, and the request.
 
     Requests are stored as lists: arrival `a`, time given `d`, and, if any request has one, minimum accuracy
@@ -55,10 +55,10 @@ class DecisionLog:
         """Record a part of a job that ran.
 
         Args:
-            job: the job, still at this part.
+            job: the job, not yet advanced to its next part.
             requests: the requests of the part that were answered.
             took_ms: time that the part took, in ms.
-            met: how many of the requests were met.
+            met: number of requests answered in time.
         """
         entry = {
             "t": job.started_ms - self._start_ms,

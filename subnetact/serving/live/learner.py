@@ -98,7 +98,7 @@ class Learner:
 
         Args:
             subnet: id of the subnet.
-            size: the padded size of the batch that did not fit.
+            size: the planned batch size of the batch that did not fit.
             count: number of its requests.
 
         Returns:

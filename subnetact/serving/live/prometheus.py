@@ -14,7 +14,7 @@ __all__ = ["Collector"]
 
 _COUNTERS = {
     "submitted": "Requests accepted.",
-    "refused": "Requests never accepted: invalid, or the queue was full.",
+    "refused": "Requests the batcher refused: invalid, or queue full. A server may refuse more on its own.",
     "full": "Requests refused because the queue was full.",
     "batches": "Batches started.",
     "bisected": "Batches that raised and were split.",

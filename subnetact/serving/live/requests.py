@@ -46,7 +46,8 @@ class Runner(Protocol):
         Args:
             subnet: id of the subnet.
             inputs: the inputs of the batch, each without a batch dimension.
-            batch_size: the size to pad the batch to, at least `len(inputs)`.
+            batch_size: the planned batch size, at least `len(inputs)`. A runner that is compiled for fixed
+                batch sizes pads to it.
 
         Returns:
             One output per input, in the same order.
@@ -63,7 +64,7 @@ class Answer(NamedTuple):
         accuracy: profiled accuracy of that subnet, in percent.
         latency_ms: time from the submission to the answer, in ms.
         met: whether the answer came within the deadline.
-        batch_size: the size that the batch was padded to.
+        batch_size: the planned batch size (a compiled engine pads to it).
     """
 
     output: Any
@@ -82,7 +83,7 @@ class Decided(NamedTuple):
         queued: number of requests that waited.
         slack_ms: time that was left until the deadline of the most urgent one, in ms.
         subnet: id of the subnet that was chosen.
-        batch_size: the size that the batch is padded to.
+        batch_size: the planned batch size (a compiled engine pads to it).
         k: number of requests in the batch.
     """
 

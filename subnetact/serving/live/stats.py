@@ -32,7 +32,8 @@ class BatcherStats:
         failed: requests that ended with `BatchFailed`.
         cancelled: requests that their client cancelled.
         closed: requests that ended with `BatcherClosed`.
-        refused: requests that were never accepted, because they were invalid or the queue was full.
+        refused: requests that the batcher never accepted, because they were invalid or the queue was full.
+            Requests that a server refuses before it calls the batcher are not counted.
         full: how many of these were refused because the queue was full.
         queued: requests that wait now, deferred ones included.
         running: requests that are on a worker now.
@@ -51,7 +52,7 @@ class BatcherStats:
         correction: latency of the typical batch divided by its latency in the table; above 1, this machine
             is slower than the table.
         served_by: number of answered requests per subnet id.
-        batch_sizes: number of answered batches per size that they were padded to.
+        batch_sizes: number of answered batches per planned batch size (a compiled engine pads to it).
         batch_limits: largest batch size of every subnet that ran out of memory.
         drifted: the correction of every subnet beyond the drift threshold (see `Corrections`).
         histograms: `latency_ms` of the answers, `slack_ms` of the most urgent request at each decision,

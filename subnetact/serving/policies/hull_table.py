@@ -39,7 +39,7 @@ class HullTable:
         prices: price of time at each point, percent per ms, descending.
         batch_ms: latency of each point at the batch size that has the least time per request, ms.
         sizes: the batch sizes of the table.
-        pad: for each number of requests, the column of the batch size that it is padded to.
+        pad: for each number of requests, the column of the smallest batch size that holds them.
         cheapest: the subnet of the first point, which has the least time per request.
         cheapest_ms: its latency per batch size, ms; inf if it cannot run there.
         full_ms: its latency at its largest batch size, ms.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import ROUND_CEILING, Context
 from typing import Any
 
 from subnetact.errors import PolicyError, TableError
@@ -16,6 +17,7 @@ __all__ = [
     "check_policy",
     "check_slo",
     "expired_rule",
+    "too_short",
     "unreachable",
 ]
 
@@ -41,6 +43,12 @@ def expired_rule(expired: str, hopeless: str | None = None) -> str:
 def unreachable(min_accuracy: float, best: float) -> PolicyError:
     """Return the error for a minimum accuracy, percent, above the accuracy of the best subnet."""
     return PolicyError(f"min_accuracy: no subnet reaches {min_accuracy} %; the best has {best} %")
+
+
+def too_short(slo_ms: float, table: LatencyTable) -> str:
+    """Return the message for an SLO, ms, that is below the fastest latency of the table."""
+    least = Context(prec=6, rounding=ROUND_CEILING).create_decimal(table.fastest_ms)
+    return f"slo_ms: {slo_ms} ms is below the lowest latency of the table; give slo_ms of at least {least:f}"
 
 
 def check_count(value: object, name: str) -> int:
@@ -92,7 +100,7 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
     """Return `slo_ms` as a float.
 
     Raises:
-        PolicyError: it is not finite, or below the fastest option of the table.
+        PolicyError: it is not finite, or below the lowest latency of the table.
         TableError: the accuracy of a subnet is not known.
     """
     check_accuracy(table)
@@ -100,9 +108,7 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
     if not (math.isfinite(slo_ms) and slo_ms > 0):
         raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
     if slo_ms < table.fastest_ms:
-        raise PolicyError(
-            f"slo_ms: {slo_ms} ms is below the fastest option ({table.fastest_ms:g} ms); ask for more"
-        )
+        raise PolicyError(too_short(slo_ms, table))
     return slo_ms
 
 

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
     Attributes:
         subnet: index of the subnet in the table.
-        batch_size: the profiled batch size that the requests are padded to.
+        batch_size: the planned batch size, one of the table's (a compiled engine pads to it).
         items: the requests, most urgent first.
         deadlines_ms: their deadlines, ascending.
         expected_ms: the latency that the table gives.
@@ -131,7 +131,7 @@ class Dispatcher(Generic[Item]):
         return self._latency[subnet][self._column(subnet, k)]
 
     def padded(self, subnet: int, k: int) -> int:
-        """Return the batch size that k requests on a subnet are padded to."""
+        """Return the batch size that k requests on a subnet are planned as: the next measured one."""
         return self._sizes[self._column(subnet, k)]
 
     def _column(self, subnet: int, k: int) -> int:

@@ -1,7 +1,9 @@
 """The earliest-deadline-first queue of the simulator and of the live batcher.
 
-Ties: requests with equal deadlines leave in order of arrival. `EDFQueue.push` implements this with
-`bisect_right`, which inserts a request behind those with the same deadline.
+Ties: requests with equal deadlines leave in order of arrival. Three places implement this; for another rule
+change all three: `bisect_right` in `EDFQueue.push`, which inserts a request behind those with the same
+deadline; the shortcut in `push`, which appends a request whose deadline equals the last one (`>=`); and the
+shortcut in `EDFQueue.extend`, which appends requests whose deadlines are equal or ascending (`>=` and `<=`).
 """
 
 from __future__ import annotations

@@ -146,6 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m subnetact.simulate",
         description="Compare scheduling policies on a trace of arrivals.",
+        epilog="Columns: attainment, the share of requests that are met, which means answered in time; "
+        "mean acc, the mean profiled accuracy over met requests; eff acc, effective accuracy: that accuracy "
+        "summed over met requests, divided by all requests; missed, the number of requests that are not met; "
+        "to bound, by how much effective accuracy is below the fluid bound. Accuracies are in percent.",
         formatter_class=_Formatter,
     )
     parser.add_argument(
@@ -171,7 +175,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--expired",
         choices=EXPIRED_RULES,
-        help="what happens to requests that no subnet can answer in time any more (default: serve)",
+        help="what happens to requests that no subnet can answer in time any more: serve runs them all the "
+        "same, drop ends them unanswered, defer runs them when nothing else waits. simulate() and Batcher "
+        "drop by default; this command serves, as SuperServe does, so that its figures compare with the "
+        "paper's, or with --replay follows the live run (default: serve)",
     )
     parser.add_argument("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
     parser.add_argument("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")

@@ -55,9 +55,15 @@ class RequestLog:
 class SimulationResult:
     """What `simulate` counted.
 
+    A request is met if it is answered by its deadline, on a subnet that has its minimum accuracy. SLO
+    attainment is the share of met requests. Effective accuracy is the profiled accuracy of the answering
+    subnets, summed over met requests and divided by all requests, so that a missed request counts as 0. A
+    simulation has no labels; measured on labelled requests, effective accuracy is the percentage that is
+    answered in time and right.
+
     Attributes:
         requests: number of requests.
-        met: number of requests answered by their deadline, on a subnet that meets their minimum accuracy.
+        met: number of requests answered by their deadline, on a subnet that has their minimum accuracy.
         late: number of requests answered after their deadline.
         dropped: number of expired requests that were dropped.
         unserved: number of requests that still waited when nothing could run any more.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from subnetact.errors import PolicyError, ProfileMismatch, TraceError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, check_policy
+from subnetact.serving.scheduling.checks import check_count, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals"]
@@ -138,9 +138,7 @@ class Scenario:
         slo = _per_request(slo_ms, len(arrivals), "slo_ms")
         least = float(np.min(slo))
         if least < table.fastest_ms:
-            raise TraceError(
-                f"slo_ms: {least} ms is below the fastest option ({table.fastest_ms:g} ms); ask for more"
-            )
+            raise TraceError(too_short(least, table))
         floors = _per_request(0.0 if min_accuracy is None else min_accuracy, len(arrivals), "min_accuracy")
         if float(np.max(floors)) > max(table.accuracy):
             raise TraceError(
