@@ -95,7 +95,7 @@ def main() -> None:
     if args.report:
         report(result)
         return
-    name = f"{args.load} other processes compute now and then" if args.load else "nothing else runs"
+    name = f"beside processes that compute now and then: {args.load}" if args.load else "nothing else runs"
     result[name] = [run(seed, args.load) for seed in tqdm(range(args.runs), desc=name)]
     with replacing(args.out) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n")
