@@ -123,11 +123,11 @@ def write_nothing(path: Path) -> None:
 
 
 def in_cpp(
-    driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor], rounds: int
+    driver: Path, folder: Path, inputs: dict[str, Tensor], outputs: list[Tensor], repeats: int
 ) -> dict[str, Any]:
     """Run every subnet in C++, and return the figures that the driver prints."""
     torch.save({"inputs": list(inputs.values()), "outputs": outputs}, folder / "cases.pt")
-    command = [str(driver), str(folder / "model.pt"), str(folder / "cases.pt"), "8", str(rounds)]
+    command = [str(driver), str(folder / "model.pt"), str(folder / "cases.pt"), "8", str(repeats)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     wrong = [int(n) for n in re.findall(r"(?:subnets|threads) \d+ wrong (\d+)", done.stdout)]
@@ -187,7 +187,7 @@ def torchscript(
         "bytes_of_norm_table": table,
         "bytes_over_weights_and_table": round(path.stat().st_size / (weights + table), 3),
         **fresh,
-        **in_cpp(driver, folder, inputs, outputs, rounds=200 if weights > 2**26 else 2000),
+        **in_cpp(driver, folder, inputs, outputs, repeats=200 if weights > 2**26 else 2000),
     }
 
 

@@ -102,7 +102,7 @@ def run_killed(command: Command, twin: Path, rng: random.Random) -> dict[str, An
 
 
 def same(first: Path, second: Path) -> dict[str, bool]:
-    """Return which results of two runs are equal, the measured times aside."""
+    """Return which results of two runs are equal. The measured times are not compared."""
     tables = [subnetact.LatencyTable.load(folder / "table.json") for folder in (first, second)]
     found = {
         "subnets": tables[0].subnets == tables[1].subnets,

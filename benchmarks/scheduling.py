@@ -83,7 +83,7 @@ def suite() -> Section:
         names = list(dict.fromkeys([*SLACKFITS, *policy_names(TABLE)])) if seed == 0 else STRONG
         for trace_name, trace in tqdm(reference_suite(seed=seed), total=13, desc=f"suite, seed {seed}"):
             rows = {name: run(name, trace) for name in names}
-            bound = fluid_bound(trace, TABLE, SLO_MS, 8)
+            bound = fluid_bound(trace, TABLE, SLO_MS, workers=8)
             best = rows["hullfit"]["effective_accuracy"]
             other = max((rows[name]["effective_accuracy"], name) for name in names if name != "hullfit")
             section[f"{trace_name}, seed {seed}"] = {
@@ -329,7 +329,7 @@ def figures() -> Section:
             name: simulate(trace, TABLE, make_policy(name, TABLE, SLO_MS), **SETTING) for name in names
         }
         short = wanted[trace_name]
-        bound = fluid_bound(trace, TABLE, SLO_MS, 8)
+        bound = fluid_bound(trace, TABLE, SLO_MS, workers=8)
         plot_comparison(results, RESULTS / f"scheduling_{short}.png", trace_name, bound)
         dynamics = simulate(trace, TABLE, HullFit(TABLE, slo_ms=SLO_MS), decisions=True, **SETTING)
         plot_dynamics(

@@ -41,7 +41,7 @@ class Sent(NamedTuple):
         outcome: `answered`, the name of the error, or `unanswered`.
         lag_ms: how much later than intended the request was sent, in ms.
         latency_ms: time from when the request should have been sent to the answer or error, in ms.
-        reply: the content of the answer; None for other outcomes.
+        reply: the content of the answer. It is None for other outcomes.
     """
 
     outcome: str

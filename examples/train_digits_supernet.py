@@ -21,7 +21,7 @@ from subnetact.digits import (
     new_digits_supernet,
     read_digits,
 )
-from subnetact.spec import SubnetSpec
+from subnetact.nas.evaluation import evaluate
 from subnetact.supernet.supernet import Supernet
 
 
@@ -40,7 +40,7 @@ def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: 
         loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
         torch.autograd.backward(loss)
         teacher = logits.detach().softmax(1)
-        for spec in (space.smallest(), space.sample(rng), space.sample(rng)):
+        for spec in (space.smallest(), *space.sample(rng, 2)):
             torch.autograd.backward(F.cross_entropy(supernet(x, subnet=spec), teacher))
         torch.nn.utils.clip_grad_norm_(supernet.parameters(), 2.0)
         optimizer.step()
@@ -62,12 +62,6 @@ def share_largest_statistics(supernet: Supernet, batches: list[torch.Tensor]) ->
             norm.get_buffer("running_var").copy_(var)
 
 
-def accuracy(supernet: Supernet, spec: SubnetSpec, data: Digits) -> float:
-    with torch.no_grad():
-        right = supernet(data.images, subnet=spec).argmax(1) == data.labels
-        return 100 * float(right.float().mean())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("digits_supernet.safetensors"))
@@ -84,10 +78,10 @@ def main() -> None:
     share_largest_statistics(supernet, batches)
     test = Digits(distort(held_out.images, generator), held_out.labels)
     space = supernet.space
-    specs = [space.smallest(), *(space.sample(seed) for seed in range(4)), space.largest()]
+    specs = [space.smallest(), *space.sample(0, 4), space.largest()]
     calibrate(supernet, specs, batches)
-    for spec in specs:
-        print(f"{accuracy(supernet, spec, test):5.1f} %  {spec}")
+    for spec, percent in zip(specs, evaluate(supernet, specs, [test]), strict=True):
+        print(f"{percent:5.1f} %  {spec}")
     save_file(
         {k: v.half() if v.is_floating_point() else v for k, v in supernet.state_dict().items()}, args.out
     )

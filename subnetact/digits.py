@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from subnetact.errors import MissingExtra
 from subnetact.operators import (
     Elastic,
     LayerSelect,
@@ -158,12 +159,12 @@ def read_digits() -> tuple[Digits, Digits]:
     Every third image, 599 of 1797, is held out.
 
     Raises:
-        ImportError: scikit-learn is not installed (`pip install subnetact[demo]`).
+        MissingExtra: scikit-learn is not installed (`pip install subnetact[demo]`).
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn: pip install 'subnetact[demo]'") from error
+        raise MissingExtra("the digits come with scikit-learn: pip install 'subnetact[demo]'") from error
 
     data = load_digits()
     images = torch.from_numpy((data.images / 16).astype(np.float32)).unsqueeze(1)

@@ -186,7 +186,7 @@ class DocumentFormat:
         """Check the metadata of a safetensors file as `check` checks a document.
 
         Args:
-            metadata: what the file holds; None if it has no metadata.
+            metadata: what the file holds. If None, the file has no metadata.
             path: the file, for messages.
 
         Returns:

@@ -17,7 +17,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     ├── NotCalibrated (RuntimeError)      A subnet with BatchNorm has no BatchNorm statistics of its own
     ├── ExportError (RuntimeError)        A network cannot be written in this format, or not on this machine
     ├── RecompileRefused (RuntimeError)   A compiled engine got a shape that it was not prepared for
-    ├── SearchError (ValueError)          A search cannot run or resume with these arguments
+    ├── SearchError (ValueError)          A search cannot run with these arguments
     ├── TableError (ValueError)           A latency table is malformed
     ├── ResumeMismatch (ValueError)       Unfinished work belongs to other weights, data, settings or machines
     ├── ProfileMismatch (ValueError)      A latency table belongs to another supernet or to other subnets
@@ -128,7 +128,7 @@ class RecompileRefused(SubnetActError, RuntimeError):
 
 
 class SearchError(SubnetActError, ValueError):
-    """A search cannot run or resume with these arguments."""
+    """A search cannot run with these arguments."""
 
 
 class TableError(SubnetActError, ValueError):

@@ -60,7 +60,7 @@ class SubnetSpec:
             axis: the name of the axis.
 
         Returns:
-            One value per slot; None for a slot that this subnet does not use.
+            One value per slot. For a slot that this subnet does not use, None.
 
         Raises:
             SpecError: the space has no such axis.

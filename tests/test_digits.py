@@ -14,16 +14,8 @@ import torch
 import subnetact
 from subnetact.demo import Run, machine_notes
 from subnetact.digits import distort, load_digits_supernet, read_digits
-from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
-
-
-def accuracy(
-    supernet: Supernet, spec: subnetact.SubnetSpec, images: torch.Tensor, labels: torch.Tensor
-) -> float:
-    with torch.inference_mode():
-        return 100 * float((supernet(images, subnet=spec).argmax(1) == labels).float().mean())
 
 
 def test_training_and_held_out_digits_are_apart() -> None:
@@ -46,14 +38,13 @@ def test_subnets_trade_accuracy_and_subnet_norm_repairs_them() -> None:
     supernet = load_digits_supernet()
     training, held_out = read_digits()
     generator = torch.Generator().manual_seed(7)
-    images = torch.cat([distort(held_out.images, generator) for _ in range(2)])
-    labels = held_out.labels.repeat(2)
+    data = [(distort(held_out.images, generator), held_out.labels) for _ in range(2)]
     space = supernet.space
     smallest, middle, largest = space.smallest(), space.spec(depth=2, expand=0.25, width=0.5), space.largest()
-    shared = [accuracy(supernet, spec, images, labels) for spec in (smallest, middle)]
+    shared = subnetact.evaluate(supernet, [smallest, middle], data)
     batches = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
     subnetact.calibrate(supernet, [smallest, middle, largest], batches, progress=False)
-    low, mid, high = (accuracy(supernet, spec, images, labels) for spec in (smallest, middle, largest))
+    low, mid, high = subnetact.evaluate(supernet, [smallest, middle, largest], data)
     assert high - low >= 8
     assert low < mid < high
     assert shared[0] < low - 20

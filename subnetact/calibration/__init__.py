@@ -1,7 +1,7 @@
 """Calibration: the BatchNorm statistics of many subnets, from one pass over data.
 
 `subnetact.calibrate` is the only function to call. It fills `supernet.norms` with one statistics row per
-subnet.
+subnet. `subnetact.calibration.calibrate` is the module that defines this function.
 
 How the statistics are averaged
 -------------------------------

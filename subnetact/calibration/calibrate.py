@@ -101,11 +101,11 @@ def calibrate(
             bit. Give the same batches again, in the same order. If None, nothing is saved.
         save_every_s: the time in seconds between two writes of `resume`. A write waits until the current
             subnet has taken its batch; 0 writes after every subnet and batch.
-        tolerance: the relative standard error at which a subnet takes no further batch, 0.01 for example.
-            The standard error of every BatchNorm's averaged mean has to be below `tolerance` times the
-            standard deviation of the layer, and that of the averaged variance below `tolerance` times the
-            variance of the layer. Both are root mean squares over the channels, estimated from the
-            differences between batches, after at least four batches. If None, every subnet takes all batches.
+        tolerance: the relative standard error, in percent, at which a subnet takes no further batch; 1.0 is
+            one percent. The standard error of every BatchNorm's averaged mean has to be below this share of
+            the layer's standard deviation, and that of the averaged variance below this share of the layer's
+            variance. Both are root mean squares over the channels, estimated from the differences between
+            batches, after at least four batches. If None, every subnet takes all batches.
         memory_mb: how much of one subnet's forward pass may be kept for later subnets, in MiB. What does not
             fit is computed again; the statistics are the same. The forward pass of one subnet comes on top.
 
@@ -129,7 +129,9 @@ def calibrate(
     if rule is not None and rule not in CALIBRATION_RULES:
         raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
     if tolerance is not None and not 0 < tolerance < float("inf"):
-        raise SpecError(f"tolerance: {tolerance!r} is no positive number, 0.01 for example")
+        raise SpecError(
+            f"tolerance: {tolerance!r} is no positive number of percent; give 1.0 for one percent"
+        )
     if not memory_mb >= 0:
         raise SpecError(f"memory_mb: {memory_mb!r} is no number of MiB; give 0 to keep nothing")
     if not save_every_s >= 0:
@@ -140,12 +142,13 @@ def calibrate(
     wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))
     if not supernet.norm_operators() or not wanted:
         return CalibrationReport(dict.fromkeys(wanted, 0))
+    largest_error = None if tolerance is None else tolerance / 100
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
         saved = None
         if resume is not None:
-            saved = UnfinishedFile(resume, identity(supernet, wanted, rule, tolerance))
-        run = CalibrationRun(supernet, wanted, rule, tolerance, memory_mb * 2**20)
+            saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
+        run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
         _pass(run, batches, saved, save_every_s, start, progress)
         found = run.rows()
     rows = {spec: found[spec] for spec in wanted}

@@ -29,7 +29,7 @@ def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> 
         leaves: the modules that the graph calls, by name.
 
     Returns:
-        The first other node that overwrites something, in words; None if there is none.
+        The first other node that overwrites something, in words. If no node does, None.
     """
     for node in nodes:
         if not _writes(node, leaves):

@@ -22,7 +22,7 @@ __all__ = ["CalibrationRun"]
 TRIAL_INPUTS = 2
 """How many inputs the trial takes that compares a shared with an ordinary forward pass."""
 AT_LEAST = 4
-"""How many batches a subnet takes before it may be found to be within the tolerance."""
+"""How many batches a subnet takes before it may be found to have small enough errors."""
 
 
 @dataclass(eq=False)
@@ -45,15 +45,15 @@ class CalibrationRun:
         supernet: the supernet; it is not changed.
         specs: the subnets.
         rule: one of `CALIBRATION_RULES`; if None, each BatchNorm has its own rule.
-        tolerance: the relative standard error at which a subnet needs no more batches. If None, every
-            subnet takes all batches.
+        largest_error: the relative standard error at which a subnet needs no more batches, 0.01 for one
+            percent. If None, every subnet takes all batches.
         memory: the number of bytes of one subnet's forward pass to keep for later subnets.
 
     Attributes:
         specs: the subnets in an order that does not depend on the given one.
         finished: the number of batches that all subnets have taken.
         position: the number of subnets with shared layers that have taken the next batch.
-        stopped: for each subnet within the tolerance, its statistics row and the number of its batches.
+        stopped: for each subnet with small enough errors, its statistics row and the number of its batches.
         one_at_a_time: for each subnet that shares no layers, the reason.
         layers_computed: the number of module calls so far.
         layers_alone: the number of module calls that the subnets would have made without sharing.
@@ -64,12 +64,12 @@ class CalibrationRun:
         supernet: Supernet,
         specs: Sequence[SubnetSpec],
         rule: str | None,
-        tolerance: float | None,
+        largest_error: float | None,
         memory: float,
     ) -> None:
         self._supernet = supernet
         self._rule = rule
-        self._tolerance = tolerance
+        self._largest_error = largest_error
         self.specs = sorted(specs, key=lambda spec: spec.key)
         self.device = next(supernet.network.parameters()).device
         self.finished = self.position = self.layers_computed = self.layers_alone = 0
@@ -92,7 +92,7 @@ class CalibrationRun:
         norms: list[CalibrationNorm] = []
 
         def collecting(norm: SubnetNorm) -> nn.Module:
-            norms.append(CalibrationNorm(norm, row, self._rule, spread=self._tolerance is not None))
+            norms.append(CalibrationNorm(norm, row, self._rule, spread=self._largest_error is not None))
             return norms[-1].module  # type: ignore[no-any-return]
 
         return bind(self._supernet.network, row, collecting), norms
@@ -169,7 +169,7 @@ class CalibrationRun:
         self.layers_alone += alone
 
     def _stop(self) -> None:
-        if self._tolerance is None or self.finished < AT_LEAST:
+        if self._largest_error is None or self.finished < AT_LEAST:
             return
         errors: dict[int, float] = {}
         found = {}
@@ -178,7 +178,7 @@ class CalibrationRun:
                 norms = self._norms_of(spec).values()
                 for norm in norms:
                     errors.setdefault(id(norm), norm.error())
-                if max((errors[id(norm)] for norm in norms), default=0.0) < self._tolerance:
+                if max((errors[id(norm)] for norm in norms), default=0.0) < self._largest_error:
                     found[spec] = self._row(spec), self.finished
         if found:
             self.stopped.update(found)

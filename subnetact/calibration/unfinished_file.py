@@ -32,7 +32,7 @@ UNFINISHED = DocumentFormat(
 
 
 def identity(
-    supernet: Supernet, specs: Sequence[SubnetSpec], rule: str | None, tolerance: float | None
+    supernet: Supernet, specs: Sequence[SubnetSpec], rule: str | None, largest_error: float | None
 ) -> dict[str, str]:
     """Return what two calibrations must have in common so that one can go on with the work of the other.
 
@@ -42,7 +42,7 @@ def identity(
         supernet: the supernet.
         specs: the subnets to calibrate.
         rule: the rule of averaging; if None, that of each BatchNorm.
-        tolerance: the tolerance of the calibration, or None.
+        largest_error: the relative standard error at which subnets stop, 0.01 for one percent, or None.
 
     Returns:
         Facts in words, by name; `ResumeMismatch` names those that differ.
@@ -53,7 +53,7 @@ def identity(
         "weights": supernet.fingerprint(),
         "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
         "rule": ", ".join(rules),
-        "tolerance": str(tolerance),
+        "tolerance": str(largest_error),
         "device": next(supernet.network.parameters()).device.type,
         "versions": f"subnetact {__version__}, torch {torch.__version__}",
     }

@@ -74,8 +74,8 @@ class Engine:
             quarter of it, on the CPU also 32 MiB for compiled kernels, but together at most half, stays free
             for what packing and running need temporarily. Not included are the activations of each thread
             and the memory that the C allocator and MKL keep per thread.
-        accuracy: accuracy per subnet in percent, None for a subnet whose accuracy is not known. Bundles keep
-            these figures.
+        accuracy: accuracy per subnet in percent, or None for a subnet whose accuracy is not known. Bundles
+            keep these figures.
         allow_uncalibrated: whether to accept subnets that have no BatchNorm statistics of their own.
         fuse: whether subnets may become fused programs within the budget. If False, only graphs use the
             budget.
@@ -123,7 +123,9 @@ class Engine:
         graph_backend: GraphBackend | None = None,
     ) -> None:
         canonical = as_supernet(supernet).distinct(specs, "an engine")
-        known = [None] * len(canonical) if accuracy is None else list(accuracy)
+        known = (
+            [None] * len(canonical) if accuracy is None else [a if a is None else float(a) for a in accuracy]
+        )
         if len(known) != len(canonical):
             raise SpecError(
                 f"accuracy: {len(known)} values for {len(canonical)} subnets; give one per subnet"
@@ -225,9 +227,9 @@ class Engine:
         self._refuse_uncalibrated([spec])
         with self._changing:
             known = next((s for s in self._subnets if s.spec == spec), None)
-            subnet = known or ReadySubnet(len(self._subnets), spec, accuracy, self._run)
+            subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
             if accuracy is not None:
-                subnet.accuracy = accuracy
+                subnet.accuracy = float(accuracy)
             if subnet.bound is None:
                 subnet.bound = self._bind(spec)
             if known is None:

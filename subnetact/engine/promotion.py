@@ -186,8 +186,9 @@ class Promoter:
         x = batch.to(device)
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        view, row = self._supernet.private_view(subnet.spec)
-        if row is not bound.row or self._supernet.weights_generation != bound.weights_generation:
+        view, statistics_row = self._supernet.private_view(subnet.spec)
+        moved = self._supernet.weights_generation != bound.weights_generation
+        if moved or statistics_row is not bound.statistics_row:
             raise ValueError("its statistics were replaced")
         with torch.inference_mode():
             program = FusedProgram(view, self._dtype)

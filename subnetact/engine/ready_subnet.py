@@ -22,13 +22,15 @@ class Bound:
 
     Attributes:
         view: a view that only the engine uses.
-        row: the statistics row of the subnet. If None, the view uses the supernet's shared statistics.
+        statistics_row: the statistics row of the subnet. If None, the view uses the supernet's shared
+            statistics.
         weights_generation: that of the supernet when the view was made.
-        sources: the tensors that the view reads, except inference tensors, which do not count versions.
+        sources: the tensors that the view reads, except inference tensors, which do not count versions. They
+            are left out once, here, because `versions` runs with every call of a fused program or graph.
     """
 
     view: nn.Module
-    row: NormRow | None
+    statistics_row: NormRow | None
     weights_generation: int
     sources: tuple[Tensor, ...]
 
@@ -40,23 +42,25 @@ class Bound:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         generation = supernet.weights_generation
-        view, row = supernet.private_view(spec)
+        view, statistics_row = supernet.private_view(spec)
         use_fast_convs_(view)
         # A computed kernel is refreshed only when its convolution runs, so watch the tensors it is made of.
         sources: list[Tensor] = []
         for parameter in view.parameters():
             computed = getattr(parameter, "computed", None)
             sources += [parameter] if computed is None else computed.operator.parameters(recurse=False)
-        if row is not None:
-            sources.append(row.flat)
+        if statistics_row is not None:
+            sources.append(statistics_row.flat)
         else:
             norms = supernet.norm_operators().values()
             sources += [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        return cls(view, row, generation, tuple(t for t in sources if not t.is_inference()))
+        counting = tuple(source for source in sources if not source.is_inference())
+        return cls(view, statistics_row, generation, counting)
 
     def current(self, supernet: Supernet, spec: SubnetSpec) -> bool:
         """Tell whether the supernet would bind the subnet to the same tensors now."""
-        return self.row is supernet.norms.get(spec) and self.weights_generation == supernet.weights_generation
+        same_statistics = self.statistics_row is supernet.norms.get(spec)
+        return same_statistics and self.weights_generation == supernet.weights_generation
 
     def versions(self) -> list[int]:
         """Return the version counters of all sources; they differ after any in-place change."""

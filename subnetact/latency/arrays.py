@@ -101,18 +101,18 @@ class TableArrays:
         if repeated:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
         sizes = ascending_sizes(self.batch_sizes)
-        levels = tuple(_number(value, f"co_runners[{i}]") for i, value in enumerate(self.co_runners))
-        if any(level < 0 for level in levels) or any(a >= b for a, b in pairwise(levels)):
-            raise TableError(f"co_runners: {levels} must be ascending and >= 0")
-        if len(self.co_runner_ms) != len(levels):
+        numbers = tuple(_number(value, f"co_runners[{i}]") for i, value in enumerate(self.co_runners))
+        if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
+            raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
+        if len(self.co_runner_ms) != len(numbers):
             raise TableError(
-                f"co_runner_ms: {len(self.co_runner_ms)} levels for {len(levels)} of co_runners; "
-                "give one array of latencies per number of co-runners"
+                f"co_runner_ms: {len(self.co_runner_ms)} arrays of latencies for {len(numbers)} numbers of "
+                "co-runners; give one array per number"
             )
         latency_ms = _cells("latency_ms", self.latency_ms, keys, sizes, positive=True)
         if np.isnan(latency_ms).all():
             raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
-        co_runner_ms: Floats = np.empty((len(levels), len(keys), len(sizes)))
+        co_runner_ms: Floats = np.empty((len(numbers), len(keys), len(sizes)))
         for i, cells in enumerate(self.co_runner_ms):
             co_runner_ms[i] = _cells(f"co_runner_ms[{i}]", cells, keys, sizes, positive=True)
         co_runner_ms.setflags(write=False)
@@ -123,7 +123,7 @@ class TableArrays:
             "latency_ms": latency_ms,
             "statistics": MappingProxyType(statistics),
             "stamp": MappingProxyType(_json_copy(self.stamp)),
-            "co_runners": levels,
+            "co_runners": numbers,
             "co_runner_ms": co_runner_ms,
             "pad_index": tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
         }

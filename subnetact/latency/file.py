@@ -58,10 +58,18 @@ def arguments_of(document: Mapping[str, Any]) -> dict[str, Any]:
             re.sub(r"_beside_([0-9.e+]+)$", r"_with_\1_co_runners", name): _with_nans(values)
             for name, values in present["statistics"].items()
         },
-        "stamp": {FORMER.get(name, name): value for name, value in present["stamp"].items()},
+        "stamp": _present_stamp(present["stamp"]),
         "co_runners": present.get("co_runners", ()),
         "co_runner_ms": _with_nans(present["co_runner_ms"]) if "co_runner_ms" in present else None,
     }
+
+
+def _present_stamp(stamp: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stamp with present names; earlier versions gave the tolerance as a share, `stability`."""
+    present = {FORMER.get(name, name): value for name, value in stamp.items() if name != "stability"}
+    if "stability" in stamp:
+        present["tolerance"] = 100.0 * stamp["stability"]
+    return present
 
 
 def _with_nulls(values: Floats) -> list[list[float | None]]:

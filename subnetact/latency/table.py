@@ -368,8 +368,8 @@ def _stamp_of(stamp: Mapping[str, Any], chosen: Sequence[int], batch_sizes: Sequ
     found = {name: value for name, value in stamp.items() if name != "dominated"}
     if "out_of_memory" in found:
         found["out_of_memory"] = sorted(
-            [level, new, size]
-            for level, subnet, size in found["out_of_memory"]
+            [co_runners, new, size]
+            for co_runners, subnet, size in found["out_of_memory"]
             for new, old in enumerate(chosen)
             if old == subnet and size in batch_sizes
         )

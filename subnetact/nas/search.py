@@ -130,8 +130,8 @@ def search(
         The chosen subnets, in ascending latency at the first batch size.
 
     Raises:
-        SearchError: arguments contradict each other, an accuracy or latency is not a finite number, or
-            the state in `resume` belongs to another space or to other settings.
+        SearchError: arguments contradict each other, or an accuracy or latency is not a finite number.
+        ResumeMismatch: the state in `resume` belongs to another space or to other settings.
         FileFormatError: the state in `resume` is damaged.
         MissingFile: the folder of `resume` does not exist.
 

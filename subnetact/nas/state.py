@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from subnetact.documents import DocumentFormat
-from subnetact.errors import SearchError, SpecError
+from subnetact.errors import ResumeMismatch, SpecError
 from subnetact.pareto import Costs
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -93,11 +93,11 @@ class SearchState:
         Raises:
             MissingFile: there is no such file.
             FileFormatError: the file is not the state of a search, is damaged, or has a newer schema.
-            SearchError: the state belongs to another space, or to a search with other settings.
+            ResumeMismatch: the state belongs to another space, or to a search with other settings.
         """
         data = STATE.read(path)
         if data.get("space") != self.space.id:
-            raise SearchError(
+            raise ResumeMismatch(
                 f"{path}: a search in space {data.get('space')}, this one is in {self.space.id}; resume with "
                 "the same supernet, or name a new file"
             )
@@ -108,7 +108,7 @@ class SearchState:
                 for name in {**self.settings, **before}
                 if before.get(name) != self.settings.get(name)
             ]
-            raise SearchError(
+            raise ResumeMismatch(
                 f"{path}: a search with other settings ({'; '.join(differing)}); use the same ones, or name "
                 "a new file"
             )

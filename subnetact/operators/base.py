@@ -148,7 +148,7 @@ class Operator(nn.Module):
             sizes: what `sizes` returned for the subnet.
 
         Returns:
-            The parameters under the template's names; None for a parameter that the template lacks.
+            The parameters under the template's names. For a parameter that the template lacks, None.
         """
         raise NotImplementedError
 

@@ -63,8 +63,8 @@ class LayerSelect(Operator):
             name: the name of the layer in the stack.
 
         Returns:
-            A position in size rows, and the size there with which the layer is kept; None if the layer is
-            always kept.
+            A position in size rows, and the size there with which the layer is kept. For a layer
+            that is always kept, None.
         """
         return (self.dims[name], 1) if name in self.dims else None
 

@@ -47,7 +47,7 @@ class Measurements:
 
         Args:
             cell: the cell that was measured.
-            window: its times in ms; None if the memory ran out.
+            window: its times in ms. If None, the memory ran out.
         """
         if self._journal is not None:
             times = {clock: np.round(values, 6).tolist() for clock, values in (window or {}).items()}

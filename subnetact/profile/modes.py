@@ -54,7 +54,8 @@ def engine_for(
         example: one input without a batch dimension.
         device: where subnets run.
         memory_budget_mb: MiB for fused programs and CUDA graphs; ignored in modes without a budget.
-        accuracy: percent per subnet, None if it is not known. If None, no accuracy is known.
+        accuracy: percent per subnet, or None for a subnet whose accuracy is not known. If None, no
+            accuracy is known.
 
     Raises:
         TableError: the mode is unknown.
@@ -117,7 +118,7 @@ class TimedCall:
 
     Attributes:
         call: the function whose time is taken.
-        before: a function that is called, untimed, before each timed call; None if there is none.
+        before: a function that is called, untimed, before each timed call. If None, nothing is called.
     """
 
     call: Callable[[], Any]

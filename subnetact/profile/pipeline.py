@@ -104,7 +104,7 @@ class ProfileResult:
         cells: the number of cells that ran, beside every number of co-runners.
         unstable: the number of these cells whose median is not known well enough.
         dominated: the number of subnets that another subnet dominates in accuracy and in the medians measured
-            without co-runners; None if accuracies are not known.
+            without co-runners. If accuracies are not known, None.
         calibrated: the origin of the BatchNorm statistics, in words.
     """
 

@@ -1,8 +1,8 @@
 """Which subnets are profiled: all, those of a file, random ones, or a Pareto set that a search finds.
 
 For a Pareto set, a few random subnets are measured first, latency predictors are fitted to them, and the
-search goes by these predictors. Subnets that the search finds are measured before they are trusted, if their
-accuracies are known.
+search ranks subnets by their predictions. Subnets that the search finds are measured before they are trusted,
+if their accuracies are known.
 """
 
 from __future__ import annotations
@@ -87,23 +87,23 @@ class SelectionRequest:
 
     @property
     def file(self) -> str | None:
-        """The file of subnets; None if subnets are asked for in another way."""
+        """The file of subnets. If subnets are asked for in another way, this is None."""
         return None if self.subnets == "all" or self.count is not None else self.subnets
 
     @property
     def count(self) -> int | None:
-        """The number of subnets asked for; None for `all` and for a file."""
+        """The number of subnets asked for. For `all` and for a file, this is None."""
         number = self.subnets.removeprefix("random:")
         return int(number) if number.isdigit() else None
 
     @property
     def factory(self) -> str | None:
-        """The `pkg.mod:factory` of a function subnet -> percent; None if accuracies come from elsewhere."""
+        """The `pkg.mod:factory` of a function subnet -> percent, or None without such a factory."""
         return self.accuracy[0] if len(self.accuracy) == 1 and ":" in self.accuracy[0] else None
 
     @property
     def predictor(self) -> str | None:
-        """The checkpoint of an accuracy predictor; None if accuracies come from elsewhere."""
+        """The checkpoint of an accuracy predictor, or None without such a checkpoint."""
         if len(self.accuracy) != 1 or self.factory is not None:
             return None
         return None if _is_number(self.accuracy[0]) else self.accuracy[0]
@@ -117,7 +117,7 @@ class SelectionRequest:
         return self.subnets.isdigit() and int(self.subnets) < size
 
     def size(self, size: int) -> int:
-        """Return how many subnets of a space are asked for, files of subnets aside.
+        """Return how many subnets of a space are asked for, if they are not listed in a file.
 
         Args:
             size: the number of subnets in the space.
@@ -136,7 +136,7 @@ class Selection:
 
     Attributes:
         specs: the subnets; those of a search are in ascending order of latency.
-        accuracy: percent per subnet, None if it is not known.
+        accuracy: percent per subnet, or None for a subnet whose accuracy is not known.
         facts: how the subnets were selected, for the table's stamp.
     """
 
@@ -249,7 +249,7 @@ def _is_number(text: str) -> bool:
 def _accuracy_function(
     source: ProfileSource, request: SelectionRequest
 ) -> tuple[AccuracyFunction | None, str]:
-    """Return the function that gives any subnet's accuracy, None if there is none, and its origin."""
+    """Return the function that gives any subnet's accuracy (or None without one), and its origin."""
     if request.factory is not None:
         return import_name(request.factory)(source.supernet), request.factory
     if request.predictor is None:

@@ -45,7 +45,7 @@ class ProfileSource:
         supernet: the supernet, on the CPU.
         example: one input without a batch dimension.
         specs: the subnets of the bundle; empty if there is no bundle.
-        accuracy: percent per subnet of the bundle, None if it is not known.
+        accuracy: percent per subnet of the bundle, or None for a subnet whose accuracy is not known.
     """
 
     supernet: Supernet

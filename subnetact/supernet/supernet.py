@@ -169,7 +169,8 @@ class Supernet(nn.Module):
             spec: the subnet.
 
         Returns:
-            The view, and the statistics row that it runs on; None if the subnet was never calibrated.
+            The view, and the statistics row that it runs on. If the subnet was never
+            calibrated, the row is None.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).

@@ -63,7 +63,7 @@ def dying_after(collected: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return lambda: left[0] <= 0
 
 
-@pytest.mark.parametrize("tolerance", [None, 0.08])
+@pytest.mark.parametrize("tolerance", [None, 8.0])
 @pytest.mark.parametrize("after", [30, 75, 150, 260, 333])
 def test_killed_anywhere_and_resumed_gives_the_same_bits(
     digits: Supernet,
@@ -183,7 +183,7 @@ def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
     for chosen, batches, options, message in (
         (specs[:-1], BATCHES, {}, "other subnets"),
         (specs, BATCHES, {"rule": "cumulative_unbiased"}, "other rule"),
-        (specs, BATCHES, {"tolerance": 0.5}, "other tolerance"),
+        (specs, BATCHES, {"tolerance": 50.0}, "other tolerance"),
         (specs, other_batches, {}, "its first 6 batches are others"),
         (specs, BATCHES[:-1], {}, "it has 6 batches, the data only 5"),
     ):

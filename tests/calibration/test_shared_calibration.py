@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_statistics import reference_statistics
 from torch import nn
 
 import subnetact
@@ -19,7 +20,6 @@ from subnetact.calibration.calibration_norm import CalibrationNorm, batch_statis
 from subnetact.digits import new_digits_supernet
 from subnetact.operators import SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.bind import bind
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -27,44 +27,12 @@ BATCHES = torch.randn(19, 1, 16, 16, generator=torch.Generator().manual_seed(3))
 RULES = ["weighted_biased", "cumulative_unbiased"]
 
 
-def reference(
-    supernet: Supernet, spec: SubnetSpec, batches: list[torch.Tensor], rule: str
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Calibrate one extracted network after another, with the averages written as the rules define them."""
-    seen: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-    row = supernet.space.resolve(spec)
-
-    def watched(norm: SubnetNorm) -> nn.Module:
-        module = norm.bind(row)
-
-        def hook(module: Any, args: tuple[torch.Tensor]) -> None:
-            (x,) = args
-            axes = [axis for axis in range(x.dim()) if axis != 1]
-            n = x.numel() // x.shape[1]
-            var, mean = torch.var_mean(x, axes, correction=0)
-            biased = rule == "weighted_biased"
-            stored = var if biased else var * n / (n - 1)
-            seen.setdefault(norm.path, []).append((len(x) if biased else 1, mean, stored))
-            module.register_buffer("running_mean", mean)
-            module.register_buffer("running_var", var)
-
-        module.register_forward_pre_hook(hook)
-        return module
-
-    network = bind(supernet.network, row, watched)
-    with torch.no_grad():
-        for batch in batches:
-            network(batch.clone())
-    found = {}
-    for path, batchwise in seen.items():
-        total = sum(n for n, _, _ in batchwise)
-        found[path] = sum(n * m for n, m, _ in batchwise) / total, sum(n * v for n, _, v in batchwise) / total
-    return found
-
-
 def assert_reference(supernet: Supernet, specs: list[SubnetSpec], batches: list[torch.Tensor], rule: str):
     for spec in specs:
-        expected, found = reference(supernet, spec, batches, rule), supernet.norms.get(spec).pairs()
+        expected, found = (
+            reference_statistics(supernet, spec, batches, rule),
+            supernet.norms.get(spec).pairs(),
+        )
         assert set(expected) <= set(found)
         for path, pair in expected.items():
             for a, b in zip(found[path], pair, strict=True):
@@ -304,7 +272,7 @@ def test_subnets_stop_when_they_are_within_the_tolerance(digits: Supernet) -> No
     batches = [torch.randn(12, 1, 16, 16) for _ in range(40)]
     read = []
     source = chain.from_iterable([read.append(i) or batch] for i, batch in enumerate(batches))
-    report = subnetact.calibrate(digits, specs, source, False, tolerance=0.05)
+    report = subnetact.calibrate(digits, specs, source, False, tolerance=5.0)
     used = [report.batches[spec] for spec in specs]
     assert min(used) >= 4
     assert len(set(used)) > 1
@@ -313,7 +281,7 @@ def test_subnets_stop_when_they_are_within_the_tolerance(digits: Supernet) -> No
     for spec, count, row in zip(specs, used, found, strict=True):
         subnetact.calibrate(digits, [spec], batches[:count], False)
         assert torch.equal(digits.norms.get(spec).flat, row)
-    strict = subnetact.calibrate(digits, specs, batches, False, tolerance=1e-9)
+    strict = subnetact.calibrate(digits, specs, batches, False, tolerance=1e-7)
     assert set(strict.batches.values()) == {len(batches)}
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_families import small_inputs, small_supernet
 from torch import Tensor, nn
 
 import subnetact
-from ofa_adapters import families, load
+from ofa_adapters import families
 from subnetact.engine import EngineStats
 from subnetact.engine.fast_conv import SMALL_MAP, use_fast_convs_
 from subnetact.engine.fused_program import FusedProgram
@@ -27,11 +28,7 @@ from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
 X = torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-SMALL = {
-    "ofa_resnet50": {"width_mult_list": [0.1, 0.2], "n_classes": 7},
-    "ofa_mbv3": {"n_classes": 7, "depth_list": [2, 3]},
-    "ofa_proxyless": {"n_classes": 7, "depth_list": [2, 3]},
-}
+SMALL = ["ofa_resnet50", "ofa_mbv3", "ofa_proxyless"]
 
 
 def close(output: Tensor, expected: Tensor, folded: bool) -> None:
@@ -72,8 +69,7 @@ def test_every_mode_gives_the_views_outputs(digits: Supernet, budget: float, pin
 def test_families_run_in_every_mode(family: str, wait_for: Callable[..., None]) -> None:
     assert family in families()
     torch.manual_seed(0)
-    supernet = load(family, **SMALL[family])
-    x = torch.randn(3, 3, 64, 64)
+    supernet, x = small_supernet(family), small_inputs(family, 3)["x"]
     specs = supernet.space.sample(3, 5)
     for norm in supernet.norm_operators().values():
         norm.get_buffer("running_mean").normal_(0, 0.1)

@@ -463,7 +463,7 @@ def test_steps_tabulate_every_decision(cells: Any, buckets: int, slacks: list[fl
 def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp_path: Path) -> None:
     specs = [digits.space.smallest(), digits.space.sample(3), digits.space.largest()]
     engine = subnetact.Engine(
-        calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, None, 80.0]
+        calibrated(digits, specs), specs, example=torch.zeros(1, 16, 16), accuracy=[60, None, 80]
     )
     scripted: Any = to_torchscript(engine, tmp_path / "m.pt")
     assert scripted.accuracy(0) == 60.0

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from reference_statistics import reference_statistics
 from safetensors.torch import load_file
-from torch import nn
 
 import subnetact
 from ofa_adapters import load
 from ofa_adapters.registry import family_of
 from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.bind import bind
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -30,40 +29,6 @@ FAMILIES = (
     "slimmable_resnet50",
     "us_mobilenet_v2",
 )
-
-
-def reference(
-    supernet: Supernet, spec: SubnetSpec, batches: list[torch.Tensor]
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """One subnet by itself, every BatchNorm on its batch's own statistics, averaged as its rule says."""
-    seen: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-    row = supernet.space.resolve(spec)
-
-    def watched(norm: SubnetNorm) -> nn.Module:
-        module = norm.bind(row)
-
-        def hook(module: Any, args: tuple[torch.Tensor]) -> None:
-            (x,) = args
-            biased = norm.rule == "weighted_biased"
-            n = x.numel() // x.shape[1]
-            var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-            stored = var if biased else var * n / (n - 1)
-            seen.setdefault(norm.path, []).append((len(x) if biased else 1, mean, stored))
-            module.register_buffer("running_mean", mean)
-            module.register_buffer("running_var", var)
-
-        module.register_forward_pre_hook(hook)
-        return module
-
-    network = bind(supernet.network, row, watched)
-    with torch.no_grad():
-        for batch in batches:
-            network(batch)
-    totals = {path: sum(n for n, _, _ in batchwise) for path, batchwise in seen.items()}
-    return {
-        path: tuple(sum(part[0] * part[i] for part in batchwise) / totals[path] for i in (1, 2))
-        for path, batchwise in seen.items()
-    }
 
 
 def neighbours(supernet: Supernet, count: int) -> list[SubnetSpec]:
@@ -104,7 +69,7 @@ def test_many_at_a_time_equal_one_at_a_time(family: str, constructor_of: Any) ->
     report = subnetact.calibrate(supernet, specs, batches, False)
     assert not report.one_at_a_time
     for spec in specs:
-        found, expected = supernet.norms.get(spec).pairs(), reference(supernet, spec, batches)
+        found, expected = supernet.norms.get(spec).pairs(), reference_statistics(supernet, spec, batches)
         assert set(found) == set(expected)
         for path, pair in expected.items():
             for a, b in zip(found[path], pair, strict=True):
@@ -226,7 +191,7 @@ def test_an_ordinary_network_with_operators_in_it() -> None:
     assert not report.one_at_a_time
     assert report.saved > 0.15
     for spec in specs:
-        expected = reference(supernet, spec, batches)
+        expected = reference_statistics(supernet, spec, batches)
         for path, pair in supernet.norms.get(spec).pairs().items():
             for a, b in zip(pair, expected[path], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from small_families import small_supernet
 
 import subnetact
-from ofa_adapters import load
 from subnetact.profile.measurements import Measurements
 from subnetact.profile.modes import TimedRunner, engine_for
 from subnetact.profile.sweep import SweepSettings, sweep, table_of
@@ -50,7 +50,7 @@ def test_calibration_on_cuda_equals_calibration_on_cpu(digits: Supernet) -> None
 
 
 def test_a_cuda_profile_is_stamped_with_the_device() -> None:
-    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    supernet = small_supernet("ofa_resnet50")
     engine = subnetact.Engine(
         supernet,
         [supernet.space.smallest(), supernet.space.largest()],
@@ -72,7 +72,7 @@ def test_a_cuda_profile_is_stamped_with_the_device() -> None:
 @pytest.mark.parametrize("mode", ["eager", "zero-copy", "fused", "graphs"])
 @pytest.mark.parametrize("include_h2d", [False, True])
 def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
-    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    supernet = small_supernet("ofa_resnet50")
     specs = [supernet.space.smallest(), supernet.space.largest()]
     engine = engine_for(
         supernet, specs, mode, example=torch.zeros(3, 64, 64), device="cuda", memory_budget_mb=512
@@ -89,7 +89,7 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
 
 
 def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
-    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    supernet = small_supernet("ofa_resnet50")
     example = torch.zeros(3, 512, 512)
     engine = subnetact.Engine(
         supernet, [supernet.space.smallest()], example=example, device="cuda", allow_uncalibrated=True
@@ -109,7 +109,7 @@ def test_memory_that_runs_out_on_cuda_is_a_missing_cell() -> None:
 @pytest.mark.parametrize("budget", [0, 512])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None:
-    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    supernet = small_supernet("ofa_resnet50")
     specs = [supernet.space.smallest(), supernet.space.sample(0), supernet.space.largest()]
     engine = subnetact.Engine(
         supernet,
@@ -131,7 +131,7 @@ def test_every_mode_on_cuda_equals_the_view(budget: float, pinned: bool) -> None
 
 
 def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
-    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    supernet = small_supernet("ofa_resnet50")
     specs = [supernet.space.smallest(), supernet.space.sample(0), supernet.space.largest()]
     engine = subnetact.Engine(
         supernet,
@@ -158,7 +158,7 @@ def test_graphs_are_replayed_one_at_a_time_from_many_threads() -> None:
 
 
 def test_half_precision_programs_agree_roughly() -> None:
-    supernet = load("ofa_resnet50", width_mult_list=[0.1, 0.2])
+    supernet = small_supernet("ofa_resnet50")
     spec = supernet.space.largest()
     engine = subnetact.Engine(
         supernet,

@@ -105,7 +105,7 @@ def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statisti
         "p99": [[8.0, 10.0]], "stable": [[1, 0]], "p99_with_2_co_runners": [[18.0, 14.0]],
         "stable_with_2_co_runners": [[0, 1]],
     }  # fmt: skip
-    shown = {level: table.at_co_runners(level).statistics for level in (0, 1, 2)}
+    shown = {number: table.at_co_runners(number).statistics for number in (0, 1, 2)}
     assert shown[0]["p99"].tolist() == [[4.0, 5.0]]
     assert shown[1] == {}
     assert shown[2]["p99"].tolist() == [[9.0, 7.0]]
@@ -115,7 +115,7 @@ def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statisti
 def test_files_with_former_names_still_load(tmp_path):
     table = small(
         statistics={"p99": [[4, 3], [5, 4]], "p99_with_2_co_runners": [[8, 7], [9, 8]]},
-        stamp={"co_runner_subnet": 1, "dominated": 0},
+        stamp={"co_runner_subnet": 1, "dominated": 0, "tolerance": 5.0},
         co_runners=[0, 2],
         co_runner_ms=[[[3, 2], [4, 3]], [[6, 5], [9, 8]]],
     )
@@ -127,6 +127,7 @@ def test_files_with_former_names_still_load(tmp_path):
         ("_with_2_co_runners", "_beside_2"),
         ("co_runner_subnet", "colocated"),
         ("dominated", "beaten"),
+        ('"tolerance": 5.0', '"stability": 0.05'),
     ):
         assert now in former
         former = former.replace(now, then)
@@ -190,7 +191,7 @@ def test_the_array_of_the_caller_is_copied():
         ({"statistics": {"p99": [[1.0, 1.0], [1.0, -1.0]]}}, "'p99'.*'b' at batch size 4"),
         ({"stamp": {"when": object()}}, "stamp"),
         ({"co_runners": [1.0, 0.5], "co_runner_ms": np.ones((2, 2, 2))}, "ascending"),
-        ({"co_runners": [1.0]}, "0 levels for 1"),
+        ({"co_runners": [1.0]}, "0 arrays of latencies for 1"),
     ],
 )
 def test_bad_numbers_name_the_cell(changes, message):

@@ -102,10 +102,10 @@ def test_a_merged_table_has_holes_and_the_later_value() -> None:
         known.merged(one("a", 1, 1.0).with_accuracy([71.0]))
     with pytest.raises(TableError, match=r"threads: 1 and 2"):
         one("a", 1, 1.0).merged(one("b", 1, 1.0, threads=2))
-    levels = LatencyTable.from_arrays(["a"], [1.5], [1], [[1.0]], co_runners=[0.0], co_runner_ms=[[[1.0]]])
+    table = LatencyTable.from_arrays(["a"], [1.5], [1], [[1.0]], co_runners=[0.0], co_runner_ms=[[[1.0]]])
     with pytest.raises(TableError, match="co_runners"):
-        levels.merged(LatencyTable.from_arrays(["b"], [1.5], [1], [[1.0]]))
-    both = levels.merged(levels.select(batch_sizes=[1]).scaled(2.0))
+        table.merged(LatencyTable.from_arrays(["b"], [1.5], [1], [[1.0]]))
+    both = table.merged(table.select(batch_sizes=[1]).scaled(2.0))
     assert both.co_runner_ms.tolist() == [[[2.0]]]
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_families import small_supernet
 
 import subnetact
-from ofa_adapters import load
 from subnetact.digits import digits_space, load_digits_supernet, new_digits_supernet
 from subnetact.errors import (
     FileFormatError,
+    ResumeMismatch,
     SearchError,
 )
 from subnetact.nas.genes import Variation
@@ -25,16 +26,12 @@ from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-SMALL_FAMILIES: dict[str, dict[str, Any]] = {
-    "ofa_resnet50": {"width_mult_list": [0.1, 0.2], "expand_ratio_list": [0.1, 0.2], "n_classes": 2},
-    "ofa_mbv3": {"width_mult": 0.15, "n_classes": 2},
-    "compofa_mbv3": {"width_mult_list": 0.15, "n_classes": 2},
-}
+SMALL_FAMILIES = ["ofa_resnet50", "ofa_mbv3", "compofa_mbv3"]
 
 
 @pytest.fixture(scope="module")
 def spaces() -> dict[str, SubnetSpace]:
-    found = {name: load(name, None, **given).space for name, given in SMALL_FAMILIES.items()}
+    found = {name: small_supernet(name).space for name in SMALL_FAMILIES}
     return {"digits": digits_space(), **found}
 
 
@@ -291,10 +288,10 @@ def test_a_state_of_another_search_is_refused(made_up: tuple[Supernet, Any, Any]
         ({"evaluations": 31}, "evaluations"),
         ({"population": 9}, "population"),
     ):
-        with pytest.raises(SearchError, match=words):
+        with pytest.raises(ResumeMismatch, match=words):
             run(**given_)
-    other = load("compofa_mbv3", None, **SMALL_FAMILIES["compofa_mbv3"])
-    with pytest.raises(SearchError, match="space"):
+    other = small_supernet("compofa_mbv3")
+    with pytest.raises(ResumeMismatch, match="space"):
         subnetact.search(other, accuracy, latency, evaluations=30, resume=path, progress=False)
     assert path.read_text() == before
     data = json.loads(before)

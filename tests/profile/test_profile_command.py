@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_families import small_constructor, small_supernet
 
 import ofa_adapters
 import subnetact
-from ofa_adapters import load
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.journal import Journal
 from subnetact.latency.plot import need_matplotlib
@@ -117,14 +117,14 @@ def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
 
 
 def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    family = load("ofa_resnet50", width_mult_list=[0.1, 0.2], n_classes=3)
+    family = small_supernet("ofa_resnet50")
     encode = partial(ofa_adapters.encode, family.space, image_size=128)
     predictor = subnetact.AccuracyPredictor(encode, len(encode(family.space.smallest())))
     with torch.no_grad():
         predictor.network.base_acc.fill_(0.7)
     torch.save(predictor.state_dict(), tmp_path / "predictor.pth")
     torch.save(family.state_dict(), tmp_path / "family.pth")
-    constructor = json.dumps({"width_mult_list": [0.1, 0.2], "n_classes": 3})
+    constructor = json.dumps(small_constructor("ofa_resnet50"))
     arguments = (
         "--family", "ofa_resnet50", "--checkpoint", tmp_path / "family.pth", "--constructor", constructor,
         "--subnets", 3, "--fit-subnets", "0", "--evaluations", 20, "--batch-sizes", 1,

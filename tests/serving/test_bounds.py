@@ -55,7 +55,7 @@ def test_the_optimum_is_that_of_exhaustive_search(a40, gaps, slo, workers):
 def test_nothing_beats_the_optimum_and_it_keeps_below_the_fluid_bound(a40, gaps, slo, workers):
     arrivals = np.cumsum(gaps)
     optimum = exact_optimum(arrivals, a40, slo, workers)
-    bound = fluid_bound(arrivals, a40, slo, workers)
+    bound = fluid_bound(arrivals, a40, slo, workers=workers)
     assert optimum / len(arrivals) <= bound + 1e-6
     for name in ("hullfit", "slackfit", "maxbatch"):
         for rule in ("serve", "drop"):
@@ -100,6 +100,12 @@ def test_no_policy_exceeds_the_fluid_bounds(a40, seed):
                     trace, a40, make_policy(name, a40, 36.0), expired=rule, slo_ms=36.0, workers=8
                 )
                 assert result.effective_accuracy <= bound + 1e-9
+
+
+def test_the_number_of_workers_is_never_taken_for_the_slo(a40):
+    for bound in (fluid_bound, binned_fluid_bound):
+        with pytest.raises(TypeError, match="positional"):
+            bound([0.0], a40, 8, 36.0)
 
 
 def test_bad_input_is_refused(a40):

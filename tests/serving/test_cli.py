@@ -60,7 +60,11 @@ def test_the_module_runs_and_does_not_hide_the_function():
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "coarse" in out
     assert "fixed:5" in out
-    code = "import subnetact.simulate, subnetact; print(callable(subnetact.simulate))"
+    code = (
+        "import inspect, subnetact; f = subnetact.simulate; import subnetact.simulate as m; "
+        "assert m is not f and m.__doc__ == f.__doc__ and inspect.signature(m) == inspect.signature(f); "
+        "print(callable(subnetact.simulate))"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "True"
     )

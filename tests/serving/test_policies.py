@@ -303,7 +303,7 @@ def test_veltair_estimates_co_runners(a40):
         )
     )
     assert aware.attainment > blind.attainment
-    policy = Veltair(table, lambda level: SlackFit(level, slo_ms=36.0))
+    policy = Veltair(table, lambda t: SlackFit(t, slo_ms=36.0))
     for _ in range(40):
         policy.observe(0, 8, base[0, 3], 1.75 * base[0, 3])
     assert policy.estimated_co_runners == pytest.approx(1.5, abs=0.01)
@@ -358,7 +358,7 @@ def test_the_registry_makes_every_policy(a40):
         lambda t: Coarse(t, delay_ms=-1.0, slo_ms=36.0),
         lambda t: Flex(t, factor=1.0),
         lambda t: Flex(t, subnet=17),
-        lambda t: Veltair(t, lambda level: SlackFit(level, slo_ms=36.0)),
+        lambda t: Veltair(t, lambda t: SlackFit(t, slo_ms=36.0)),
     ],
 )
 def test_bad_settings_are_refused(a40, make):

@@ -1,4 +1,8 @@
-"""The module that TorchScript compiles: the traced network, size rows, statistics and decisions."""
+"""The module that TorchScript compiles: the traced network, full rows, statistics and decisions.
+
+The statistics of all subnets are one flat tensor. A full row is what one forward pass needs to know of its
+subnet: the subnet's size row, followed by one position in this tensor for each BatchNorm.
+"""
 
 import math
 from collections.abc import Sequence
@@ -32,10 +36,10 @@ Gate = tuple[int, int]
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of a full row: a subnet's size row, followed by positions of statistics.
+    """The layout of a full row: the size row of a subnet, then one position for each BatchNorm.
 
-    The size row is `SubnetSpace.resolve(spec)`. For each norm follows the position in the flat statistics at
-    which its means start; its variances come after its means.
+    The size row is `SubnetSpace.resolve(spec)`. The position of a BatchNorm is where its means start in the
+    flat statistics; its variances come after its means.
 
     Attributes:
         names: names of the sizes, in order (`SubnetSpace.dimensions`).

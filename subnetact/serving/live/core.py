@@ -104,7 +104,7 @@ class Core:
             floor: the minimum accuracy, in percent.
             priority: the higher, the more important.
             future: the future of the client.
-            loop: the event loop of the future; None for an `AnswerFuture`.
+            loop: the event loop of the future. If None, the future is an `AnswerFuture`.
 
         Returns:
             The queued request.

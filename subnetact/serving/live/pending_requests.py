@@ -44,7 +44,7 @@ class PendingRequests:
             others: whether another worker is up; if so, the worker gets no suspect that it was lost with.
 
         Returns:
-            The request and its subnet; None if there is no such suspect.
+            The request and its subnet. If there is no such suspect, None.
         """
         for at, (request, subnet, lost_worker) in enumerate(self._suspects):
             if lost_worker != worker or not others:

@@ -104,8 +104,9 @@ class Request:
         deadline_ms: time by which the answer is due on the same clock, in ms.
         floor: the minimum accuracy, in percent; 0 accepts every subnet.
         priority: the higher, the more important.
-        future: an `AnswerFuture`, or the future of an event loop; None once the request has its outcome.
-        loop: the event loop of `future`; None for an `AnswerFuture`.
+        future: an `AnswerFuture`, or the future of an event loop. It is None once the request has its
+            outcome.
+        loop: the event loop of `future`. If None, `future` is an `AnswerFuture`.
         open: whether the request has no outcome yet. It becomes False exactly once, under the batcher's lock.
         retried: whether a worker has hung or died with this request before.
     """

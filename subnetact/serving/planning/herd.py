@@ -22,7 +22,7 @@ class Stream:
         rate_qps: mean rate, requests per second.
         capacity_qps: how many of these requests one worker answers per second within the SLO.
         cv2: squared coefficient of variation of the gaps between requests; 1 is a Poisson process.
-        memory_mb: memory, MB, that the model takes on every worker of its group.
+        memory_mb: memory, MiB, that the model takes on every worker of its group.
 
     Raises:
         TraceError: a value is negative or not finite, or the capacity is 0.
@@ -79,7 +79,7 @@ def group_streams(
         streams: the streams; at least one.
         workers: number of workers to assign.
         groups: the greatest number of groups; empty groups get no worker.
-        memory_mb: memory of one worker, MB.
+        memory_mb: memory of one worker, MiB.
         burst_weight: the load of a stream counts as load + burst_weight * sqrt(cv2 * load).
         time_limit_s: time limit of each integer program, s.
 

@@ -9,8 +9,8 @@ The method, step by step:
    larger one is worked off within `Tuning.shrink_ms`, a smaller one may grow within `Tuning.grow_ms`. The
    number of workers divided by the load is the time that may be spent per request. It selects a point of the
    hull, or alternates between two neighbours (`TimePrice.pick_point`).
-3. **Price.** The slope of the hull at that point is the price of time: so many percent of accuracy could be
-   gained elsewhere with one ms. The value of a request is what it yields at that point: its accuracy minus
+3. **Price.** The slope of the hull at that point is the price of time: the percent of accuracy that one
+   more ms gains elsewhere. The value of a request is what it yields at that point: its accuracy minus
    the price of its time.
 4. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency: the accuracy
    of the batch, minus what the same requests would yield at the point of the hull, minus the price of the

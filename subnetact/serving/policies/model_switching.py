@@ -36,7 +36,7 @@ class ModelSwitching:
         replicas: for each table row, how many workers it may use. If None, all of them.
 
     Attributes:
-        subnet: the subnet that runs now; None before the first decision.
+        subnet: the subnet that runs now. Before the first decision, None.
 
     Raises:
         PolicyError: an argument is out of range, or the SLO is below the fastest option.

@@ -117,7 +117,7 @@ class _Plan:
     Attributes:
         edges: upper edges of the buckets, ms.
         choices: `choices[column][j]` is the option for a queue that rounds up to that column if the first j
-            upper edges are within the slack; None if those buckets are empty.
+            upper edges are within the slack. If those buckets are empty, the option is None.
     """
 
     def __init__(self, table: LatencyTable, slo_ms: float, buckets: int, floor: float) -> None:

@@ -22,7 +22,7 @@ class ArrivalMeter:
             time, so that memory stays bounded.
 
     Attributes:
-        start_ms: time of the first arrival; None before it.
+        start_ms: time of the first arrival. Before it, None.
         total: number of all arrivals so far.
     """
 

@@ -107,7 +107,7 @@ def _compare(options: argparse.Namespace) -> None:
     arrivals = load_trace(options.trace, options.scale, options.seed, options.duration_s)
     names = policy_names(table) if "all" in options.policy else options.policy
     policies = {name: make_policy(name, table, options.slo_ms) for name in names}
-    bound = fluid_bound(arrivals, table, options.slo_ms, options.workers)
+    bound = fluid_bound(arrivals, table, options.slo_ms, workers=options.workers)
     print(
         f"{options.trace} x{options.scale:g}: {len(arrivals)} requests, {options.workers} workers, "
         f"SLO {options.slo_ms:g} ms, expired requests: {options.expired}"
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
     parser.add_argument("--scale", type=float, default=2.0, help="factor on the rates of the trace")
     parser.add_argument(
-        "--duration-s", type=float, help="keep only so many seconds of the trace (default: all)"
+        "--duration-s", type=float, help="keep only the first seconds of the trace (default: all)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of arrivals and noise")
     parser.add_argument(

@@ -20,6 +20,7 @@ def fluid_bound(
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
     slo_ms: float | npt.ArrayLike,
+    *,
     workers: int = 1,
     step_ms: float = 1.0,
 ) -> float:
@@ -65,6 +66,7 @@ def binned_fluid_bound(
     arrivals_ms: npt.ArrayLike,
     table: LatencyTable,
     slo_ms: float,
+    *,
     workers: int = 1,
     bin_ms: float = 1000.0,
 ) -> float:
