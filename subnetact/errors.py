@@ -5,7 +5,8 @@ Users catch `SubnetActError` for everything, or one of its classes:
     SubnetActError
     ├── SpecError (ValueError)            A subnet specification or an argument of a family is malformed
     │   ├── IllegalChoice                 A value is not among the choices of its slot
-    │   └── ForeignSpec                   A specification belongs to another search space
+    │   ├── ForeignSpec                   A specification belongs to another search space
+    │   └── UserCodeError                 A function that a command line names raised; the cause is chained
     ├── InsertError (ValueError)          An elastic description does not fit its network
     ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
     ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
@@ -62,6 +63,7 @@ __all__ = [
     "TableError",
     "TraceError",
     "UncalibratedSubnetWarning",
+    "UserCodeError",
     "ViewError",
     "WorkerHung",
 ]
@@ -81,6 +83,10 @@ class IllegalChoice(SpecError):
 
 class ForeignSpec(SpecError):
     """A specification belongs to another search space."""
+
+
+class UserCodeError(SpecError):
+    """A function that a command line names raised; the cause is chained."""
 
 
 class InsertError(SubnetActError, ValueError):

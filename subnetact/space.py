@@ -101,7 +101,16 @@ class Axis:
 
         Returns:
             The axis.
+
+        Raises:
+            SpecError: `slots` or `choices` is one string instead of a list.
+
+        Example:
+            >>> Axis.uniform("width", ["stage1", "stage2"], [0.5, 1.0])
         """
+        for what, given in (("slots", slots), ("choices", choices)):
+            if isinstance(given, str):
+                raise SpecError(f"{name}: {what} is the string {given!r}; give a list, [{given!r}]")
         return cls(name, tuple(Slot(slot, tuple(choices)) for slot in slots))
 
 
@@ -131,7 +140,7 @@ class SubnetSpace:
             specifications of other spaces. The last 4,096 results are cached.
 
     Raises:
-        SpecError: the axes contradict themselves, or a size is not a whole number.
+        SpecError: the axes contradict themselves, a choice is a truth value, or a size is not a whole number.
 
     Example:
         >>> widths = Axis.uniform("width", ["stage1", "stage2"], [0.5, 1.0])
@@ -440,8 +449,8 @@ class SubnetSpace:
             return (values,) * len(axis.slots)
         if len(values) != len(axis.slots):
             raise SpecError(
-                f"{self.name}: {axis.name} has {len(axis.slots)} slots "
-                f"({axis.slots[0].name} .. {axis.slots[-1].name}), got {len(values)} values"
+                f"{self.name}: {axis.name} has {_counted_slots(axis)}, got {len(values)} values; give one "
+                "value per slot"
             )
         return tuple(values)
 
@@ -488,6 +497,9 @@ class SubnetSpace:
             where = f"{self.name}: {axis.name}[{index}] ({slot.name})"
             if not slot.choices or len(set(slot.choices)) != len(slot.choices):
                 raise SpecError(f"{where}: choices must be distinct and at least one, got {slot.choices}")
+            flags = [choice for choice in slot.choices if isinstance(choice, bool)]
+            if flags:
+                raise SpecError(f"{where}: {flags[0]} is a truth value; use the choices 0 and 1")
             when = slot.used_when
             if when and (when.axis, when.slot) not in gates:
                 raise SpecError(f"{where}: depends on {when.axis}[{when.slot}], which is not unconditional")
@@ -495,6 +507,13 @@ class SubnetSpace:
                 raise SpecError(f"{where}: {when.values} are not all choices of {when.axis}[{when.slot}]")
         if len({axis.name for axis in self.axes}) != len(self.axes):
             raise SpecError(f"{self.name}: two axes have the same name")
+
+
+def _counted_slots(axis: Axis) -> str:
+    names = [slot.name for slot in axis.slots]
+    if len(names) == 1:
+        return f"1 slot ({names[0]})"
+    return f"{len(names)} slots ({names[0]} to {names[-1]})"
 
 
 def _met(slot: Slot, axis: str, index: int, value: Value) -> bool:

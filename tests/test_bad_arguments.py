@@ -83,7 +83,7 @@ def test_one_specification_is_no_list(digits: Supernet, tmp_path: Path) -> None:
 
 def test_an_example_with_a_batch_dimension_is_refused_at_once(digits: Supernet) -> None:
     with pytest.raises(
-        InvalidRequest, match=r"does not run .* shape \(2, 1, 16, 16\): stem .*without a batch dim"
+        InvalidRequest, match=r"shape \(2, 1, 16, 16\): stem .*is a batch already.*: give x\[0\], not x"
     ):
         subnetact.Engine(
             digits, [digits.space.smallest()], example=torch.zeros(2, 1, 16, 16), allow_uncalibrated=True
@@ -95,8 +95,20 @@ def test_a_description_that_forgets_a_module_is_told_where() -> None:
     space = SubnetSpace("own", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"width": v["w"][0]})
     elastic = {"0": subnetact.WeightSlice.on(out="width"), "2": subnetact.WeightSlice.on(in_="width")}
     supernet = subnetact.insert_(network, space, elastic)
-    with pytest.raises(InvalidRequest, match=r"w=4 does not run .*: 1 \(LayerNorm\): .* elastic description"):
+    with pytest.raises(
+        InvalidRequest,
+        match=r"w=4 does not run .*: 1 \(LayerNorm\): .* describe this module: \"1\": LayerNormSlice\.on\(f",
+    ):
         subnetact.Engine(supernet, [space.largest(), space.smallest()], example=torch.zeros(4))
+
+
+def test_an_example_that_no_subnet_runs_on_is_not_blamed_on_the_description(digits: Supernet) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"shape \(3, 16, 16\): stem .*; give one input that the network"
+    ):
+        subnetact.Engine(
+            digits, [digits.space.smallest()], example=torch.zeros(3, 16, 16), allow_uncalibrated=True
+        )
 
 
 def test_an_example_is_tensors(digits: Supernet) -> None:

@@ -229,3 +229,21 @@ def test_own_notation_may_look_like_a_key() -> None:
 def test_keys_of_no_subnet_are_refused(key: str) -> None:
     with pytest.raises(SpecError):
         SPACE.parse(key)
+
+
+def test_axes_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"keep: slots is the string 'stage1'; give a list"):
+        Axis.uniform("keep", "stage1", [0, 1])
+    with pytest.raises(SpecError, match="choices is the string"):
+        Axis.uniform("kind", ["stage1"], "ab")
+    with pytest.raises(
+        SpecError, match=r"keep\[0\] \(stage1\): False is a truth value; use the choices 0 and 1"
+    ):
+        SubnetSpace("own", [Axis.uniform("keep", ["stage1"], [False, True])], lambda _: {"keep": 1})
+
+
+def test_a_wrong_number_of_values_names_the_slots() -> None:
+    with pytest.raises(SpecError, match=r"width has 1 slot \(all\), got 2 values"):
+        SPACE.spec(depth=1, expand=2, width=[0.5, 1.0])
+    with pytest.raises(SpecError, match=r"depth has 2 slots \(stage1 to stage2\), got 3 values"):
+        SPACE.spec(depth=[1, 1, 1], expand=2, width=0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from subnetact.calibration.run import CalibrationRun
 from subnetact.calibration.unfinished_file import UnfinishedFile, identity
-from subnetact.errors import SpecError
+from subnetact.device import ran_out_of_memory
+from subnetact.errors import SpecError, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
@@ -114,7 +115,9 @@ def calibrate(
 
     Raises:
         SpecError: a specification is not of this supernet, an argument is out of its range, there are no
-            batches, or statistics are not finite.
+            batches, the network does not run on a batch, or statistics are not finite.
+        InsertError: a subnet does not run on a batch on which the largest subnet runs, because the elastic
+            description lacks a module; the message names it.
         ResumeMismatch: `resume` is of other weights, subnets, data or settings.
         FileFormatError: `resume` is damaged, of another kind, or of a newer schema.
 
@@ -123,8 +126,9 @@ def calibrate(
         AttentiveNAS and Slimmable Networks.
 
     Example:
-        >>> report = subnetact.calibrate(supernet, space.sample(0, 20), loader,
-        resume="calibration.unfinished") >>> supernet.norms.save("norms.safetensors")
+        >>> specs = supernet.space.sample(0, 20)
+        >>> report = subnetact.calibrate(supernet, specs, loader, resume="calibration.unfinished")
+        >>> supernet.norms.save("norms.safetensors")
     """
     if rule is not None and rule not in CALIBRATION_RULES:
         raise SpecError(f"{rule!r} is no calibration rule; choose from {', '.join(CALIBRATION_RULES)}")
@@ -200,7 +204,7 @@ def _pass(
             if not run.active:
                 break
             bar.set_postfix(batch=given, active=run.active, refresh=False)
-            for _ in run.batch(x):
+            for _ in _explained(run, x):
                 bar.update()
                 if saved is not None and time.perf_counter() - written >= save_every_s:
                     saved.save(run, time.perf_counter() - start)
@@ -211,6 +215,16 @@ def _pass(
         raise SpecError("calibration needs at least one batch, got none; a generator is read only once")
     if saved is not None:
         saved.check_length(given)
+
+
+def _explained(run: CalibrationRun, x: Tensor) -> Iterator[SubnetSpec]:
+    """Run a batch through all subnets; say of an error which module raised it and what to do."""
+    try:
+        yield from run.batch(x)
+    except Exception as error:
+        if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
+            run.explain(x)
+        raise
 
 
 def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:

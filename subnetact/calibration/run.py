@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.shared_forward import NotShareable, SharedForward
+from subnetact.errors import InsertError, SpecError
 from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind
+from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
@@ -164,6 +166,31 @@ class CalibrationRun:
         self.finished, self.position = self.finished + 1, 0
         self._stop()
 
+    def explain(self, x: Tensor) -> None:
+        """Raise an error that says why a batch could not be run, if a subnet fails on it.
+
+        Args:
+            x: the batch, of shape (N, ...).
+
+        Raises:
+            InsertError: the largest subnet runs on the batch, so that the elastic description lacks a module.
+            SpecError: the largest subnet does not run on the batch either.
+        """
+        for spec in self.specs:
+            view, _ = self._bind(spec)
+            error = _failure(view, x)
+            if error is None:
+                continue
+            fact = f"{spec} does not run on a batch of shape {tuple(x.shape)}: {summary(view, error)}"
+            full, _ = self._bind(self._supernet.space.largest())
+            if _failure(full, x) is None:
+                raise InsertError(
+                    f"calibrate: {fact}; the largest subnet does run: {missing_entry(view, error)}"
+                ) from error
+            raise SpecError(
+                f"calibrate: {fact}; give batches that the network takes, (N, C, H, W) for images"
+            ) from error
+
     def _count(self, computed: int, alone: int) -> None:
         self.layers_computed += computed
         self.layers_alone += alone
@@ -290,3 +317,11 @@ class CalibrationRun:
             else:
                 statistics[norm.path] = averaged[0], averaged[1]
         return NormRow.of(statistics)
+
+
+def _failure(view: nn.Module, x: Tensor) -> Exception | None:
+    try:
+        view(x.clone())
+    except Exception as error:
+        return error
+    return None

@@ -37,7 +37,7 @@ from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
-from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["Bundle", "load_bundle", "save_bundle"]
 
@@ -120,7 +120,10 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         MissingFile: there is no bundle in the directory.
         FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
         ForeignSpec: the given supernet is of another space.
+        InsertError: `supernet` is not a `Supernet`.
     """
+    if supernet is not None:
+        as_supernet(supernet)
     folder = Path(directory)
     index = folder / INDEX
     document = BUNDLE.read_folder(folder)

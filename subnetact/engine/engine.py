@@ -66,7 +66,8 @@ class Engine:
     Args:
         supernet: the supernet; it is moved to `device` and set to evaluation mode.
         specs: the subnets to register. Their ids are their positions: 0, 1, ...
-        example: one input without a batch dimension, (C, H, W) for images. It fixes the shape and dtype that
+        example: one input without a batch dimension, (C, H, W) for images: `x[0]`, not the batch `x`. (The
+            `example` of `to_torchscript` has the batch dimension.) It fixes the shape and dtype that
             requests must have. A tuple of tensors holds the network's positional arguments, a dictionary its
             named arguments. If None, the first tensor that runs becomes the example.
         device: where to run. If None, the supernet stays where it is.
@@ -89,7 +90,8 @@ class Engine:
         supernet: the supernet.
         device: where subnets run.
         fingerprint: the hash of the weights at the time the engine was made.
-        tables: latency tables by name; bundles keep them.
+        tables: latency tables by name, a dictionary that is empty at first. `Engine.save` writes those that
+            were added: `engine.tables["cpu"] = profile_latency(engine)`.
 
     Raises:
         DeviceError: torch cannot use the device.
@@ -453,6 +455,9 @@ class Engine:
     def save(self, directory: str | PathLike[str]) -> None:
         """Write weights, norm table, space, subnets, accuracy and `tables` as one bundle.
 
+        A latency table is in the bundle only if it is in `tables`: `engine.tables["cpu"] = table` adds a
+        table that `profile_latency` returned.
+
         Args:
             directory: a new or empty directory, or one that holds a bundle, which is then replaced.
 
@@ -491,6 +496,7 @@ class Engine:
             FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names
                 it.
             ForeignSpec: the given supernet is of another space.
+            InsertError: `supernet` is not a `Supernet`, but a plain network for example.
         """
         found = load_bundle(directory, supernet)
         served: Mapping[str, Any] = {
@@ -538,8 +544,7 @@ class Engine:
             return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
 
         narrowest = min((subnet.spec for subnet in self._subnets), key=width)
-        view, _ = self.supernet.private_view(narrowest)
-        try_example(view, self._stager.stack([self._example], 1), self._example, str(narrowest))
+        try_example(self.supernet, narrowest, self._stager.stack([self._example], 1), self._example)
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound

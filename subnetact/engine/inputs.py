@@ -7,14 +7,17 @@ dictionary its named arguments. `outputs.py` splits the output of a batch.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import InvalidRequest
-from subnetact.supernet.trace import culprit
+from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.failure import missing_entry, summary
+from subnetact.supernet.supernet import Supernet
 
 __all__ = [
     "Stager",
@@ -109,31 +112,49 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
         raise InvalidRequest(f"{where}: got {describe_input(x)}, this engine serves {served}") from cause
 
 
-def try_example(view: nn.Module, x: Any, example: Any, subnet: str) -> None:
-    """Run a view on a batch of one example, to find out early whether it runs.
+def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> None:
+    """Run a subnet on a batch of one example, to find out early whether it runs.
 
     Args:
-        view: the view of a subnet.
-        x: the batch.
-        example: the input that the batch was made of; messages describe it.
-        subnet: what messages call the subnet.
+        supernet: the supernet.
+        spec: the subnet.
+        x: the batch, on the device of the supernet.
+        example: the input that the batch was made of, on the CPU.
 
     Raises:
-        InvalidRequest: the view fails; the message names the module that raised the error.
+        InvalidRequest: the subnet fails; the message names the module that raised the error, and says whether
+            the example has a batch dimension or the elastic description lacks a module.
     """
+    view, _ = supernet.private_view(spec)
+    error = _failure(view, x)
+    if error is None:
+        return
+    fact = (
+        f"example: {spec} does not run on a batch of one input of {describe_input(example)}: "
+        f"{summary(view, error)}"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncalibratedSubnetWarning)
+        full, _ = supernet.private_view(supernet.space.largest())
+    if _failure(view, map_tensors(lambda t: t[0], x)) is None:
+        advice = "the example is a batch already, and requests have no batch dimension: give x[0], not x"
+    elif _failure(full, x) is None:
+        advice = f"the largest subnet does run: {missing_entry(view, error)}"
+    else:
+        advice = (
+            "give one input that the network takes, without a batch dimension. If the network needs larger "
+            "batches, leave out example=: the first batch then provides the example"
+        )
+    raise InvalidRequest(f"{fact}; {advice}") from error
+
+
+def _failure(view: nn.Module, x: Any) -> Exception | None:
     try:
         with torch.inference_mode():
             call_with(view, x)
     except Exception as error:
-        where = culprit(view, error)
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidRequest(
-            f"example: {subnet} does not run on a batch of one input of {describe_input(example)}: "
-            f"{where + ': ' if where else ''}{first}; give one input without a batch dimension, as requests "
-            "have it. For an own network, the elastic description must also describe every module that "
-            "consumes a narrowed output. If the network needs larger batches, leave out example=: the first "
-            "batch then provides the example"
-        ) from error
+        return error
+    return None
 
 
 def detach_example(example: Any) -> Any:

@@ -52,7 +52,8 @@ def to_onnx(
     Args:
         engine: the engine with the subnets and the example input.
         directory: a new or empty directory, or an earlier export, which is replaced as a whole.
-        subnets: ids of the engine's subnets; file i has subnet `subnets[i]`. If None, all that are served.
+        subnets: ids of the engine's subnets, whole numbers; file i has subnet `subnets[i]`. If None, all that
+            are served. (`to_torchscript` takes specifications instead.)
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:

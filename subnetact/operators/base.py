@@ -15,6 +15,10 @@ from subnetact.space import SizeRow
 __all__ = ["Elastic", "Operator"]
 
 
+LISTED = 6
+"""Messages list a range of at most this many legal sizes one by one."""
+
+
 @dataclass(frozen=True)
 class Elastic:
     """One entry of an elastic description; `WeightSlice.on(out="width")` makes one.
@@ -125,10 +129,11 @@ class Operator(nn.Module):
 
     def _not_legal(self, part: str, size: int) -> str:
         legal = self.legal(part)
-        if isinstance(legal, range):
-            steps = f" in steps of {legal.step}" if legal.step > 1 else ""
-            return f"{part} of {size} is outside {legal[0]}..{legal[-1]}{steps}"
-        return f"{part} {size} is not a choice; choose from {', '.join(map(str, legal))}"
+        if isinstance(legal, range) and len(legal) > LISTED:
+            among = f"{legal[0]} to {legal[-1]}" + (f" in steps of {legal.step}" if legal.step > 1 else "")
+        else:
+            among = " or ".join(filter(None, [", ".join(map(str, legal[:-1])), str(legal[-1])]))
+        return f"{part}={size} is not legal; choose {among}"
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
         """Return the sizes on which this operator's module in a subnet depends.

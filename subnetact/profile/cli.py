@@ -16,7 +16,7 @@ import torch
 
 from subnetact.device import find_device
 from subnetact.documents import parse_json
-from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError
+from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile
@@ -30,7 +30,7 @@ DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
 ROWS_SHOWN = 24
 EPILOG = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
-  {USAGE}    impossible arguments, --resume with other arguments or on another machine, or a device error
+  {USAGE}    an error; the message says which
   {UNSTABLE}    with --strict: a cell is unstable; with --compare: a cell is outside the tolerance
   {INTERRUPTED}  interrupted by SIGINT or SIGTERM; --resume continues
 
@@ -72,13 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kept = f"; {ProfileJob(out=args.out).work} keeps what was done, --resume continues"
         print(f"subnetact.profile: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
+    except UserCodeError as error:
+        traceback.print_exception(error.__cause__)
+        print(f"subnetact.profile: {error}", file=sys.stderr)
+        return USAGE
     except InvalidRequest as error:
         print(f"subnetact.profile: {error}; see --input-shape and --input-dtype", file=sys.stderr)
         return USAGE
     except (SubnetActError, ValueError, TypeError, RuntimeError, IndexError, OSError) as error:
         print(f"subnetact.profile: {error}", file=sys.stderr)
         return USAGE
-    except Exception:  # raised by the user's own factory or function, so its place matters
+    except Exception:  # not expected, so its place matters
         traceback.print_exc()
         return USAGE
 
@@ -115,7 +119,11 @@ def _compare(args: argparse.Namespace) -> int:
 def _print(job: ProfileJob, result: ProfileResult, own_network: bool) -> None:
     table = result.table
     print(f"{job.out}: {table}")
-    print(f"{job.scheduler_out}: the table for schedulers; its latencies never fall as the batch grows")
+    print(
+        f"{job.scheduler_out}: the table for a Batcher or a simulation; its latencies never fall as the "
+        "batch grows"
+    )
+    print(f"{job.work}: what --resume needs to add measurements; it may be deleted")
     print("  accuracy" + "".join(f"{f'batch {b}':>11}" for b in table.batch_sizes) + "  ms  subnet")
     step = max(1, math.ceil(len(table.subnets) / ROWS_SHOWN))
     for i in range(0, len(table.subnets), step):
@@ -131,7 +139,7 @@ def _print(job: ProfileJob, result: ProfileResult, own_network: bool) -> None:
             "accuracies are not known, and most policies need them: give table.with_accuracy([...]), or "
             "profile with --accuracy"
         )
-    print(f"calibration: {result.calibrated}")
+    print(f"BatchNorm statistics: {result.calibrated}")
     if job.save_bundle is not None:
         own = ", supernet=yours" if own_network else ""
         print(f"{job.save_bundle}: the bundle; subnetact.Engine.load({str(job.save_bundle)!r}{own})")
@@ -233,7 +241,9 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("what to profile (if nothing is given, the embedded digits supernet)")
     group.add_argument("--family", help="a family of ofa_adapters, for example ofa_resnet50")
     group.add_argument(
-        "--checkpoint", metavar="FILE", help="weights of the family; if not given, random weights, as fast"
+        "--checkpoint",
+        metavar="FILE",
+        help="weights of the family; if not given, random weights, which run as fast as trained ones",
     )
     group.add_argument(
         "--model", metavar="PKG.MOD:FACTORY", help="your own function that returns a Supernet; see below"
@@ -264,11 +274,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--fit-subnets", type=int, default=32, metavar="N",
-        help="subnets measured before a search, to fit its latency predictors (needs scipy); 0: the search "
-        "uses multiply-accumulates as a stand-in for latency",
+        help="subnets measured before a search, to fit its latency predictors, at least 8 (needs scipy); 0: "
+        "the search uses multiply-accumulates as a stand-in for latency",
     )  # fmt: skip
     group.add_argument(
-        "--evaluations", type=int, default=1500, metavar="N", help="subnets that a search evaluates"
+        "--evaluations",
+        type=int,
+        default=1500,
+        metavar="N",
+        help="subnets that a search evaluates, at least 2",
     )
     group.add_argument(
         "--seed", type=int, default=0, help="seed of random subnets, weights and images, and of the search"
@@ -359,7 +373,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--strict", action="store_true", help=f"exit with {UNSTABLE} if a cell is unstable")
     group = parser.add_argument_group("what is written")
-    group.add_argument("--out", type=Path, default=Path("latency.json"), metavar="FILE", help="the table")
+    group.add_argument(
+        "--out", type=Path, default=Path("latency.json"), metavar="FILE",
+        help="the table as measured. NAME.scheduler.json beside it is the table for a Batcher or a "
+        "simulation: its latencies never fall as the batch grows. The folder NAME.json.work is what --resume "
+        "reads; it may be deleted after the run",
+    )  # fmt: skip
     group.add_argument(
         "--save-bundle", type=Path, metavar="DIR", help="weights, statistics, subnets and tables"
     )

@@ -31,7 +31,13 @@ from subnetact.nas.latency_predictor import require_scipy
 from subnetact.pareto import non_dominated
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
-from subnetact.profile.selection import Selection, SelectionRequest, expected_count, select_subnets
+from subnetact.profile.selection import (
+    Selection,
+    SelectionRequest,
+    expected_count,
+    given_accuracies,
+    select_subnets,
+)
 from subnetact.profile.source import (
     ProfileSource,
     calibration_batches,
@@ -128,11 +134,14 @@ def check_job(job: ProfileJob, source: ProfileSource) -> None:
         DeviceError: the mode does not exist on this device.
         MissingExtra: figures are wanted and matplotlib is not installed, or a search needs latency predictors
             and scipy is not installed.
-        SpecError: there are no such subnets, or no such calibration data.
+        SpecError: there are no such subnets, no such calibration data, or not one accuracy per subnet.
     """
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     _check_co_runner_subnet(job, expected_count(source, job.request))
+    known = given_accuracies(source, job.request)
+    if known is not None:
+        _check_table(job, [str(i) for i in range(len(known))], known)
     if job.request.searches(source.supernet.space.size()) and job.request.fit_subnets:
         require_scipy()
     if job.plot is not None:
@@ -376,7 +385,10 @@ def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> 
         uncalibrated = sum(not supernet.calibrated(spec) for spec in specs)
         if not uncalibrated:
             return "their own statistics"
-        return f"nothing: {uncalibrated} of {len(specs)} subnets have the shared statistics, latency only"
+        return (
+            f"not calibrated: {uncalibrated} of {len(specs)} subnets ran on the supernet's shared BatchNorm "
+            "statistics; latencies are valid, accuracies are not"
+        )
     supernet.to(find_device(job.device))  # a resumed job has not built an engine, which would have moved it
     batches = calibration_batches(job.calibrate_on, source.example, job.request.seed)
     calibrate(supernet, specs, batches, job.progress, resume=job.work / "calibration")

@@ -26,12 +26,19 @@ from subnetact.journal import Journal
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
-from subnetact.profile.source import ProfileSource, import_name, read_specs
+from subnetact.profile.source import ProfileSource, import_name, read_specs, user_code
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Selection", "SelectionRequest", "expected_count", "fitted_latencies", "select_subnets"]
+__all__ = [
+    "Selection",
+    "SelectionRequest",
+    "expected_count",
+    "fitted_latencies",
+    "given_accuracies",
+    "select_subnets",
+]
 
 MOST = 10_000
 """The largest number of subnets that `all` may stand for."""
@@ -79,11 +86,13 @@ class SelectionRequest:
                 f"accuracy: {self.predictor} is no file; give numbers in percent, one pkg.mod:factory, or "
                 "the checkpoint of an accuracy predictor"
             )
-        if (self.fit_subnets and self.fit_subnets < FEWEST) or self.evaluations < 2:
+        if self.fit_subnets and self.fit_subnets < FEWEST:
             raise SpecError(
-                f"fit_subnets must be 0 or at least {FEWEST} and evaluations at least 2, got "
-                f"{self.fit_subnets} and {self.evaluations}"
+                f"--fit-subnets: {self.fit_subnets} must be 0 or at least {FEWEST}, to which latency "
+                "predictors can be fitted"
             )
+        if self.evaluations < 2:
+            raise SpecError(f"--evaluations: {self.evaluations} must be at least 2")
 
     @property
     def file(self) -> str | None:
@@ -160,6 +169,42 @@ def expected_count(source: ProfileSource, request: SelectionRequest) -> int:
     if request.file is not None:
         return len(_read(source, request.file))
     return request.size(source.supernet.space.size())
+
+
+def given_accuracies(source: ProfileSource, request: SelectionRequest) -> list[float] | None:
+    """Return the accuracies in percent that a request lists, one per subnet.
+
+    Args:
+        source: the supernet.
+        request: which of its subnets.
+
+    Returns:
+        The list, or None if the request lists no accuracies.
+
+    Raises:
+        SpecError: there is not one number per subnet, or a search would need a function instead; or the
+            function that is named cannot be imported.
+    """
+    if request.factory is not None:
+        import_name(request.factory)
+    if not request.accuracy or request.factory is not None or request.predictor is not None:
+        return None
+    if request.searches(source.supernet.space.size()):
+        raise SpecError(
+            "accuracy: a search needs a function of a subnet; give one pkg.mod:factory, or the checkpoint of "
+            "an accuracy predictor"
+        )
+    try:
+        known = [float(number) for number in request.accuracy]
+    except ValueError as error:
+        raise SpecError(
+            f"accuracy: {error}; give numbers in percent, one pkg.mod:factory, or the checkpoint of an "
+            "accuracy predictor, only one of them"
+        ) from error
+    count = expected_count(source, request)
+    if len(known) != count:
+        raise SpecError(f"accuracy: {len(known)} values for {count} subnets; give one per subnet")
+    return known
 
 
 def select_subnets(
@@ -251,7 +296,7 @@ def _accuracy_function(
 ) -> tuple[AccuracyFunction | None, str]:
     """Return the function that gives any subnet's accuracy (or None without one), and its origin."""
     if request.factory is not None:
-        return import_name(request.factory)(source.supernet), request.factory
+        return _own_accuracy(request.factory, source.supernet), request.factory
     if request.predictor is None:
         return None, "not known"
     space = source.supernet.space
@@ -265,6 +310,18 @@ def _accuracy_function(
     return predictor, f"predicted by {Path(request.predictor).name}"
 
 
+def _own_accuracy(name: str, supernet: Supernet) -> AccuracyFunction:
+    factory = import_name(name)
+    with user_code(f"accuracy {name!r}"):
+        function = factory(supernet)
+
+    def accuracy(spec: SubnetSpec) -> float:
+        with user_code(f"the function that accuracy {name!r} returned"):
+            return float(function(spec))
+
+    return accuracy
+
+
 def _accuracies(
     source: ProfileSource, request: SelectionRequest, specs: Sequence[SubnetSpec], progress: bool
 ) -> list[float | None]:
@@ -272,18 +329,8 @@ def _accuracies(
     if function is not None:
         bar = tqdm(specs, desc="accuracy", disable=not progress or None)
         return [None if math.isnan(percent := float(function(spec))) else percent for spec in bar]
-    if not request.accuracy:
-        return [None] * len(specs)
-    try:
-        known = [float(number) for number in request.accuracy]
-    except ValueError as error:
-        raise SpecError(
-            f"accuracy: {error}; give numbers in percent, one pkg.mod:factory, or the checkpoint of an "
-            "accuracy predictor, only one of them"
-        ) from error
-    if len(known) != len(specs):
-        raise SpecError(f"accuracy: {len(known)} values for {len(specs)} subnets; give one per subnet")
-    return list(known)
+    known = given_accuracies(source, request)
+    return [None] * len(specs) if known is None else [*known]
 
 
 def _search(
@@ -301,11 +348,6 @@ def _search(
     stand-in for accuracy. Subnets are measured before they are selected if both are known.
     """
     accuracy, origin = _accuracy_function(source, request)
-    if accuracy is None and request.accuracy:
-        raise SpecError(
-            "accuracy: a search needs a function of a subnet; give one pkg.mod:factory, or the checkpoint of "
-            "an accuracy predictor"
-        )
     supernet, example = source.supernet, source.example
     latencies: list[LatencyPredictor] = []
     if request.fit_subnets:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from subnetact.documents import parse_json
 from subnetact.engine.engine import Engine
-from subnetact.errors import SpecError
+from subnetact.errors import SpecError, UserCodeError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -31,6 +32,7 @@ __all__ = [
     "load_source",
     "random_images",
     "read_specs",
+    "user_code",
 ]
 
 IMAGES_PER_BATCH = 100
@@ -89,6 +91,7 @@ def load_source(
         The supernet in evaluation mode on the CPU, one input, and the subnets of the bundle if there is one.
 
     Raises:
+        UserCodeError: the factory raises an error.
         SpecError: the factory returns no `Supernet`, the input is not a single tensor, the shape of the input
             is not known, a dtype is unknown, or the arguments exclude each other.
         CheckpointError: the checkpoint does not fit the family.
@@ -147,7 +150,9 @@ def load_source(
 
 
 def _built(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
-    supernet = import_name(model)(**(constructor or {}))
+    factory = import_name(model)
+    with user_code(f"model {model!r}"):
+        supernet = factory(**(constructor or {}))
     if not isinstance(supernet, Supernet):
         raise SpecError(
             f"model {model!r} returned a {type(supernet).__name__}; it must return a Supernet, as "
@@ -164,12 +169,41 @@ def import_name(name: str) -> Any:
 
     Raises:
         SpecError: the module or the attribute cannot be imported.
+        UserCodeError: the module raises another error while it is imported.
     """
     module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise SpecError(f"{name!r} cannot be imported: write pkg.mod:name, a module and a name in it")
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"{name!r} cannot be imported ({error}); write pkg.mod:name") from error
+        with user_code(f"importing {module!r}", passing=(ImportError,)):
+            imported = import_module(module)
+        return getattr(imported, attribute)
+    except ImportError as error:
+        raise SpecError(
+            f"{name!r} cannot be imported ({error}); run this in the folder of the module, or name the "
+            "folder in PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise SpecError(f"{name!r} cannot be imported ({error})") from error
+
+
+@contextmanager
+def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Say of errors inside the block that the user's own code raised them.
+
+    Args:
+        what: what was run, for the message.
+        passing: errors that are passed on as they are.
+
+    Raises:
+        UserCodeError: there was an error inside the block; it is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (UserCodeError, *passing)):
+            raise
+        raise UserCodeError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
@@ -263,13 +297,19 @@ def random_images(calibrate_on: str) -> int | None:
 
 def _loaded(calibrate_on: str, dtype: torch.dtype) -> Iterator[Any]:
     if not calibrate_on.endswith(".npy"):
-        for batch in import_name(calibrate_on)():
+        for batch in _own_batches(calibrate_on):
             yield _converted(batch, calibrate_on, dtype)
         return
     images = _images(calibrate_on)
     for start in range(0, len(images), IMAGES_PER_BATCH):
         batch = torch.from_numpy(np.array(images[start : start + IMAGES_PER_BATCH]))
         yield _converted(batch, calibrate_on, dtype)
+
+
+def _own_batches(calibrate_on: str) -> Iterator[Any]:
+    function = import_name(calibrate_on)
+    with user_code(f"calibrate_on {calibrate_on!r}"):
+        yield from function()
 
 
 def _images(source: str) -> np.ndarray:

@@ -348,6 +348,9 @@ def profile_latency(
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.
 
+    The table is returned and not added to the engine. `engine.tables[name] = table` adds it, so that
+    `Engine.save` writes it into the bundle.
+
     Times are synchronised host times of `engine.ready(subnet)(x)` with x on the device. On CUDA the table
     also has statistics of the times between CUDA events, `device_p50` for example. Every cell is measured in
     several windows, between which all other cells are visited.
@@ -357,8 +360,8 @@ def profile_latency(
     Args:
         engine: the engine whose subnets are measured.
         batch_sizes: ascending.
-        accuracy: percent per subnet. If None, the table's accuracies are not known (NaN), and schedulers
-            refuse it until `table.with_accuracy([...])`.
+        accuracy: percent per subnet. If None, the accuracies of the engine, `engine.accuracy`. Accuracies
+            that are not known are NaN, and schedulers refuse the table until `table.with_accuracy([...])`.
         statistic: the statistic that becomes `table.latency_ms`: `mean`, `p50`, `p90`, `p95` or `p99`. The
             table keeps all of them in `table.statistics`.
         warmup_ms: time for which a cell runs untimed before each window.
@@ -387,6 +390,7 @@ def profile_latency(
         engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224))
         table = subnetact.profile_latency(engine, [1, 4, 16], accuracy=[71.3, 76.1], resume="sweep.jsonl")
         table.save("latency.json")
+        engine.tables["cpu"] = table  # engine.save(directory) writes the table too
         ```
     """
     if not isinstance(engine, Engine):
@@ -399,7 +403,10 @@ def profile_latency(
     settings = SweepSettings(
         warmup_ms, min_time_ms, windows, max(windows, max_windows or windows), tolerance, statistic=statistic
     )
-    known = [math.nan] * len(engine) if accuracy is None else list(accuracy)
+    known = [
+        math.nan if percent is None else percent
+        for percent in (engine.accuracy if accuracy is None else accuracy)
+    ]
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     warn_of_fractions(known)
     runner = TimedRunner(engine)

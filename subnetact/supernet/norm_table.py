@@ -83,7 +83,7 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
         return dict(zip(self.channels, zip(means, variances, strict=True), strict=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NormRow:
-        """Return a statistics row on what a function makes of `flat`, a tensor of the same shape."""
+        """Return a statistics row whose tensor is `function(flat)`, of the same shape as `flat`."""
         return NormRow(self.channels, function(self.flat))
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
@@ -236,7 +236,9 @@ class NormTable:
                 table._rows = _rows(file, parse_json(header["index"]))
             for spec, row in table._rows.items():
                 if not row.flat.isfinite().all():
-                    raise FileFormatError(f"{path}: {spec} is not finite; calibrate and save again")
+                    raise FileFormatError(
+                        f"{path}: the statistics of {spec} are not finite; calibrate and save again"
+                    )
         return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -29,6 +30,9 @@ from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
+
+_OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")
+"""Packages whose lines a warning does not point to."""
 
 
 @dataclass(frozen=True)
@@ -436,8 +440,16 @@ class Supernet(nn.Module):
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=4,
+                stacklevel=_callers_level(),
             )
+
+
+def _callers_level() -> int:
+    """Return the `stacklevel` with which a warning points to the first caller outside this library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN_PACKAGES:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

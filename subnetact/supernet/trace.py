@@ -15,28 +15,9 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from subnetact.operators.view_module import mix_in_, mix_out_
 
-__all__ = ["RecordedCall", "culprit", "trace_"]
+__all__ = ["RecordedCall", "trace_"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-def culprit(network: nn.Module, error: BaseException) -> str:
-    """Name the innermost module of a network in which an error was raised.
-
-    Args:
-        network: the network that was running.
-        error: the error that it raised.
-
-    Returns:
-        The name and the class, `layer1.0.conv (Conv2d)` for example; an empty string if no module of the
-        network is in the traceback.
-    """
-    names = {id(module): path for path, module in network.named_modules()}
-    path, trace = "", error.__traceback__
-    while trace is not None:
-        path = names.get(id(trace.tb_frame.f_locals.get("self"))) or path
-        trace = trace.tb_next
-    return f"{path} ({type(network.get_submodule(path)).__name__})" if path else ""
 
 
 class RecordedCall:

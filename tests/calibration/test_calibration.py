@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import subnetact
-from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
+from subnetact.errors import FileFormatError, ForeignSpec, InsertError, SpecError
 from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -255,3 +257,25 @@ def test_a_network_without_batchnorm_needs_no_calibration() -> None:
     supernet = subnetact.insert_(nn.Sequential(nn.Linear(3, 4)), space, {"0": WeightSlice.on(out="c")})
     subnetact.calibrate(supernet, [space.smallest()], [], progress=False)
     assert supernet.calibrated(space.smallest())
+
+
+def test_a_description_that_forgets_a_module_is_told_where() -> None:
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1), nn.BatchNorm2d(2)
+    ).eval()
+    space = SubnetSpace("own", [Axis.uniform("w", ["all"], [4, 8])], lambda v: {"width": v["w"][0]})
+    out = {"0": WeightSlice.on(out="width"), "3": SubnetNorm.on()}
+    batch = torch.randn(2, 3, 4, 4)
+    for elastic, told in (
+        (out, r'1 \(BatchNorm2d\): .* describe this module: "1": SubnetNorm\.on\(channels'),
+        (
+            {**out, "1": SubnetNorm.on(channels="width")},
+            r'2 \(Conv2d\): .* describe this module: "2": WeightSlice\.on\(in_',
+        ),
+    ):
+        supernet = subnetact.insert_(copy.deepcopy(network), space, elastic)
+        with pytest.raises(InsertError, match=rf"calibrate: w=4 does not run on .* \(2, 3, 4, 4\): {told}"):
+            subnetact.calibrate(supernet, list(space.enumerate()), [batch], progress=False)
+        assert len(supernet.norms) == 0
+        with pytest.raises(SpecError, match=r"0 \(Conv2d\): .*; give batches that the network takes"):
+            subnetact.calibrate(supernet, [space.largest()], [batch[:, :2]], progress=False)

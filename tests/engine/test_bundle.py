@@ -13,7 +13,7 @@ from torch import nn
 import subnetact
 from ofa_adapters import load
 from subnetact.documents import checksum
-from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.errors import FileFormatError, ForeignSpec, InsertError
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -156,3 +156,11 @@ def test_a_failed_save_keeps_the_old_bundle_and_no_table_is_left_over(
     assert "latency-0.json" not in {p.name for p in folder.iterdir()}
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
     assert subnetact.Engine.load(folder).tables == {}
+
+
+def test_a_network_in_place_of_a_supernet_is_not_blamed_on_the_bundle(
+    engine: subnetact.Engine, tmp_path: Path
+) -> None:
+    engine.save(tmp_path / "b")
+    with pytest.raises(InsertError, match="expected a Supernet, got Linear"):
+        subnetact.Engine.load(tmp_path / "b", supernet=nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,16 @@ def test_an_example_is_run_as_it_is(tmp_path: Path) -> None:
         to_torchscript(engine, tmp_path / "m.pt")
     with pytest.raises(ExportError, match=r"example: subnet 0 \(.*\) does not run on it"):
         to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.full((1, 3), 99.0))
+
+
+def test_an_example_without_a_batch_dimension_is_refused(tmp_path: Path) -> None:
+    layers = nn.Sequential(nn.ReLU(), nn.Tanh())
+    parts = {"conv": nn.Conv2d(3, 4, 1), "layers": layers, "flat": nn.Flatten(), "last": nn.Linear(16, 2)}
+    supernet = keeping(nn.Sequential(OrderedDict(parts)))
+    specs = list(supernet.space.enumerate())
+    with pytest.raises(ExportError, match=r"it lacks the batch dimension: give x\[None\]") as refused:
+        to_torchscript(supernet, tmp_path / "m.pt", specs, example=torch.randn(3, 2, 2))
+    assert type(refused.value) is ExportError
 
 
 class Several(nn.Module):

@@ -483,7 +483,15 @@ def test_an_engine_brings_its_table_and_its_served_subnets(digits: Supernet, tmp
     assert scripted.choose(1e9, 1) == (1, 1)
     with pytest.raises(Exception, match="slack_ms is not a number"):
         scripted.choose(math.nan, 1)
+    other = subnetact.LatencyTable.from_arrays(engine.keys, [60.0, 70.0, 80.0], [2], [[1], [2], [3]])
+    engine.tables["gpu"] = other
+    with pytest.raises(ExportError, match=r"slo_ms: .* the engine has 2 tables \(cpu, gpu\); give table="):
+        to_torchscript(engine, tmp_path / "m.pt", slo_ms=36)
+    engine.tables["scheduler"] = other
+    assert to_torchscript(engine, tmp_path / "m.pt", slo_ms=36).batch_sizes() == [2]
     named = subnetact.Engine(digits, specs, example={"x": torch.zeros(1, 16, 16)})
+    with pytest.raises(ExportError, match=r"slo_ms: .* the engine has no latency table; give table="):
+        to_torchscript(named, tmp_path / "m.pt", slo_ms=36)
     assert to_torchscript(named, tmp_path / "m.pt").num_subnets() == 3
 
 

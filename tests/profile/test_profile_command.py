@@ -113,7 +113,10 @@ def test_a_search_without_accuracies_says_so(tmp_path: Path) -> None:
     assert table.stamp["accuracy_source"].startswith("not known")
     assert "each predicted from" in table.stamp["search_latency"]["batch 1"]
     assert table.stamp["evaluated"] == 864
-    assert table.stamp["calibrated_on"] == "nothing: 4 of 4 subnets have the shared statistics, latency only"
+    assert table.stamp["calibrated_on"] == (
+        "not calibrated: 4 of 4 subnets ran on the supernet's shared BatchNorm statistics; latencies are "
+        "valid, accuracies are not"
+    )
 
 
 def test_accuracy_from_a_predictors_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +259,18 @@ def test_tables_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--windows", "5", "--max-windows", "4"], "at most max_windows"),
         (["--dry-run", "--calibrate-on", "nowhere:f"], "cannot be imported"),
         (["--dry-run", "--calibrate-on", "wide.npy"], "images are [1, 16, 17], --input-shape is [1, 16, 16]"),
-        (["--model", f"{FACTORY}:broken"], "KeyError: 'own'"),
+        (["--model", f"{FACTORY}:broken"], f"model '{FACTORY}:broken' raised KeyError: 'own'"),
+        (["--model", f"{FACTORY}:none"], "has no attribute 'none')\n"),
+        (["--model", FACTORY], "write pkg.mod:name"),
+        (["--model", "nowhere:f"], "name the folder in PYTHONPATH"),
+        (["--model", f"{FACTORY}:supernet", "--constructor", '{"a": 1}'], "raised TypeError: supernet()"),
+        (["--subnets", "random:2", "--accuracy", f"{FACTORY}:broken"], "raised TypeError: broken()"),
+        (["--subnets", "random:2", "--calibrate-on", f"{FACTORY}:broken"], "raised KeyError: 'own'"),
+        (["--evaluations", "1"], "--evaluations: 1 must be at least 2"),
+        (["--dry-run", "--accuracy", "70", "80"], "function of a subnet"),
+        (["--dry-run", "--subnets", "random:2", "--accuracy", "70"], "1 values for 2 subnets"),
+        (["--dry-run", "--subnets", "random:2", "--accuracy", "70", "171"], "not a percentage"),
+        (["--dry-run", "--subnets", "random:2", "--accuracy", "nowhere:f"], "cannot be imported"),
         (["--model", f"{FACTORY}:supernet"], "for example --input-shape 3 224 224"),
     ],
 )
@@ -270,6 +284,13 @@ def test_wrong_arguments_are_explained(
     assert main([*QUICK, "--batch-sizes", "1", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "here" / "latency.json").exists()
+
+
+def test_an_error_in_the_users_factory_is_shown_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--model", f"{FACTORY}:broken"]) == 2
+    shown = capsys.readouterr().err
+    assert 'profile_factory.py", line' in shown
+    assert shown.splitlines()[-1] == f"subnetact.profile: model '{FACTORY}:broken' raised KeyError: 'own'"
 
 
 def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
@@ -286,9 +307,9 @@ def test_an_unfinished_run_is_neither_overwritten_nor_mixed(
     assert "5 records of an earlier run; resume it" in refused
     assert f"or remove the folder {tmp_path / 't.json.work'}" in refused
     assert run(tmp_path, *arguments, "--resume", "--min-time-ms", 4) == 2
-    assert "min_time_ms 3.0 and 4.0" in capsys.readouterr().err
+    assert "min_time_ms was 3.0, is 4.0" in capsys.readouterr().err
     assert run(tmp_path, *arguments, "--resume", "--seed", 1) == 2
-    assert "request.seed 0 and 1" in capsys.readouterr().err
+    assert "request.seed was 0, is 1" in capsys.readouterr().err
     assert run(tmp_path, *arguments, "--resume") == 0
     assert table_in(tmp_path).statistics["windows"].tolist() == [[3.0]] * 3
     assert run(tmp_path, *arguments) == 0  # a finished one is begun afresh

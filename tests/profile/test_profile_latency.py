@@ -79,3 +79,14 @@ def test_cells_that_run_out_of_memory_are_left_out(
     )
     assert np.isnan(table.latency_ms).tolist() == [[False, False], [False, False], [False, True]]
     assert table.statistics["runs"][2, 1] == 0
+
+
+def test_accuracies_are_those_of_the_engine_if_none_are_given(digits: Supernet) -> None:
+    specs = [digits.space.smallest(), digits.space.largest()]
+    subnetact.calibrate(digits, specs, [torch.randn(8, 1, 16, 16)], progress=False)
+    engine = subnetact.Engine(digits, specs, example=EXAMPLE, accuracy=[50.0, None])
+    quick = {"warmup_ms": 0.0, "min_time_ms": 1.0, "progress": False}
+    known = subnetact.profile_latency(engine, [1], **quick).accuracy  # type: ignore[arg-type]
+    assert known[0] == 50.0
+    assert np.isnan(known[1])
+    assert subnetact.profile_latency(engine, [1], [70.0, 80.0], **quick).accuracy == (70.0, 80.0)  # type: ignore[arg-type]

@@ -237,7 +237,7 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
     again = subnetact.profile_latency(engine, [1, 2], resume=path, **quick)
     assert path.read_bytes() == recorded
     assert again.latency_ms.tolist() == first.latency_ms.tolist()
-    with pytest.raises(ResumeMismatch, match="min_time_ms 1 and 2"):
+    with pytest.raises(ResumeMismatch, match="min_time_ms was 1, is 2"):
         subnetact.profile_latency(engine, [1, 2], resume=path, **{**quick, "min_time_ms": 2})
     with torch.no_grad():
         next(engine.supernet.parameters()).mul_(2.0)

@@ -15,6 +15,7 @@ import torch.nn.utils.parametrize
 from torch import nn
 
 import subnetact
+from subnetact.digits import new_digits_supernet
 from subnetact.errors import (
     CheckpointError,
     ForeignSpec,
@@ -395,6 +396,19 @@ def test_one_warning_for_shared_statistics(digits: Supernet) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         digits.subnet(digits.space.largest())
+
+
+def test_the_warning_points_to_the_line_of_the_user() -> None:
+    x = torch.zeros(1, 1, 16, 16)
+    for act in (
+        lambda supernet, spec: supernet(x, subnet=spec),
+        lambda supernet, spec: supernet.subnet(spec),
+        lambda supernet, spec: subnetact.Engine(supernet, [spec], example=x[0], allow_uncalibrated=True),
+    ):
+        supernet = new_digits_supernet().eval()
+        with pytest.warns(UncalibratedSubnetWarning) as warned:
+            act(supernet, supernet.space.smallest())
+        assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_cached_views_are_bounded(digits: Supernet) -> None:

@@ -54,7 +54,8 @@ def to_exported_programs(
         compile: "none" writes `torch.export` graphs. They run with torch's operators on any machine whose
             torch can read them. "aoti" writes code that AOTInductor compiles for this version of torch and
             this kind of CPU or GPU. It needs a C++ compiler, and 10 to 40 seconds per subnet.
-        subnets: ids of the engine's subnets; program i is subnet `subnets[i]`. If None, all that are served.
+        subnets: ids of the engine's subnets, whole numbers; program i is subnet `subnets[i]`. If None, all
+            that are served. (`to_torchscript` takes specifications instead.)
         dynamic_batch: whether programs take batches of any size. If false, they take batches of one.
         progress: if True, show a progress bar when standard error is a terminal.
 

@@ -15,7 +15,7 @@ from subnetact.engine.engine import Engine
 from subnetact.engine.outputs import agree
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
-from subnetact.supernet.trace import culprit
+from subnetact.supernet.failure import culprit
 
 __all__ = ["blamed", "chosen_subnets", "example_batch", "exported_program", "quiet", "same_outputs"]
 

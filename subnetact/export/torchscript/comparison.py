@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -42,26 +41,40 @@ def compare_with_views(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncalibratedSubnetWarning)
             view = supernet.subnet(spec)
-        _compare_one(scripted, view, f"subnet {i} ({spec})", example, torch.tensor([i]))
+        subnet, number = f"subnet {i} ({spec})", torch.tensor([i])
+        try:
+            expected = _output(view, example)
+        except Exception as error:
+            raise ExportError(
+                f"example: {subnet} does not run on it ({error}); {_advice(view, example)}"
+            ) from error
+        _compare_one(scripted, subnet, example, number, expected)
         if constant:
-            with suppress(_DoesNotRun):
-                _compare_one(scripted, view, f"subnet {i} ({spec})", varied, torch.tensor([i]))
+            try:
+                expected = _output(view, varied)
+            except Exception:
+                continue
+            _compare_one(scripted, subnet, varied, number, expected)
 
 
-class _DoesNotRun(ExportError):
-    """The supernet itself does not run on an input."""
+def _output(view: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    with torch.inference_mode():
+        return view(**inputs)
+
+
+def _advice(view: nn.Module, example: dict[str, Tensor]) -> str:
+    """Return what a user should do about an example on which a view does not run."""
+    try:
+        _output(view, {name: x[None] for name, x in example.items()})
+    except Exception:
+        return "give a batch that the network takes, (N, C, H, W) for images"
+    return "it lacks the batch dimension: give x[None], a batch of one, instead of x"
 
 
 def _compare_one(
-    scripted: Any, view: nn.Module, subnet: str, inputs: dict[str, Tensor], number: Tensor
+    scripted: Any, subnet: str, inputs: dict[str, Tensor], number: Tensor, expected: Any
 ) -> None:
     with torch.inference_mode():
-        try:
-            expected = view(**inputs)
-        except Exception as error:
-            raise _DoesNotRun(
-                f"example: {subnet} does not run on it ({error}); give another example"
-            ) from error
         try:
             same, why = agree(scripted(*inputs.values(), number), expected), ""
         except Exception as error:

@@ -33,10 +33,12 @@ from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet, as_supernet
 
-__all__ = ["to_torchscript"]
+__all__ = ["engines_table", "to_torchscript"]
 
 UNSUPPORTED_PYTHON = (3, 14)
 """The first version of Python for which PyTorch does not support TorchScript."""
+SCHEDULER = "scheduler"
+"""The name of the table in a bundle whose latencies never fall as the batch grows."""
 RESERVED = {"List", "ValueError", "dims", "row", "self", "size_row", "statistics", "str", "subnet"}
 """Names that the code of the file uses, so that no input may have them."""
 
@@ -82,18 +84,20 @@ def to_torchscript(
     Args:
         source: an engine or a supernet. It is not changed, and the result has its own copy of the weights.
         path: the file to write, for example `model.pt`.
-        subnets: the subnets to register, in the order of their numbers. If None, those that the engine
-            serves.
-        table: latencies of these subnets. If None, the engine's table, if it has exactly one.
+        subnets: specifications (`SubnetSpec`) of the subnets to register, in the order of their numbers. If
+            None, those that the engine serves. (`to_onnx` and `to_exported_programs` take ids instead.)
+        table: latencies of these subnets. If None, the engine's table called "scheduler", as the bundles of
+            `python -m subnetact.profile` have it, or else the engine's only table.
         policy: the policy of `choose`. If None, `SlackFit(table, slo_ms)`.
         slo_ms: time in ms that a request usually has, for that `SlackFit`. Required if there is a table but
             no policy.
         inputs: names of the network's arguments that callers give, in the order of `forward`. If None, those
             of the example, or those without a default.
-        example: one batch of every input, by name or in order. Before the file is written, it is compared
-            with the supernet for every subnet on this batch, and on random numbers if all elements of a
-            floating-point input are equal. The file then refuses inputs with another number of dimensions. If
-            None, the engine's example; without one, nothing is compared.
+        example: one batch of every input, by name or in order: `x` of shape (N, C, H, W) for images, with the
+            batch dimension that the `example` of an `Engine` does not have. Before the file is written, it is
+            compared with the supernet for every subnet on this batch, and on random numbers if all elements
+            of a floating-point input are equal. The file then refuses inputs with another number of
+            dimensions. If None, the engine's example; without one, nothing is compared.
         freeze: whether to make the weights constants, and to compute and store beforehand what depends on
             them alone.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own run on the shared ones.
@@ -103,8 +107,8 @@ def to_torchscript(
         The module in the file.
 
     Raises:
-        ExportError: a module cannot be traced or compiled (the message names it), an argument cannot be used,
-            or Python is too new.
+        ExportError: a module cannot be traced or compiled (the message names it), an argument cannot be used
+            (such as `slo_ms` without a single table), or Python is too new.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
         SpecError: there is no subnet, or one belongs to another space.
         ProfileMismatch: the table or the policy belongs to other subnets or other weights.
@@ -176,8 +180,8 @@ def _policy(
     keys: list[str],
 ) -> SlackFit | None:
     if policy is None:
-        if table is None and isinstance(source, Engine) and len(source.tables) == 1:
-            (table,) = source.tables.values()
+        if table is None:
+            table = engines_table(source, slo_ms)
         if table is None:
             return None
         served = _served_table(table, keys)
@@ -203,6 +207,33 @@ def _policy(
             f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}; profile this one"
         )
     return policy
+
+
+def engines_table(source: Engine | Supernet, slo_ms: float | None) -> LatencyTable | None:
+    """Return the latency table by which an exported engine schedules if none is given.
+
+    Args:
+        source: an engine; a supernet has no tables.
+        slo_ms: the time in ms that a request usually has; if given, there must be a table.
+
+    Returns:
+        The engine's table called "scheduler", or else its only table; None if there is no such table.
+
+    Raises:
+        ExportError: `slo_ms` is given, and the engine has no table or several.
+    """
+    tables = source.tables if isinstance(source, Engine) else {}
+    if SCHEDULER in tables:
+        return tables[SCHEDULER]
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    if slo_ms is not None:
+        found = f"has {len(tables)} tables ({', '.join(tables)})" if tables else "has no latency table"
+        raise ExportError(
+            f"slo_ms: it is compared with a latency table, and the {type(source).__name__.lower()} {found}; "
+            "give table="
+        )
+    return None
 
 
 def _served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
@@ -270,7 +301,10 @@ def _examples(names: list[str], example: Any) -> dict[str, Tensor]:
     if not isinstance(example, Mapping):
         example = dict(zip(names, example, strict=True)) if len(example) == len(names) else {}
     if set(names) - set(example) or not all(isinstance(example[name], Tensor) for name in names):
-        raise ExportError(f"example: give one batch, a tensor, of each input: {', '.join(names)}")
+        raise ExportError(
+            f"example: give one batch, a tensor, of each input: {', '.join(names)}, with the batch dimension "
+            "first"
+        )
     return {name: example[name] for name in names}
 
 

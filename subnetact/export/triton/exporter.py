@@ -20,7 +20,7 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.manifest import writing_folder
 from subnetact.export.programs.program import chosen_subnets, example_batch, quiet
-from subnetact.export.torchscript.exporter import to_torchscript
+from subnetact.export.torchscript.exporter import engines_table, to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 
@@ -71,8 +71,8 @@ def to_triton(
         repository: the model repository; other models in it are not changed.
         flavour: "libtorch" or "python".
         name: name of the model.
-        table: latencies of the engine's subnets. If None, the engine's table, if it has exactly one. The
-            Python flavour needs a table.
+        table: latencies of the engine's subnets. If None, the engine's table called "scheduler", or else the
+            engine's only table. The Python flavour needs a table.
         slo_ms: time in ms that a request has if it names no deadline. Required if there is a table.
         max_batch_size: largest batch of Triton's batcher. If None, the largest in the table, or 16 without a
             table.
@@ -103,8 +103,8 @@ def to_triton(
             "external_scheduler: the Python flavour schedules itself; choose flavour='libtorch'"
         )
     served = chosen_subnets(engine, None)
-    if table is None and len(engine.tables) == 1:
-        table = next(iter(engine.tables.values()))
+    if table is None:
+        table = engines_table(engine, slo_ms)
     size = max_batch_size
     if size is None:
         size = 16 if table is None else table.batch_sizes[-1]
