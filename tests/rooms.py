@@ -1,7 +1,8 @@
 """Draws the map of the package from its code: `python tests/rooms.py` prints every room and its arrows.
 
 The order of the rooms is the map in the docstring of `subnetact/__init__.py`: a room may import only from
-rooms on lines above its own.
+rooms on lines above its own. Imports by name (`import_module("subnetact.digits")`) count like statements. The
+only file that is left out is `subnetact/__init__.py`, which imports every public name on first use.
 """
 
 from __future__ import annotations
@@ -15,6 +16,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("subnetact", "ofa_adapters")
 INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning")}
 """Rooms whose folders have an order of their own: a folder may import only from those before it."""
+BY_COMPUTED_NAME = {
+    "ofa_adapters.registry": {"ofa_adapters.networks"},
+    "subnetact.engine.origins": {"ofa_adapters", "subnetact.digits"},
+    "subnetact.profile.source": set[str](),  # Users name modules of their own.
+}
+"""Modules that call `import_module` with a computed name, and what of the packages they import this way."""
+UP = {
+    ("subnetact.engine.origins", "ofa_adapters"): "a bundle names the family that rebuilds its supernet",
+    ("subnetact.engine.origins", "subnetact.digits"): "a bundle may hold the supernet for digits",
+    ("subnetact.profile.source", "ofa_adapters.registry"): "the command's option --family",
+    ("subnetact.profile.source", "subnetact.digits"): "the command's supernet if none is given",
+    ("subnetact.profile.selection", "ofa_adapters"): "the features of once-for-all's accuracy predictors",
+}
+"""Imports from a lower line of the map, with the reason; all happen by name, when a user asks for them."""
 
 
 def map_lines() -> list[str]:
@@ -47,7 +62,9 @@ def modules() -> dict[str, Path]:
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Yield the modules of the packages that a file imports, wherever in the file that happens."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call) and (name := name_imported(node)) in known:
+            yield str(name)
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
@@ -55,13 +72,25 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
                 yield inner if inner in known else str(node.module)
 
 
+def name_imported(call: ast.Call) -> str | None:
+    """Return the name that a call of `import_module` or `__import__` imports: "" if it is computed.
+
+    For every other call, the result is None.
+    """
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if function not in ("import_module", "__import__") or not call.args:
+        return None
+    name = call.args[0]
+    return str(name.value) if isinstance(name, ast.Constant) else ""
+
+
 def arrows() -> dict[str, set[str]]:
-    """Return, for every module, the modules it imports; `__init__` files re-export and draw no arrows."""
+    """Return, for every module and for every `__init__` file but that of `subnetact`, what it imports."""
     known = modules()
     return {
-        name: {target for target in imports(path, known) if target not in (name, "subnetact")}
+        name: {*imports(path, known), *BY_COMPUTED_NAME.get(name, ())} - {name, "subnetact"}
         for name, path in known.items()
-        if path.name != "__init__.py"
+        if name != "subnetact"
     }
 
 
@@ -72,7 +101,10 @@ def room_of(module: str) -> str:
 
 
 def arrows_up(graph: dict[str, set[str]]) -> list[str]:
-    """Return the imports from a lower line of the map, or from a later folder of the same room."""
+    """Return the imports from a lower line of the map, or from a later folder of the same room.
+
+    Those in `UP` are left out. The `__init__` file of a room may import from all of its folders.
+    """
     lines = room_lines()
     found = []
     for name, targets in graph.items():
@@ -81,11 +113,18 @@ def arrows_up(graph: dict[str, set[str]]) -> list[str]:
             if room != room_of(target):
                 up = lines[room_of(target)] > lines[room]
             elif room in INSIDE:
-                folder, other = name.split(".")[2], target.split(".")[2]
-                up = INSIDE[room].index(other) > INSIDE[room].index(folder)
+                order = [f"subnetact.{room}.{folder}" for folder in INSIDE[room]]
+                folder, other = (
+                    next(
+                        (i for i, inner in enumerate(order) if f"{module}.".startswith(f"{inner}.")),
+                        len(order),
+                    )
+                    for module in (name, target)
+                )
+                up = other > folder
             else:
                 up = False
-            if up:
+            if up and (name, target) not in UP:
                 found.append(f"{name} imports {target}")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -91,3 +92,11 @@ def test_every_link_leads_somewhere() -> None:
             assert (ROOT / path).exists(), target
         else:
             assert anchor in headings, target
+
+
+def test_every_trial_says_what_was_measured_and_how() -> None:
+    trials = json.loads((ROOT / "benchmarks" / "results" / "trials.json").read_text())
+    assert len(trials) >= 7
+    for name, trial in trials.items():
+        for fact in ("question", "rule", "decision", "what", "command", "commit", "machine"):
+            assert trial.get(fact), f"{name} has no {fact}"

@@ -58,6 +58,23 @@ def test_no_import_points_up(rooms: ModuleType) -> None:
     assert not rooms.arrows_up(rooms.arrows())
 
 
+def test_imports_by_name_are_seen_and_exceptions_are_needed(rooms: ModuleType) -> None:
+    known = rooms.modules()
+    computed = {
+        name
+        for name, path in known.items()
+        if name != "subnetact"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and rooms.name_imported(node) == ""
+    }
+    assert computed == set(rooms.BY_COMPUTED_NAME)
+    graph = rooms.arrows()
+    assert all(target in graph[name] for name, target in rooms.UP)
+    assert "subnetact.digits" in graph["subnetact.profile.source"]
+    assert rooms.arrows_up({"subnetact.engine": {"subnetact.digits"}})
+    assert rooms.arrows_up({"subnetact.serving": {"subnetact.serving.planning"}}) == []
+
+
 def test_rooms_with_an_inner_order_name_every_folder(rooms: ModuleType) -> None:
     for room, order in rooms.INSIDE.items():
         folders = {path.parent.name for path in (ROOT / "subnetact" / room).glob("*/__init__.py")}
@@ -83,7 +100,7 @@ def test_every_module_is_imported_or_started(rooms: ModuleType) -> None:
     wanted = {
         target for name, path in known.items() for target in rooms.imports(path, known) if target != name
     }
-    families = {name for name in known if name.startswith("ofa_adapters.networks.")}
+    families = {name for name in known if name.startswith("ofa_adapters.networks.")}  # by computed names
     packages = {name for name, path in known.items() if path.name == "__init__.py"}
     idle = set(known) - wanted - packages - families - set(STARTED_BY_NAME)
     assert not idle
