@@ -165,7 +165,8 @@ def open_service(args: argparse.Namespace) -> Service:
 def _table(engine: Engine, path: Path | None) -> LatencyTable:
     if path is not None:
         return LatencyTable.load(path)
-    table = next(iter(engine.tables.values()), None) or profiled(engine)
+    tables = engine.tables
+    table = tables.get("scheduler") or next(iter(tables.values()), None) or profiled(engine)
     if not all(map(math.isfinite, table.accuracy)):
         raise TableError("table: the subnets of the bundle have no accuracy; give a --table that has them")
     return table

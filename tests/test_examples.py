@@ -122,6 +122,17 @@ def infer(address, image, deadline_ms=FOREVER_MS, **more):
     return status, json.loads(answer)
 
 
+def test_the_table_for_schedulers_is_preferred(saved):
+    engine = saved[0]
+    cpu = engine.tables["cpu"]
+    assert service._table(engine, None) is cpu
+    engine.tables["scheduler"] = cpu.monotone()
+    try:
+        assert service._table(engine, None) is engine.tables["scheduler"]
+    finally:
+        del engine.tables["scheduler"]
+
+
 def test_every_answer_belongs_to_its_input(server, running):
     images = digits_engine.unseen_digits(1).images[:64]
     with ThreadPoolExecutor(16) as pool:
