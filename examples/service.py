@@ -95,8 +95,8 @@ class Ask(NamedTuple):
     Attributes:
         x: one input, without a batch dimension.
         deadline_ms: what is left of the request's time, in ms.
-        min_accuracy: minimum accuracy of the answering subnet, in percent; None accepts any.
-        priority: the higher, the more important; None is 0.
+        min_accuracy: minimum accuracy of the answering subnet, in percent. If None, any subnet may answer.
+        priority: the higher, the more important. If None, 0.
     """
 
     x: Tensor

@@ -40,7 +40,7 @@ def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: 
         loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
         torch.autograd.backward(loss)
         teacher = logits.detach().softmax(1)
-        for spec in (space.smallest(), *space.sample(rng, 2)):
+        for spec in (space.smallest(), space.sample(rng), space.sample(rng)):
             torch.autograd.backward(F.cross_entropy(supernet(x, subnet=spec), teacher))
         torch.nn.utils.clip_grad_norm_(supernet.parameters(), 2.0)
         optimizer.step()
@@ -77,8 +77,7 @@ def main() -> None:
     batches = [distort(part, generator) for part in torch.split(training.images, 200)]
     share_largest_statistics(supernet, batches)
     test = Digits(distort(held_out.images, generator), held_out.labels)
-    space = supernet.space
-    specs = [space.smallest(), *space.sample(0, 4), space.largest()]
+    specs = supernet.space.sample(0, 6)
     calibrate(supernet, specs, batches)
     for spec, percent in zip(specs, evaluate(supernet, specs, [test]), strict=True):
         print(f"{percent:5.1f} %  {spec}")

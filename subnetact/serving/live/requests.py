@@ -99,7 +99,7 @@ class Request:
     """One accepted input and the future of its client.
 
     Attributes:
-        x: the input; None once the request has its outcome.
+        x: the input. It is None once the request has its outcome.
         accepted_ms: time of the submission on the batcher's clock, in ms.
         deadline_ms: time by which the answer is due on the same clock, in ms.
         floor: the minimum accuracy, in percent; 0 accepts every subnet.
