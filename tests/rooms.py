@@ -163,11 +163,18 @@ def main() -> None:
     graph = arrows()
     lines = room_lines()
     for room, number in lines.items():
-        targets = {room_of(t) for name, ts in graph.items() if room_of(name) == room for t in ts} - {room}
+        targets = {
+            room_of(target)
+            for name, found in graph.items()
+            for target in found
+            if room_of(name) == room and (name, target) not in UP
+        } - {room}
         files = sum(room_of(name) == room for name in graph)
         ordered = sorted(targets, key=lambda target: lines[target])
         print(f"{number:>2}  {room} ({files} file{'s' * (files != 1)}) <- {', '.join(ordered) or 'nothing'}")
-    print(f"arrows up: {', '.join(arrows_up(graph)) or 'none'}")
+    for (name, target), reason in UP.items():
+        print(f"by name, on request: {name} -> {target} ({reason})")
+    print(f"other arrows up: {', '.join(arrows_up(graph)) or 'none'}")
     print(f"circles: {'; '.join(' <-> '.join(group) for group in circles(graph)) or 'none'}")
 
 
