@@ -10,7 +10,8 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     errors, documents, journal, device   typed errors; versioned files; resumable steps; the device in use
     pareto, spec, space                  dominance; the identity of a subnet; the search space
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
-    supernet/                            Supernet, insert_, NormTable; binds the view of one subnet
+    supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
+    insertion/                           describe, insert_: what can be elastic in a model, and the proof
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, interpolate, merge, compare (no torch)
     engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from subnetact.calibration.calibrate import CalibrationReport, calibrate
     from subnetact.costs.model import Cost, CostModel, cost
     from subnetact.engine.engine import Engine
+    from subnetact.insertion.description import Description
+    from subnetact.insertion.insert import insert_
     from subnetact.latency.table import LatencyTable
     from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
@@ -90,7 +93,6 @@ if TYPE_CHECKING:
         UsedWhen,
     )
     from subnetact.spec import SubnetSpec
-    from subnetact.supernet.insert import insert_
     from subnetact.supernet.norm_table import NormTable
     from subnetact.supernet.supernet import Supernet
 
@@ -112,6 +114,7 @@ _HOME = {
     "Batcher": "serving.live.batcher",
     "CalibrationReport": "calibration.calibrate",
     "CheapestFeasible": "serving.policies",
+    "Description": "insertion.description",
     "Engine": "engine.engine",
     "Fixed": "serving.policies",
     "HullFit": "serving.policies",
@@ -128,7 +131,7 @@ _HOME = {
     "Supernet": "supernet.supernet",
     "WeightSlice": "operators",
     "calibrate": "calibration.calibrate",
-    "insert_": "supernet.insert",
+    "insert_": "insertion.insert",
     "pareto_front": "pareto",
     "profile_latency": "profile.sweep",
     "search": "nas.search",
@@ -145,6 +148,7 @@ __all__ = [
     "CheapestFeasible",
     "Cost",
     "CostModel",
+    "Description",
     "Engine",
     "Fixed",
     "HullFit",
