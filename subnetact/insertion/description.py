@@ -285,7 +285,11 @@ class Description:
         return self._edited(lambda slot: None if slot.name in names else slot, dict.fromkeys(names, reason))
 
     def merged(self, other: Description) -> Description:
-        """Return a description with the groups and stages of another one added, which take precedence."""
+        """Return a description with the groups and stages of another one added.
+
+        Args:
+            other: the other description; where both have a group or stage of a name, this one counts.
+        """
         groups = {**self.groups, **other.groups}
         stages = {**self.stages, **other.stages}
         refused = {n: why for n, why in {**self.refused, **other.refused}.items() if n not in groups}
@@ -315,6 +319,12 @@ class Description:
     @classmethod
     def from_json(cls, text: str | bytes) -> Description:
         """Read what `to_json` wrote.
+
+        Args:
+            text: the JSON document.
+
+        Returns:
+            A description equal to the one that was written.
 
         Raises:
             FileFormatError: the text is not JSON, is another document, or is damaged.
