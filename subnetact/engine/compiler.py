@@ -71,11 +71,11 @@ class Compiler:
 
     def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
         shapes: dict[Any, Callable[[Tensor], Any]] = {}
-        kernels = [p.computed for p in bound.view.parameters() if hasattr(p, "computed")]
+        copies = {id(p.packed): p.packed for p in bound.view.parameters() if hasattr(p, "packed")}
 
         def run(x: Tensor) -> Any:
-            for kernel in kernels:  # Compiled code reads computed kernels without refreshing them.
-                kernel.refresh()
+            for packed in copies.values():  # Compiled code reads packed copies without refreshing them.
+                packed.refresh()
             compiled = shapes.get((x.shape, x.dtype))
             try:
                 if compiled is not None:

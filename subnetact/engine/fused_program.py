@@ -189,9 +189,6 @@ def _scale(norm: Any) -> Tensor:
 
 
 def _weight(conv: nn.Conv2d, norm: nn.Module | None) -> Tensor:
-    computed: Any = getattr(conv.weight, "computed", None)
-    if computed is not None:
-        computed.refresh()
     weight = conv.weight.detach()
     return weight if norm is None else weight * _scale(norm).reshape(-1, 1, 1, 1)
 

@@ -44,11 +44,11 @@ class Bound:
         generation = supernet.weights_generation
         view, statistics_row = supernet.private_view(spec)
         use_fast_convs_(view)
-        # A computed kernel is refreshed only when its convolution runs, so watch the tensors it is made of.
+        # A packed copy is refreshed only when a module reads it, so watch the tensors that it is made of.
         sources: list[Tensor] = []
         for parameter in view.parameters():
-            computed = getattr(parameter, "computed", None)
-            sources += [parameter] if computed is None else computed.operator.parameters(recurse=False)
+            packed = getattr(parameter, "packed", None)
+            sources += [parameter] if packed is None else packed.sources
         if statistics_row is not None:
             sources.append(statistics_row.flat)
         else:

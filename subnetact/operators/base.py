@@ -1,18 +1,66 @@
-"""Operator: an elastic module. Elastic: one entry of a description of elastic modules."""
+"""Operator: an elastic module. Elastic: one entry of a description of elastic modules.
+
+How to write an operator
+------------------------
+An operator holds the parameters of the module that it replaces, its template, and says how the module of one
+subnet is sliced out of them. Write one for a layer of your own, or for a layer that no operator here covers:
+
+    class EmbeddingSlice(Operator):
+        parts = ("features",)
+
+        def check(self):
+            if not isinstance(self.template, nn.Embedding):
+                raise self.refuse("only Embedding has a table to slice")
+
+        def full(self, part):
+            return self.template.embedding_dim
+
+        def tensors(self, sizes):
+            return {"weight": self.weight[:, : sizes[0]]}
+
+        def attributes(self, sizes):
+            return {"embedding_dim": sizes[0]}
+
+`EmbeddingSlice.on(features="width")` describes such a layer for `insert_`. The contract:
+
+- `parts` names what a description can make elastic, and `full` gives the size of each part in the full
+  network. If the sizes in between are not all legal, `legal` lists those that are.
+- `check` refuses templates that the operator cannot slice. It runs in `insert_`, before anything is changed.
+- `sizes` turns a size row into a tuple of integers. The default has one size per part. Everything that
+  `tensors` and `attributes` return must depend on this tuple alone, because subnets of equal sizes share
+  their tensors.
+- `tensors` returns the parameters of the subnet's module under the template's names, computed
+  differentiably from the operator's parameters (`self.weight`). Training uses the result directly, so it
+  must carry gradients.
+- `attributes` returns the plain attributes that the module's forward reads and that differ from the
+  template's. The forward is that of the template's class.
+
+Zero-copy and packed: what `tensors` returns by slicing shares the storage of the operator's parameters and
+costs no memory. A returned tensor that does not share this storage (because the rule concatenates, gathers,
+normalises or multiplies) is a packed copy. Packed copies take memory beyond the weights, once per distinct
+sizes, and all views of these sizes share them. They follow the weights by themselves: when the module of a
+view reads a packed parameter, the version counters of the operator's parameters and buffers are compared
+with those that the copy was made of, and after a change in place the copy is made again. Zero-copy slices pay
+nothing for this. Changes that version counters do not show (through `parameter.data`, NumPy, or on tensors
+that were made in inference mode) need `Supernet.refresh`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
+from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["Elastic", "Operator"]
+__all__ = ["Elastic", "Operator", "PackedCopy"]
 
 
 LISTED = 6
@@ -35,11 +83,70 @@ class Elastic:
         return f"{self.operator.__name__}({', '.join(f'{k}={v}' for k, v in self.follows.items())})"
 
 
+class PackedCopy:
+    """Tensors that an operator computed into memory of their own, and what they were computed from.
+
+    Args:
+        operator: the operator whose parameters and buffers the tensors are computed from.
+        make: computes the tensors by name. Those that are None are left out.
+
+    Attributes:
+        tensors: the computed tensors by name. `refresh` writes into them in place.
+        sources: the parameters and buffers of the operator.
+    """
+
+    def __init__(self, operator: nn.Module, make: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        self.sources = (*operator.parameters(), *operator.buffers())
+        self._make = make
+        self._lock = threading.Lock()
+        self._final = False
+        self._versions = self._current()
+        self.tensors = self._made()
+
+    def refresh(self) -> None:
+        """Compute the tensors again, in place, if the sources have changed in place."""
+        if self._current() != self._versions:
+            with self._lock:
+                versions = self._current()
+                if not self._final and versions != self._versions:
+                    made = self._made()
+                    with torch.inference_mode(False), torch.no_grad():
+                        for name, tensor in self.tensors.items():
+                            tensor.copy_(made[name])
+                    self._versions = versions
+
+    def finish(self) -> None:
+        """Keep the tensors as they are from now on, for the views that still use them."""
+        with self._lock:
+            self._final = True
+
+    def frozen(self, of: Tensor) -> nn.Parameter:
+        """Return a parameter for views. A module of a view calls `refresh` before it reads the parameter.
+
+        Args:
+            of: one of `tensors`, or a slice of one.
+        """
+        parameter = nn.Parameter(of, requires_grad=False)
+        parameter.packed = self  # type: ignore[attr-defined]
+        return parameter
+
+    def _current(self) -> list[int]:
+        return [tensor_version(source) for source in self.sources]
+
+    def _made(self) -> dict[str, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return {name: t.detach() for name, t in self._make().items() if t is not None}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # A parameter of a copied view is an ordinary one, which follows nothing.
+
+
 class Operator(nn.Module):
     """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
     An operator has the parameters of the module that it replaces, its template, under the same names. A
     subclass implements the slicing rule in `tensors`. Subnets with equal `sizes` share the sliced tensors.
+    The text at the top of this file says how to write a subclass.
 
     Args:
         template: the ordinary module; its parameters are taken over, not copied.
@@ -72,6 +179,7 @@ class Operator(nn.Module):
         self.dims = dict(dims)
         self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
         self._shared: dict[tuple[int, ...], dict[str, Tensor | None]] = {}
+        self._packed: dict[tuple[int, ...], PackedCopy] = {}
 
     @classmethod
     def on(cls, **follows: str) -> Elastic:
@@ -147,13 +255,14 @@ class Operator(nn.Module):
         return tuple(self.size(part, row) for part in self.parts)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule: return a subnet's parameters as differentiable views of the full ones.
+        """Apply the slicing rule: compute a subnet's parameters differentiably from the full ones.
 
         Args:
             sizes: what `sizes` returned for the subnet.
 
         Returns:
-            The parameters under the template's names. For a parameter that the template lacks, None.
+            The parameters under the template's names. For a parameter that the template lacks, None. Slices
+            share the storage of the full parameters; other tensors become packed copies in views.
         """
         raise NotImplementedError
 
@@ -183,12 +292,24 @@ class Operator(nn.Module):
             return self.tensors(sizes)
         found = self._shared.get(sizes)
         if found is None:
-            made: dict[str, Tensor | None] = {
-                name: None if t is None else nn.Parameter(t, requires_grad=False)
-                for name, t in self.tensors(sizes).items()
-            }
-            found = self._shared.setdefault(sizes, made)
+            found = self._shared.setdefault(sizes, self._frozen(sizes))
+        elif self._packed and sizes in self._packed:
+            self._packed[sizes].refresh()
         return found
+
+    def _frozen(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
+        given = self.tensors(sizes)
+        own = {_storage(t) for t in (*self.parameters(), *self.buffers())}
+        apart = {name for name, t in given.items() if t is not None and _storage(t) not in own}
+        made: dict[str, Tensor | None] = {
+            name: None if t is None else nn.Parameter(t, requires_grad=False) for name, t in given.items()
+        }
+        if apart:
+            packed = PackedCopy(self, lambda: {n: t for n, t in self.tensors(sizes).items() if n in apart})
+            made.update({name: packed.frozen(t) for name, t in packed.tensors.items()})
+            self._packed[sizes] = packed
+        return made
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the ordinary module of one subnet, whose parameters share this operator's storage.
@@ -206,11 +327,16 @@ class Operator(nn.Module):
         )
 
     def forget(self) -> None:
-        """Drop the shared slices. This is needed after the parameters have moved to other storage."""
-        self._shared.clear()
+        """Drop the shared tensors, because the parameters are about to be replaced or were replaced.
+
+        Packed copies that views still use stay as they are from now on.
+        """
+        for packed in list(self._packed.values()):
+            packed.finish()
+        self._shared, self._packed = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": {}}
+        return {**self.__dict__, "_shared": {}, "_packed": {}}
 
     def extra_repr(self) -> str:
         """Return the template and the elastic parts, for the printed network."""
@@ -220,3 +346,8 @@ class Operator(nn.Module):
         """Return the error that says why this operator cannot make its template elastic."""
         kind = type(self.template).__name__
         return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return a number that tells storages apart; it exists for tensors on the meta device as well."""
+    return int(tensor.untyped_storage()._cdata)

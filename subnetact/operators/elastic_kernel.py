@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.errors import InsertError
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.tensor_version import tensor_version
+from subnetact.operators.base import Elastic, Operator, PackedCopy
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
@@ -64,7 +63,7 @@ class ElasticKernel(Operator):
 
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__(template, path, dims)
-        self._computed: dict[int, _Computed] = {}
+        self._computed: dict[int, PackedCopy] = {}
 
     @classmethod
     def on(cls, *, channels: str | None = None, kernel: str | None = None, **others: str) -> Elastic:
@@ -86,9 +85,9 @@ class ElasticKernel(Operator):
         template = self.template
         if not isinstance(template, KernelConv2d):
             raise self.refuse("only KernelConv2d stands for several kernel sizes")
-        cls = _FollowingConv2d if template.matrices else nn.Conv2d
+        stride: Any = template.stride
         with torch.device("meta"):
-            plain = cls(1, 1, 1, template.stride, bias=False)  # type: ignore[arg-type]
+            plain = nn.Conv2d(1, 1, 1, stride, bias=False)
         self.__dict__["_plain"] = plain
 
     def full(self, part: str) -> int:
@@ -115,7 +114,7 @@ class ElasticKernel(Operator):
         Returns:
             The weights, each of shape (channels, 1, size, size), by kernel size.
         """
-        return {size: computed.tensor for size, computed in sorted(self._computed.items())}
+        return {size: computed.tensors["weight"] for size, computed in sorted(self._computed.items())}
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight of the first channels with the subnet's kernel size."""
@@ -139,11 +138,15 @@ class ElasticKernel(Operator):
         channels, size = sizes
         if trainable or not self.template.matrices or size == self.full("kernel"):
             return super().parameters_of(sizes, trainable)
+        computed = self._computed.get(size)
+        if computed is None:
+            computed = self._computed.setdefault(
+                size, PackedCopy(self, lambda: {"weight": self.kernel(size)})
+            )
+        computed.refresh()
         found = self._shared.get(sizes)
         if found is None:
-            computed = self._computed.get(size) or self._computed.setdefault(size, _Computed(self, size))
-            weight = nn.Parameter(computed.tensor[:channels], requires_grad=False)
-            weight.computed = computed  # type: ignore[attr-defined]
+            weight = computed.frozen(computed.tensors["weight"][:channels])
             found = self._shared.setdefault(sizes, {"weight": weight, "bias": None})
         return found
 
@@ -157,50 +160,12 @@ class ElasticKernel(Operator):
     def forget(self) -> None:
         """Drop the shared slices and the computed kernels."""
         super().forget()
-        self._computed.clear()
+        for computed in list(self._computed.values()):
+            computed.finish()
+        self._computed = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_computed": {}}
-
-
-class _Computed:
-    """A kernel that was computed with matrices, and the versions of the weights that it was computed from."""
-
-    def __init__(self, operator: ElasticKernel, size: int) -> None:
-        self.operator = operator
-        self.size = size
-        self.versions = self._versions()
-        with torch.inference_mode(False), torch.no_grad():
-            self.tensor = operator.kernel(size).clone()
-
-    def _versions(self) -> list[int]:
-        weights = self.operator.parameters(recurse=False)
-        return [tensor_version(weight) for weight in weights]
-
-    def refresh(self) -> None:
-        """Compute the kernel again, in place, if the weights have changed in place."""
-        versions = self._versions()
-        if versions != self.versions:
-            with torch.inference_mode(False), torch.no_grad():
-                self.tensor.copy_(self.operator.kernel(self.size))
-            self.versions = versions
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # The kernel of a copied view is an ordinary weight, not computed any more.
-
-
-class _FollowingConv2d(nn.Conv2d):
-    """The convolution of a view whose kernel is computed from the supernet's weights."""
-
-    owned_as: ClassVar[type[nn.Module]] = nn.Conv2d
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map (N, channels, H, W) to (N, channels, H / stride, W / stride)."""
-        if not torch.compiler.is_compiling():
-            computed = vars(self._parameters["weight"]).get("computed")
-            if computed is not None:
-                computed.refresh()
-        return super().forward(input)
 
 
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:

@@ -117,6 +117,25 @@ for _name in _REGISTER_HOOK:
 
 
 @cache
+def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a subclass that refreshes packed copies (`PackedCopy`) whenever these parameters are read."""
+
+    def reader(name: str) -> property:
+        def read(self: nn.Module) -> Any:
+            parameter: Any = self.__dict__["_parameters"][name]
+            if not torch.compiler.is_compiling():
+                packed = getattr(parameter, "packed", None)
+                if packed is not None:
+                    packed.refresh()
+            return parameter
+
+        return property(read)
+
+    namespace = {name: reader(name) for name in names}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "owned_as": cls, **namespace})
+
+
+@cache
 def _mixed(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
@@ -149,7 +168,8 @@ def is_view(module: nn.Module) -> bool:
 
 def module_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module stands for: for a view's module, the class of its template."""
-    return type(module).__mro__[2] if is_view(module) else type(module)
+    cls: Any = type(module).__mro__[2] if is_view(module) else type(module)
+    return vars(cls).get("owned_as", cls)  # type: ignore[no-any-return]
 
 
 def view_module(
@@ -172,7 +192,11 @@ def view_module(
     Returns:
         A module in evaluation mode. It raises `ViewError` if it is to be trained, moved or converted.
     """
-    view: nn.Module = object.__new__(_mixed(_View, type(template)))  # type: ignore[arg-type]
+    cls: Any = type(template)
+    packed = tuple(n for n, p in (parameters or {}).items() if p is not None and "packed" in p.__dict__)
+    if packed:
+        cls = _reading(cls, packed)
+    view: nn.Module = object.__new__(_mixed(_View, cls))
     given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
     # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.
     for name, value in template.__dict__.items():
@@ -195,8 +219,7 @@ def owned(view: nn.Module) -> nn.Module:
 def _own(view: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if id(view) in done:
         return done[id(view)]
-    cls = module_class(view)
-    module: nn.Module = object.__new__(getattr(cls, "owned_as", cls))
+    module: nn.Module = object.__new__(module_class(view))
     done[id(view)] = module
     module.__dict__.update(view.__dict__)
     module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})
