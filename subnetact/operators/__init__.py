@@ -6,15 +6,34 @@ a network as a description says: `{"conv1": WeightSlice.on(out="width")}`.
 Which file answers which question:
 
 - `base.py`: what every operator does (`Operator`), and one entry of a description (`Elastic`).
-- `weight_slice.py`: convolutions, grouped ones included, and linear layers.
+- `weight_slice.py`: convolutions, grouped and transposed ones included, linear layers, embeddings.
+- `attention_slice.py`: the heads of `nn.MultiheadAttention`.
 - `subnet_norm.py`: BatchNorm, whose statistics belong to the subnet; `per_width_norm.py`: US-Nets' BatchNorm.
-- `layer_norm_slice.py`: LayerNorm; `parameter_slice.py`: own parameters, and plain numbers such as heads.
+- `layer_norm_slice.py`: LayerNorm, RMSNorm, GroupNorm; `parameter_slice.py`: own parameters, and plain
+  numbers such as heads.
 - `layer_select.py`: which layers of a stack are kept; `switch.py`: one of several modules.
 - `elastic_kernel.py`: depthwise convolutions whose kernel size is a choice.
 - `view_module.py`: how the modules of a zero-copy view are made; `tensor_version.py`: whether a tensor has
   changed in place.
+
+Which operator makes which module elastic:
+
+| module | operator and parts |
+|---|---|
+| Conv1d to Conv3d, depthwise and grouped ones, ConvTranspose1d to ConvTranspose3d | WeightSlice(out, in_) |
+| Linear, `Conv1D` of transformers | WeightSlice(out, in_) |
+| Embedding | WeightSlice(out) |
+| BatchNorm1d to BatchNorm3d, SyncBatchNorm | SubnetNorm(channels) |
+| LayerNorm, RMSNorm and its relatives in transformers and timm, GroupNorm | LayerNormSlice(features) |
+| MultiheadAttention | AttentionSlice(out, in_) |
+| parameters of a module itself: a class token, position embeddings | ParameterSlice(features) |
+| some of them, or along another axis: `gamma`, `"layer_scale.0"` | ElasticAttribute(name) |
+| whole numbers that a forward reads: `num_heads`, `attn_dim` | ElasticAttribute(name) |
+| Sequential, ModuleList: layers that a subnet may skip | LayerSelect(name of a layer) |
+| KernelConv2d, SwitchableModule, PerWidthBatchNorm2d | ElasticKernel, ModuleSwitch, PerWidthNorm |
 """
 
+from subnetact.operators.attention_slice import AttentionSlice
 from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.elastic_kernel import ElasticKernel, KernelConv2d
 from subnetact.operators.layer_norm_slice import LayerNormSlice
@@ -27,6 +46,7 @@ from subnetact.operators.weight_slice import WeightSlice
 
 __all__ = [
     "CALIBRATION_RULES",
+    "AttentionSlice",
     "Elastic",
     "ElasticAttribute",
     "ElasticKernel",

@@ -1,20 +1,31 @@
-"""LayerNormSlice: LayerNorm over the first features."""
+"""LayerNormSlice: norms without running statistics, over the first features.
+
+- LayerNorm over the last axis: `weight[:features]`, `bias[:features]`; mean and variance of the features
+  that the subnet has.
+- RMSNorm: `weight[:features]`; mean square of the features that the subnet has. `torch.nn.RMSNorm` is known
+  by its class. The many RMSNorm classes of transformers and timm are tried: the operator runs the sliced
+  module on random numbers, and compares the result with the rule.
+- GroupNorm: whole groups, so that the features of a group stay together. With a single group, any number of
+  features.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.view_module import view_module
 
 __all__ = ["LayerNormSlice"]
 
 
 class LayerNormSlice(Operator):
-    """Slices `weight[:features]` and `bias[:features]` of a LayerNorm over the last axis of its input.
+    """Slices `weight[:features]` and `bias[:features]` of a LayerNorm, an RMSNorm or a GroupNorm.
 
-    LayerNorm has no running statistics, so subnets need no calibration for it.
+    These norms have no running statistics, so subnets need no calibration for them.
 
     Source:
         AutoFormer and DynaBERT slice their LayerNorms in this way.
@@ -24,33 +35,91 @@ class LayerNormSlice(Operator):
 
     @classmethod
     def on(cls, *, features: str | None = None, **others: str) -> Elastic:
-        """Describe an elastic LayerNorm, for `insert_`.
+        """Describe an elastic LayerNorm, RMSNorm or GroupNorm, for `insert_`.
 
         Args:
-            features: the dimension that gives the number of features. If None, all are kept.
+            features: the dimension that gives the number of features (channels). If None, all are kept.
             others: parts that this operator does not have; `insert_` refuses them.
         """
         return cls._described(features=features, **others)
 
     def check(self) -> None:
-        """Check that the template is a LayerNorm over one axis.
+        """Check that the template is a norm that this operator can slice.
 
         Raises:
-            InsertError: the template is another module, or a LayerNorm over several axes.
+            InsertError: the template is another module, a norm over several axes, or computes something
+                else than an RMSNorm of its first features.
         """
-        if not isinstance(self.template, nn.LayerNorm) or len(self.template.normalized_shape) != 1:
-            raise self.refuse("only LayerNorm over the last axis has an affine it can slice")
+        template = self.template
+        if isinstance(template, nn.GroupNorm):
+            return
+        if isinstance(template, nn.LayerNorm | nn.RMSNorm):
+            if len(template.normalized_shape) != 1:
+                raise self.refuse("it normalises over several axes; only norms over one axis can be sliced")
+        elif not _is_rms_norm(self):
+            raise self.refuse(
+                "only GroupNorm, and LayerNorm and RMSNorm over one axis, have an affine it can slice"
+            )
+
+    @property
+    def _groups(self) -> int:
+        return int(self.template.num_groups) if isinstance(self.template, nn.GroupNorm) else 1
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the number of features of the full network."""
-        return int(self.template.normalized_shape[0])
+        if isinstance(self.template, nn.GroupNorm):
+            return int(self.template.num_channels)
+        shape = getattr(self.template, "normalized_shape", None)
+        return int(shape[0] if isinstance(shape, tuple) else self.template.weight.shape[0])
+
+    def legal(self, part: str) -> range:
+        """Return every number of features, or the multiples of the features of one group."""
+        each = self.full(part) // self._groups if self._groups > 1 else 1
+        return range(each, self.full(part) + 1, each)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight and the bias of the first features."""
         (features,) = sizes
-        affine: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
-        return {name: None if t is None else t[:features] for name, t in affine.items()}
+        return {name: None if t is None else t[:features] for name, t in self._parameters.items()}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the `normalized_shape` of the subnet's module."""
-        return {"normalized_shape": sizes}
+        """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""
+        (features,) = sizes
+        if isinstance(self.template, nn.GroupNorm):
+            groups = self._groups * features // self.full("features") if self._groups > 1 else 1
+            return {"num_channels": features, "num_groups": groups}
+        return {"normalized_shape": sizes} if "normalized_shape" in self.template.__dict__ else {}
+
+
+def _is_rms_norm(norm: LayerNormSlice) -> bool:
+    """Tell whether a module, sliced to its first features, is an RMSNorm of them. It is tried on numbers."""
+    template = norm.template
+    weight = template._parameters.get("weight")
+    plain = set(template._parameters) == {"weight"} and not template._modules and not template._buffers
+    if not plain or weight is None or weight.dim() != 1 or len(weight) < 2:
+        return False
+    return any(_is_rms_norm_over(norm, len(weight), trailing) for trailing in ((), (1, 1)))
+
+
+def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]) -> bool:
+    """Try a module on inputs with features on axis 1, followed by other axes.
+
+    Numbers are so large that the epsilon of the norm does not matter. The gain per feature, which may be the
+    weight or one plus the weight, is what the module makes of equal numbers.
+    """
+    kept = full // 2
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.rand(full, generator=generator) + 0.5
+    x = 1e3 * torch.randn((3, kept, *trailing), generator=generator)
+    try:
+        with torch.no_grad():
+            gain = _sliced(norm, weight)(torch.full((1, full, *trailing), 1e3))[:, :kept]
+            found = _sliced(norm, weight[:kept])(x)
+        expected = x / x.square().mean(1, keepdim=True).sqrt() * gain
+        return found.shape == x.shape and bool(torch.allclose(found, expected, rtol=1e-4))
+    except Exception:
+        return False  # the module takes other inputs
+
+
+def _sliced(norm: LayerNormSlice, weight: Tensor) -> nn.Module:
+    return view_module(norm.template, parameters={"weight": weight}, **norm.attributes((len(weight),)))

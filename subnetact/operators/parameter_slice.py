@@ -1,7 +1,12 @@
-"""ParameterSlice and ElasticAttribute: own parameters, and plain numbers, that follow the subnet."""
+"""ParameterSlice and ElasticAttribute: own parameters, and plain numbers, that follow the subnet.
+
+Both work on modules with submodules too: a block with a `gamma` beside its layers, a network with a class
+token, an attention module with a number of heads.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +20,8 @@ __all__ = ["ElasticAttribute", "ParameterSlice"]
 class ParameterSlice(Operator):
     """Slices every parameter of a module on its last axis.
 
-    It is meant for modules with parameters of their own, such as a class token or position embeddings.
+    It is meant for modules with parameters of their own, such as a class token or position embeddings. If
+    only some of the parameters are elastic, or on another axis, use ElasticAttribute.
     """
 
     parts = ("features",)
@@ -32,14 +38,16 @@ class ParameterSlice(Operator):
         return cls._described(features=features, **others)
 
     def check(self) -> None:
-        """Check that the template has parameters of one width and no submodules.
+        """Check that the template has parameters of one width, and is not a norm.
 
         Raises:
-            InsertError: it has no parameters of its own, parameters of several widths, or submodules.
+            InsertError: it has no parameters of its own, parameters of several widths, or is a norm.
         """
+        if hasattr(self.template, "normalized_shape"):
+            raise self.refuse("a norm has attributes of its size; use LayerNormSlice.on(features=...)")
         widths = {p.shape[-1] for p in self._parameters.values() if p is not None and p.dim()}
-        if len(widths) != 1 or self._modules:
-            raise self.refuse("it slices the parameters of a module without submodules, all of one width")
+        if len(widths) != 1:
+            raise self.refuse("it slices the own parameters of a module, all of one width")
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the length of the last axis in the full network."""
@@ -56,10 +64,12 @@ class ParameterSlice(Operator):
 
 
 class ElasticAttribute(Operator):
-    """Gives a module plain numbers that depend on the subnet, such as a number of attention heads.
+    """Gives a module whole numbers and parameters that depend on the subnet, each by its name.
 
-    The template has each number as an attribute, with its largest value, and its forward reads the attribute.
-    It has no submodules.
+    A part is the name of an attribute that the forward of the module reads. If the attribute is a whole
+    number, such as a number of attention heads, the subnet's module has the size instead; the template has
+    the largest value. If it is a parameter of the module itself, such as the `gamma` of a ConvNeXt block, the
+    first entries of its last axis are kept; `"gamma.0"` names axis 0 instead.
     """
 
     @classmethod
@@ -67,35 +77,65 @@ class ElasticAttribute(Operator):
         """Describe a module with elastic attributes, for `insert_`.
 
         Args:
-            follows: name of an attribute -> the dimension that gives its value.
+            follows: name of an attribute -> the dimension that gives its value, or its length. A parameter's
+                axis may follow its name: `"layer_scale.0"`.
 
         Example:
-            >>> ElasticAttribute.on(heads="block0.heads")
+            >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
         """
         return cls._described(**follows)
 
     def check(self) -> None:
-        """Check that the described attributes are whole numbers and that there are no submodules.
+        """Check that the described attributes are whole numbers or parameters of the template itself.
 
         Raises:
-            InsertError: an attribute is missing or no whole number, or the template has submodules.
+            InsertError: an attribute is missing, or neither a whole number nor a parameter, or it has no such
+                axis.
         """
-        wrong = [name for name in self.dims if not isinstance(getattr(self.template, name, None), int)]
-        if wrong or self._modules:
-            raise self.refuse(f"it sets whole numbers of a module without submodules, not {wrong}")
+        wrong = [part for part in self.dims if not (self._is_number(part) or self._is_axis(part))]
+        if wrong or not self.dims:
+            raise self.refuse(
+                f"it sets whole numbers and slices parameters of the module itself, not {wrong}; the module "
+                f"has {', '.join([*self._numbers(), *filter(None, self._parameters)]) or 'neither'}"
+            )
+
+    def _is_number(self, part: str) -> bool:
+        return type(self.template.__dict__.get(part)) is int
+
+    def _numbers(self) -> Sequence[str]:
+        return [n for n in self.template.__dict__ if not n.startswith("_") and self._is_number(n)]
+
+    def _is_axis(self, part: str) -> bool:
+        name, _, axis = part.partition(".")
+        parameter = self.template._parameters.get(name)
+        if parameter is None or not (axis.isdigit() or axis == ""):
+            return False
+        return bool(parameter.dim() > int(axis or 0))
+
+    def _axis(self, part: str) -> tuple[str, int]:
+        name, _, axis = part.partition(".")
+        return name, int(axis) if axis else self.template._parameters[name].dim() - 1
 
     def full(self, part: str) -> int:
-        """Return the value of an attribute in the full network."""
-        return int(getattr(self.template, part))
+        """Return the number, or the length of the parameter's axis, in the full network."""
+        if self._is_number(part):
+            return int(getattr(self.template, part))
+        name, axis = self._axis(part)
+        return int(self.template._parameters[name].shape[axis])
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return the values of the described attributes in the subnet."""
+        """Return the values and the lengths of the described attributes in the subnet."""
         return tuple(self.size(name, row) for name in self.dims)
 
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:  # noqa: ARG002
-        """Return the full parameters, which are not sliced."""
-        return dict(self._parameters)
+    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the parameters, of which the described ones are sliced."""
+        found: dict[str, Any] = dict(self._parameters)
+        for part, size in zip(self.dims, sizes, strict=True):
+            if not self._is_number(part):
+                name, axis = self._axis(part)
+                found[name] = found[name][((slice(None),) * axis) + (slice(None, size),)]
+        return found
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the described attributes of the subnet's module, by name."""
-        return dict(zip(self.dims, sizes, strict=True))
+        """Return the numbers of the subnet's module, by name."""
+        return {part: size for part, size in zip(self.dims, sizes, strict=True) if self._is_number(part)}

@@ -78,7 +78,12 @@ def bind_module(
         return module.select({name: child(name) for name in module.kept(row)})
     modules = {name: child(name) for name in module._modules}
     if isinstance(module, Operator):
-        bound = norm(module) if isinstance(module, SubnetNorm) else module.bind(row, trainable)
+        if isinstance(module, SubnetNorm):
+            bound = norm(module)
+        else:
+            bound = module.bind(row, trainable)
+            if trainable:  # an attention module applies dropout by itself
+                object.__setattr__(bound, "training", module.training)
         if modules:
             object.__setattr__(bound, "_modules", modules)
         return bound

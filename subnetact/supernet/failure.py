@@ -8,8 +8,8 @@ __all__ = ["culprit", "missing_entry", "summary"]
 
 _ENTRIES: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.modules.batchnorm._BatchNorm,), "SubnetNorm.on(channels=...)"),
-    ((nn.LayerNorm,), "LayerNormSlice.on(features=...)"),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear), "WeightSlice.on(in_=...)"),
+    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), "LayerNormSlice.on(features=...)"),
+    ((nn.modules.conv._ConvNd, nn.Linear), "WeightSlice.on(in_=...)"),
 )
 """Classes of modules, each with the entry that lets them take a narrowed input."""
 

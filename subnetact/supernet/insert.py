@@ -9,7 +9,7 @@ from types import MethodType
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
-from subnetact.operators import Elastic, Operator, SubnetNorm
+from subnetact.operators import Elastic, ElasticAttribute, Operator, ParameterSlice, SubnetNorm
 from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.space import SubnetSpace
 from subnetact.supernet.supernet import InsertReport, Supernet
@@ -53,6 +53,11 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
         if not isinstance(entry, Elastic):
             raise InsertError(
                 f"{path}: {entry!r} is no description; write WeightSlice.on(out=...) for example"
+            )
+        if path == "" and entry.operator not in (ElasticAttribute, ParameterSlice):
+            raise InsertError(
+                f"{entry} describes the network itself; only ElasticAttribute and ParameterSlice may do so; "
+                "wrap it in a Sequential"
             )
         if path not in modules:
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
@@ -112,8 +117,6 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
 def _check(modules: Mapping[str, nn.Module], elastic: Mapping[str, Elastic]) -> None:
     if any(isinstance(module, Operator) for module in modules.values()):
         raise InsertError("the network already has operators; describe everything in one insert_ call")
-    if "" in elastic:
-        raise InsertError("the network itself is one elastic module; wrap it in a Sequential")
     for path, module in modules.items():
         for name, value in module.__dict__.items():
             if isinstance(value, MethodType) and value.__self__ is module:

@@ -1,0 +1,178 @@
+"""AttentionSlice: the first heads of `nn.MultiheadAttention`.
+
+`nn.MultiheadAttention` stores the projections of queries, keys and values as three blocks of rows of one
+matrix, `in_proj_weight` of shape (3 * width, width). A subnet keeps the first rows of each block. As a tensor
+of shape (3, rows, columns) they are a zero-copy slice: `in_proj_weight.unflatten(0, (3, -1))[:, :out, :in_]`.
+`nn.MultiheadAttention` itself cannot compute with fewer heads at the same input width. The module of a subnet
+is therefore a `SlicedMultiheadAttention`.
+
+The output projection is a module of its own, which a `WeightSlice` on `out_proj` narrows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.view_module import view_module
+from subnetact.space import SizeRow
+
+__all__ = ["AttentionSlice", "SlicedMultiheadAttention"]
+
+
+class SlicedMultiheadAttention(nn.MultiheadAttention):
+    """The attention of a subnet: `in_proj_weight` has shape (3, heads * head width, input width)."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            "AttentionSlice makes SlicedMultiheadAttention out of nn.MultiheadAttention"
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,  # noqa: ARG002  # a hint that the mask, which is applied anyway, is causal
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute attention as `nn.MultiheadAttention` does, with the heads of the subnet.
+
+        Args:
+            query: shape (N, L, width), or (L, N, width) if not `batch_first`, or (L, width).
+            key: as the query, with S instead of L.
+            value: as the key.
+            key_padding_mask: shape (N, S), or (S,); True, or a number to add, for keys to leave out.
+            need_weights: whether to return the attention weights.
+            attn_mask: shape (L, S) or (N * heads of the subnet, L, S); True, or a number to add, for pairs to
+                leave out.
+            average_attn_weights: whether the returned weights are averaged over the heads.
+            is_causal: not used, because the mask is applied in any case.
+
+        Returns:
+            The output, shaped as the query, and the weights of shape (N, L, S), (N, heads, L, S) or None.
+        """
+        swap = not self.batch_first and query.dim() == 3
+        given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
+        weight: Any = self.in_proj_weight
+        bias: Any = self.in_proj_bias
+        projected: Any = (
+            F.linear(t, weight[i], None if bias is None else bias[i]) for i, t in enumerate(given)
+        )
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for t in projected)
+        mask = None if attn_mask is None else _added(attn_mask, q)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.view(-1, self.num_heads, *mask.shape[1:]) if q.dim() == 4 else mask
+        if key_padding_mask is not None:
+            padded = _added(key_padding_mask, q)
+            padded = padded[:, None, None, :] if padded.dim() == 2 else padded
+            mask = padded if mask is None else mask + padded
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            out = weights @ v
+            weights = weights.mean(-3) if average_attn_weights else weights
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = self.out_proj(out.transpose(-3, -2).flatten(-2))
+        return (out.transpose(0, 1) if swap else out), weights
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask as numbers to add to scores."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+    return mask.to(like.dtype)
+
+
+class AttentionSlice(Operator):
+    """Keeps the first heads, and the first inputs, of an `nn.MultiheadAttention`.
+
+    The module `out_proj` inside it is described on its own, as `WeightSlice.on(in_=...)` with the dimension
+    that `out` follows here.
+    """
+
+    parts = ("out", "in_")
+
+    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
+        super().__init__(template, path, dims)
+        if isinstance(template, nn.MultiheadAttention):
+            sliced = view_module(
+                template, _qkv_same_embed_dim=False
+            )  # keeps encoder layers off fused kernels
+            object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
+            self.__dict__["_sliced"] = sliced
+
+    @classmethod
+    def on(cls, *, out: str | None = None, in_: str | None = None, **others: str) -> Elastic:
+        """Describe an elastic MultiheadAttention, for `insert_`.
+
+        Args:
+            out: the dimension that gives the width of all heads together, a multiple of the width of one
+                head. If None, all heads are kept.
+            in_: the dimension that gives the width of queries, keys and values. If None, all is kept.
+            others: parts that this operator does not have; `insert_` refuses them.
+
+        Example:
+            >>> elastic = {
+            ...     "attention": AttentionSlice.on(out="heads"),
+            ...     "attention.out_proj": WeightSlice.on(in_="heads"),
+            ... }
+        """
+        return cls._described(out=out, in_=in_, **others)
+
+    def check(self) -> None:
+        """Check that the template is a MultiheadAttention whose inputs have one width.
+
+        Raises:
+            InsertError: the template is another module, its keys or values have another width than its
+                queries, or it appends keys of its own (`add_bias_kv`, `add_zero_attn`).
+        """
+        template: Any = self.template
+        if not isinstance(template, nn.MultiheadAttention):
+            raise self.refuse("only nn.MultiheadAttention has packed projections of this kind")
+        packed: Any = template.in_proj_weight
+        if packed is None or template.bias_k is not None or template.add_zero_attn:
+            raise self.refuse("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
+
+    def full(self, part: str) -> int:  # noqa: ARG002
+        """Return the width of the full network, which is that of the inputs and of all heads together."""
+        return int(self.template.embed_dim)
+
+    def legal(self, part: str) -> range:
+        """Return the widths of whole heads, or any width of the inputs."""
+        each = int(self.template.head_dim) if part == "out" else 1
+        return range(each, self.full(part) + 1, each)
+
+    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Return the first rows and columns of the three projections, of shape (3, out, in_)."""
+        out, in_ = sizes
+        found: dict[str, Any] = dict(self._parameters)
+        found["in_proj_weight"] = found["in_proj_weight"].unflatten(0, (3, -1))[:, :out, :in_]
+        if found["in_proj_bias"] is not None:
+            found["in_proj_bias"] = found["in_proj_bias"].unflatten(0, (3, -1))[:, :out]
+        return found
+
+    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """Return the widths and the number of heads of the subnet's module."""
+        out, in_ = sizes
+        return {
+            "num_heads": out // self.template.head_dim,
+            **dict.fromkeys(("embed_dim", "kdim", "vdim"), in_),
+        }
+
+    def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
+        """Return the attention of one subnet, as `Operator.bind` does."""
+        sizes = self.sizes(row)
+        sliced: Any = self._sliced
+        return view_module(sliced, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes))
