@@ -182,15 +182,15 @@ def test_parameters_norms_and_settings_follow_their_dimension() -> None:
 @pytest.mark.parametrize(
     ("module", "entry", "message"),
     [
-        (nn.Linear(8, 8), LayerNormSlice.on(features="width"), "only LayerNorm over the last axis"),
-        (nn.LayerNorm((2, 8)), LayerNormSlice.on(features="width"), "only LayerNorm over the last axis"),
-        (nn.ReLU(), ParameterSlice.on(features="width"), "a module without submodules, all of one width"),
+        (nn.Linear(8, 8), LayerNormSlice.on(features="width"), "only GroupNorm, and LayerNorm"),
+        (nn.LayerNorm((2, 8)), LayerNormSlice.on(features="width"), "over several axes"),
+        (nn.ReLU(), ParameterSlice.on(features="width"), "the own parameters of a module, all of one width"),
         (nn.Linear(4, 8), ParameterSlice.on(features="width"), "all of one width"),
-        (nn.Sequential(nn.Linear(8, 8)), ParameterSlice.on(features="width"), "without submodules"),
+        (nn.Sequential(nn.Linear(8, 8)), ParameterSlice.on(features="width"), "the own parameters"),
         (
             nn.ReLU(),
             ElasticAttribute.on(heads="width"),
-            r"it sets whole numbers of a module .* not \['heads'\]",
+            r"it sets whole numbers and .* not \['heads'\]",
         ),
         (
             nn.LayerNorm(4),
