@@ -20,16 +20,30 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
 from subnetact.serving.policies import HullFit, MaxAcc, SlackFit
+from subnetact.serving.scheduling.context import Context
 
 TABLE = LatencyTable.from_arrays(
     ["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]], stamp={}
 )
+
+
+class NeverDecides:
+    """A policy that waits for more requests, whatever happens."""
+
+    table = TABLE
+
+    def decide(self, context: Context) -> None:
+        return None
+
+
 POLICIES = {
+    "never": NeverDecides,
     "slackfit": lambda: SlackFit(TABLE, slo_ms=20.0),
     "hullfit": lambda: HullFit(TABLE, slo_ms=20.0),
     "maxacc": lambda: MaxAcc(TABLE),
 }
 BOUND = 8
+ROOMY = 1000
 WORKERS = 2
 WATCHDOG_MS = 100.0
 
@@ -44,12 +58,13 @@ def core_of(
     clock: list[float],
     workers: int = WORKERS,
     watchdog_ms: float | None = WATCHDOG_MS,
+    bound: int = BOUND,
 ) -> Core:
     return Core(
         POLICIES[policy](),
         TABLE,
         workers=workers,
-        max_queue=BOUND,
+        max_queue=bound,
         expired=expired,
         slo_ms=20.0,
         clock_ms=lambda: clock[0],
@@ -61,11 +76,16 @@ def core_of(
 class LifeCycle(RuleBasedStateMachine):
     """Submit, cancel, advance; workers answer, raise, hang and die; drain and close."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), expired=st.sampled_from(["drop", "defer", "serve"]))
-    def start(self, policy: str, expired: str) -> None:
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        expired=st.sampled_from(["drop", "defer", "serve"]),
+        bound=st.sampled_from([BOUND, ROOMY]),
+    )
+    def start(self, policy: str, expired: str, bound: int) -> None:
         self.clock = [0.0]
-        self.core = core_of(policy, expired, self.clock)
+        self.core = core_of(policy, expired, self.clock, bound=bound)
         self.expired = expired
+        self.bound = bound
         self.accepted: dict[Any, Any] = {}
         self.ended: dict[Any, Any] = {}
         self.full = 0
@@ -106,7 +126,7 @@ class LifeCycle(RuleBasedStateMachine):
         try:
             self.accepted[x] = self.core.admit(x, deadline, floor, priority, None, None)
         except QueueFull:
-            assert self.core.stats().queued >= BOUND  # retried requests may exceed the bound
+            assert self.core.stats().queued >= self.bound  # retried requests may exceed the bound
             self.full += 1
         except BatcherClosed:
             assert self.core.closing
@@ -227,7 +247,7 @@ class LifeCycle(RuleBasedStateMachine):
         assert seen.submitted == len(self.accepted)
         assert seen.queued + seen.running == len(self.accepted) - len(self.ended)
         assert seen.retried == sum(request.retried for request in self.accepted.values())
-        assert seen.queued <= BOUND + sum(r.retried and r.open for r in self.accepted.values())
+        assert seen.queued <= self.bound + sum(r.retried and r.open for r in self.accepted.values())
         assert seen.cancelled == self.count(str)
         assert seen.dropped == self.count(DeadlinePassed)
         assert seen.failed == self.count(BatchFailed)

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -34,10 +35,15 @@ from subnetact.serving.live.requests import (
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import SlackFit
-from subnetact.serving.scheduling.checks import check_count, check_policy, expired_rule
+from subnetact.serving.scheduling.checks import check_count, check_policy, check_time, expired_rule
 from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
+
+_LONGEST_MS = 1e12
+"""A longer deadline, more than 31 years, counts as this one, so that sums of times stay finite."""
+_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
+"""The batchers of this process; after a fork, the child has none of their threads."""
 
 
 class Batcher:
@@ -128,8 +134,7 @@ class Batcher:
                 raise PolicyError(
                     f"slo_ms: {type(policy).__name__} has none; give the usual time of a request, in ms"
                 )
-        if not 0.0 < slo_ms < math.inf:
-            raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
+        slo_ms = check_time(slo_ms, "slo_ms")
         expired = expired_rule(expired, hopeless)
         table = table or policy.table
         if table.subnets != policy.table.subnets or table.batch_sizes != policy.table.batch_sizes:
@@ -168,6 +173,8 @@ class Batcher:
             header = {**facts, "policy": type(policy).__name__, "table": table.to_json()}
             self._log = self._core.outcomes.log = DecisionLog(decision_log, header, clock_ms())
         self._admit = self._core.admit
+        self._forked = False
+        _batchers.add(self)
         self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)
 
     def submit(
@@ -180,7 +187,7 @@ class Batcher:
 
         Args:
             x: one input, without a batch dimension, as the engine's `check` accepts it.
-            deadline_ms: time that the request is given from now, in ms.
+            deadline_ms: time that the request is given from now, in ms; 1e12 ms at most, more counts as that.
             min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any
                 subnet may answer.
             priority: a whole number, the higher the more important; 0 if None. The queue is ordered by
@@ -196,9 +203,9 @@ class Batcher:
             InvalidRequest: The deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
                 priority is no whole number, or the engine refuses the input.
             QueueFull: `max_queue` requests wait already.
-            BatcherClosed: The batcher is closed or draining.
+            BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
-        floor = self._checked(x, deadline_ms, min_accuracy, priority)
+        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority)
         future = AnswerFuture()
         request = self._admit(x, deadline_ms, floor, priority or 0, future, None)
         future.on_cancel(partial(self._core.withdraw, request))
@@ -227,7 +234,7 @@ class Batcher:
             BatcherClosed: The batcher is closed or draining, or was closed before the request ran.
         """
         loop = asyncio.get_running_loop()
-        floor = self._checked(x, deadline_ms, min_accuracy, priority)
+        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority)
         future: asyncio.Future[Answer] = loop.create_future()
         request = self._admit(x, deadline_ms, floor, priority or 0, future, loop)
         try:
@@ -237,7 +244,12 @@ class Batcher:
             raise
 
     def stats(self) -> BatcherStats:
-        """Return a consistent snapshot of the counters and histograms."""
+        """Return a consistent snapshot of the counters and histograms.
+
+        Raises:
+            BatcherClosed: This process was forked from the batcher's.
+        """
+        self._check_process()
         return self._core.stats()
 
     def prometheus(self) -> str:
@@ -270,6 +282,7 @@ class Batcher:
             Whether the policy was given other latencies. It is not if they changed by less than 5 %, or if
             the batcher has just done so by itself; `stats().replanned` counts both.
         """
+        self._check_process()
         return self._core.replan(at_once=True)
 
     @property
@@ -287,8 +300,11 @@ class Batcher:
             timeout: longest time to wait, in s. If None, there is no limit.
 
         Returns:
-            Whether every request has its outcome. The worker threads go on; call `close` next.
+            Whether every request has its outcome. The worker threads go on; call `close` next. In a process
+            that was forked from the batcher's, the result is False at once.
         """
+        if self._forked:
+            return False
         self._core.stop_admitting()
         return self._core.wait_until_drained(0.0 if self._workers.is_current() else timeout)
 
@@ -296,11 +312,15 @@ class Batcher:
         """Refuse new requests, finish those that wait, and end the threads.
 
         Batches that run are finished in any case. A thread that hangs is not waited for; it ends when its
-        call returns.
+        call returns. A policy that waits (answers None) while nothing runs is not asked further: the
+        cheapest subnet serves the requests that are left. In a process that was forked from the batcher's
+        this method does nothing.
 
         Args:
             drain: whether to serve the requests that wait; if False, they end with `BatcherClosed`.
         """
+        if self._forked:
+            return
         self._core.stop_admitting()
         if not drain:
             outcomes = self._core.abandon_queue()
@@ -314,6 +334,7 @@ class Batcher:
             self._log.close()
 
     def __enter__(self) -> Batcher:
+        self._check_process()
         if self._core.closing:
             raise BatcherClosed("the batcher is closed; open another one")
         return self
@@ -331,15 +352,29 @@ class Batcher:
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
 
-    def _checked(self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None) -> float:
-        """Return the floor of a request that can be accepted; refuse the others."""
+    def _check_process(self, *_: Any) -> Any:
+        if self._forked:
+            raise BatcherClosed(
+                "the batcher belongs to the process that this one was forked from, and its threads did not "
+                "come along; open a batcher in this process, or start processes with the method spawn"
+            )
+
+    def _note_fork(self) -> None:
+        """Refuse every use in a forked child, where locks may be held by threads that do not exist."""
+        self._forked = True
+        self.__dict__["_checked"] = self._check_process  # `submit` and `infer` call it first
+
+    def _checked(
+        self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None
+    ) -> tuple[float, float]:
+        """Return the deadline and the floor of a request that can be accepted; refuse the others."""
         try:
             if type(deadline_ms) is not float:
                 if not _is_number(deadline_ms):
                     raise InvalidRequest(
                         f"deadline_ms: {deadline_ms!r} is not a number; give milliseconds from now"
                     )
-                _as_float(deadline_ms, "deadline_ms")
+                deadline_ms = _as_float(deadline_ms, "deadline_ms")
             if not 0.0 < deadline_ms < math.inf:
                 raise InvalidRequest(
                     f"deadline_ms: {deadline_ms} must be finite and > 0, in milliseconds from now"
@@ -361,7 +396,7 @@ class Batcher:
         except BaseException:
             self._core.count_refused()
             raise
-        return floor
+        return min(deadline_ms, _LONGEST_MS), floor
 
 
 def _engine_per_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runner]:
@@ -417,6 +452,15 @@ def _as_float(value: float, name: str) -> float:
     except OverflowError as error:
         kind = type(value).__name__
         raise InvalidRequest(f"{name}: an {kind} beyond every float; give a smaller one") from error
+
+
+def _note_forks() -> None:
+    for batcher in list(_batchers):
+        batcher._note_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_forks)
 
 
 def _monotonic_ms() -> float:

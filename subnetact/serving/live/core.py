@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 from threading import Condition, Lock
@@ -29,11 +30,19 @@ from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
 
 __all__ = ["Core"]
 
+_ROOM = 64
+"""Clients that add a request without the lock leave room for this many others that do so at the same time."""
+
 _priority = attrgetter("priority")
 
 
 class Core:
     """The queue, the workers and the outcomes of a batcher. Any thread may call the methods.
+
+    Clients take the lock only if a thread has to be woken or the queue is nearly full: a new request lands in
+    an inbox, and the methods that look at the queue under the lock empty the inbox into the queue first. A
+    client that waited for the lock while it holds Python's global lock would stop the workers and all other
+    clients.
 
     A request either waits or belongs to one job. The method that closes a request, under the lock, returns
     its outcome. The caller then delivers all outcomes that a call returned and calls `delivered` once.
@@ -78,7 +87,8 @@ class Core:
             policy, self.worker_states.free_at_ms, slo_ms, expired, self._expired.extend, table
         )
         self._queue = self._dispatcher.queue
-        self._arrived = self._dispatcher.arrivals.append
+        self._inbox: deque[Request] = deque()
+        self._last_arrival_ms = -math.inf
         self._drops, self._defers = expired == "drop", expired == "defer"
         self._counters = self.outcomes.counters
         self.pending = PendingRequests(self._dispatcher)
@@ -113,28 +123,67 @@ class Core:
             QueueFull: `max_queue` requests wait already.
             BatcherClosed: The batcher is closed or draining.
         """
+        now = self.clock_ms()
+        request = Request(x, now, now + deadline_ms, floor, priority, future, loop)
+        inbox = self._inbox
+        if len(self._queue) + len(inbox) + _ROOM < self._max_queue and not self._defers:
+            inbox.append(request)
+        else:
+            self._admit_carefully(request)
+        # The flags are read after the request was added, and the threads that set them look into the inbox
+        # afterwards; so one of both sides notices the other.
+        if self.closing or self._idle or self._supervisor_sleeps:
+            self._wake_for(request)
+        return request
+
+    def _admit_carefully(self, request: Request) -> None:
+        """Queue a request if there is room for one more, which only the owner of the lock can tell."""
         with self.lock:
-            now = self.clock_ms()
-            if self.closing:
-                raise BatcherClosed("the batcher is closed or draining; open another one")
-            deadline = now + deadline_ms
-            request = Request(x, now, deadline, floor, priority, future, loop)
-            if (len(self.pending) if self._defers else len(self._queue)) >= self._max_queue:
+            self._empty_inbox()
+            waiting = len(self.pending) if self._defers else len(self._queue)
+            if waiting >= self._max_queue and not self.closing:
                 if not self._dispatcher.deferred:
                     self.outcomes.refuse_full(request)
                     raise queue_full(self._max_queue)
-                self._drop_first_deferred(now)
-            if priority:
-                self._dispatcher.priority = _priority
-            self._queue.push(deadline, request, floor)
-            self._arrived(now)
-            self._counters.submitted += 1
+                self._drop_first_deferred(request.accepted_ms)
+            self._inbox.append(request)
+
+    def _wake_for(self, request: Request) -> None:
+        """Wake a worker and the supervisor for a new request; refuse the request if no worker will come."""
+        with self.lock:
+            if self.closing and request in self._inbox:
+                self._inbox.remove(request)
+                raise BatcherClosed("the batcher is closed or draining; open another one")
+            self._empty_inbox()
             if self._idle:
                 self._work.notify()
             if self._supervisor_sleeps:
                 self._supervisor_sleeps = False
                 self._watch.notify()
-        return request
+
+    def _empty_inbox(self) -> None:
+        """Move new requests into the queue, unless the batcher is closing: then their clients take them back.
+
+        The caller holds the lock.
+        """
+        if self._inbox and not self.closing:
+            self._accept_inbox()
+
+    def _accept_inbox(self) -> None:
+        inbox, push, arrived = self._inbox, self._queue.push, self._dispatcher.arrivals.append
+        last = self._last_arrival_ms
+        for _ in range(len(inbox)):
+            request = inbox.popleft()
+            now = request.accepted_ms
+            if now < last:  # another thread read the clock later, but added its request first
+                now = last
+            last = now
+            arrived(now)
+            push(request.deadline_ms, request, request.floor)
+            if request.priority:
+                self._dispatcher.priority = _priority
+            self._counters.submitted += 1
+        self._last_arrival_ms = last
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -153,6 +202,7 @@ class Core:
         with self.lock:
             if not request.open:
                 return False
+            self._empty_inbox()
             self.pending.remove(request)
             self.outcomes.cancel(request)
             self._wake_if_settled()
@@ -174,13 +224,15 @@ class Core:
         with self.lock:
             while True:
                 outcomes: list[Outcome] = []
+                self._empty_inbox()
                 job = self._decide(worker, outcomes) if len(self.pending) else None
                 if job is not None or outcomes:
                     return job, self.outcomes.owe(outcomes)
                 if not wait or self._finished():
                     return None, []
                 self._idle += 1
-                self._work.wait(timeout=0.05 if len(self.pending) else None)
+                if not self._inbox:
+                    self._work.wait(timeout=0.05 if len(self.pending) else None)
                 self._idle -= 1
 
     def answered(self, job: BatchJob, outputs: Any) -> list[Outcome]:
@@ -286,6 +338,7 @@ class Core:
             The numbers of the workers to start again, and the outcomes to deliver.
         """
         with self.lock:
+            self._empty_inbox()
             now = self.clock_ms()
             outcomes: list[Outcome] = []
             for job in list(self._jobs.values()):
@@ -316,6 +369,7 @@ class Core:
             Whether the supervisor goes on; False if the batcher is closed and everything has ended.
         """
         with self.lock:
+            self._empty_inbox()
             if self._finished() and not self._jobs:
                 return False
             calm = not (
@@ -323,7 +377,8 @@ class Core:
             )
             # one more tick follows the last batch, so that what it taught is applied
             self._supervisor_sleeps, self._was_calm = calm and self._was_calm, calm
-            self._watch.wait(None if self._supervisor_sleeps else timeout_s)
+            if not (self._supervisor_sleeps and self._inbox):
+                self._watch.wait(None if self._supervisor_sleeps else timeout_s)
             self._supervisor_sleeps = False
             return not self._finished() or bool(self._jobs)
 
@@ -332,7 +387,9 @@ class Core:
     def stop_admitting(self) -> None:
         """Refuse all further requests."""
         with self.lock:
-            self.closing = True
+            if not self.closing:
+                self.closing = True
+                self._accept_inbox()
             self._wake_all()
 
     def wait_until_drained(self, timeout_s: float | None) -> bool:
@@ -363,6 +420,7 @@ class Core:
             The outcomes to deliver.
         """
         with self.lock:
+            self._empty_inbox()
             outcomes = [self.outcomes.close(request) for request in self.pending.take_all()]
             self._wake_all()
             return self.outcomes.owe(outcomes)
@@ -373,6 +431,7 @@ class Core:
         """Return a consistent snapshot of the counters and histograms."""
         correction, drifted = self.learner.corrections.drift()
         with self.lock:
+            self._empty_inbox()
             return self._counters.snapshot(
                 queued=len(self.pending),
                 running=sum(len(job.requests()) for job in self._jobs.values()),
@@ -405,6 +464,8 @@ class Core:
         batch: Batch | None = None
         try:
             batch = self._dispatcher.next_batch(now, worker)
+            if batch is None and self.closing and not self._jobs:
+                batch = self._dispatcher.cheapest_batch(now)  # the policy waits for requests that cannot come
         except Exception as error:
             taken, self._dispatcher.taken = self._dispatcher.taken, []
             for request in taken + self.pending.take_all():

@@ -16,6 +16,7 @@ __all__ = [
     "check_margin",
     "check_policy",
     "check_slo",
+    "check_time",
     "expired_rule",
     "too_short",
     "unreachable",
@@ -104,12 +105,22 @@ def check_slo(slo_ms: float, table: LatencyTable) -> float:
         TableError: the accuracy of a subnet is not known.
     """
     check_accuracy(table)
-    slo_ms = _number(slo_ms, "slo_ms")
-    if not (math.isfinite(slo_ms) and slo_ms > 0):
-        raise PolicyError(f"slo_ms: {slo_ms} must be finite and > 0")
+    slo_ms = check_time(slo_ms, "slo_ms")
     if slo_ms < table.fastest_ms:
         raise PolicyError(too_short(slo_ms, table))
     return slo_ms
+
+
+def check_time(value: object, name: str) -> float:
+    """Return a time, in ms, as a float.
+
+    Raises:
+        PolicyError: it is not a number, or not finite and > 0.
+    """
+    time_ms = _number(value, name)
+    if not (math.isfinite(time_ms) and time_ms > 0):
+        raise PolicyError(f"{name}: {value} must be finite and > 0")
+    return time_ms
 
 
 def check_margin(margin: float, name: str) -> float:

@@ -171,7 +171,7 @@ class Dispatcher(Generic[Item]):
                 self._remove_unaffordable(now_ms, self.priority)
         queued = len(queue)
         if not queued:
-            return self._deferred_batch(now_ms)
+            return self.cheapest_batch(now_ms)
         context = self.look(now_ms, worker)
         choice = self.policy.decide(context)
         if choice is None:
@@ -200,8 +200,16 @@ class Dispatcher(Generic[Item]):
         context.floor = queue.floor()
         return context
 
-    def _deferred_batch(self, now_ms: float) -> Batch | None:
-        queue, subnet = self.deferred, self._cheapest
+    def cheapest_batch(self, now_ms: float) -> Batch | None:
+        """Form the largest batch on the cheapest subnet, without asking the policy.
+
+        Args:
+            now_ms: the time.
+
+        Returns:
+            The batch, whose requests have left the queue, or None if no request waits.
+        """
+        queue, subnet = self.queue if len(self.queue) else self.deferred, self._cheapest
         if not len(queue):
             return None
         return self._form(queue, subnet, self._largest[subnet], len(queue), queue.deadline() - now_ms)
