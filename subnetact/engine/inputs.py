@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import call_with, describe_input, map_tensors
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.supernet import Supernet
 
@@ -191,18 +192,6 @@ def batch_like(example: Any, size: int) -> Any:
     return map_tensors(batch, example)
 
 
-def call_with(network: Callable[..., Any], x: Any) -> Any:
-    """Call a network with a batch and return its output.
-
-    Args:
-        network: a module or any other function.
-        x: one argument, a tuple of positional arguments, or a dictionary of named arguments.
-    """
-    if isinstance(x, tuple):
-        return network(*x)
-    return network(**x) if isinstance(x, dict) else network(x)
-
-
 class Stager:
     """Stacks single inputs into one batch on a device.
 
@@ -272,21 +261,3 @@ def _parts(x: Any) -> Any:
     if isinstance(x, tuple):
         return range(len(x))
     return x.keys() if isinstance(x, dict) else None
-
-
-def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Apply a function to every tensor of an input and return the results in the same structure."""
-    if isinstance(x, tuple):
-        return tuple(map_tensors(function, part) for part in x)
-    if isinstance(x, dict):
-        return {name: map_tensors(function, part) for name, part in x.items()}
-    return function(x)
-
-
-def describe_input(x: Any) -> str:
-    """Describe the type and shape of an input, for messages."""
-    if isinstance(x, Tensor):
-        return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
-    if isinstance(x, tuple):
-        return f"a tuple of {len(x)}"
-    return f"a dictionary of {', '.join(map(repr, x))}" if isinstance(x, dict) else type(x).__name__

@@ -211,6 +211,20 @@ class Operator(nn.Module):
             InsertError: the operator does not support the template's type or settings, or the given parts.
         """
 
+    def silent(self, part: str) -> bool:  # noqa: ARG002
+        """Tell whether weights at zero silence what a subnet drops of a part.
+
+        If so, the module with zeros in place of all dropped weights computes what the narrowed module
+        computes, and nothing else. `Supernet.check` relies on this.
+
+        Args:
+            part: one of `parts`.
+
+        Returns:
+            True, unless the module normalises over the part or computes its weights.
+        """
+        return True
+
     def legal(self, part: str) -> Sequence[int]:
         """Return the sizes that a part may have, in ascending order."""
         return range(1, self.full(part) + 1)

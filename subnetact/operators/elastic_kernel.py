@@ -98,6 +98,10 @@ class ElasticKernel(Operator):
         """Return the kernel sizes to choose from, or every number of channels up to the full one."""
         return self.template.kernel_sizes if part == "kernel" else super().legal(part)
 
+    def silent(self, part: str) -> bool:
+        """Tell whether dropped weights can be zero; a kernel that matrices compute is none of zeros."""
+        return part == "channels" or not self.template.matrices
+
     def kernel(self, size: int) -> Tensor:
         """Return the weight with a kernel size for all channels, of shape (channels, 1, size, size)."""
         weight: Any = self.weight

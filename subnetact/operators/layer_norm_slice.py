@@ -77,6 +77,10 @@ class LayerNormSlice(Operator):
         each = self.full(part) // self._groups if self._groups > 1 else 1
         return range(each, self.full(part) + 1, each)
 
+    def silent(self, part: str) -> bool:  # noqa: ARG002
+        """Return False: the mean and the variance are over all features, dropped ones included."""
+        return False
+
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight and the bias of the first features."""
         (features,) = sizes

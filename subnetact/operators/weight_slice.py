@@ -126,6 +126,10 @@ class WeightSlice(Operator):
         each = self.full(part) // self._groups if self._groups > 1 else 1
         return range(each, self.full(part) + 1, each)
 
+    def silent(self, part: str) -> bool:  # noqa: ARG002
+        """Return True for PyTorch's own forwards; another one may normalise weights or order outputs anew."""
+        return type(self.template).forward.__module__.startswith("torch.nn.")
+
     def full(self, part: str) -> int:
         """Return the number of output or input channels (or features) of the full network."""
         name = self._layout.out if part == "out" else self._layout.in_

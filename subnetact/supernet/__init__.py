@@ -6,13 +6,17 @@ Which file answers which question:
 - `insert.py`: how an ordinary network becomes a supernet (`insert_`).
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
+- `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in
+  which all weights that a subnet does not use are NaN or zero.
+- `batches.py`: what a network is called with.
 - `bind.py`: how the network of one subnet is put together from operators and a size row.
 - `trace.py`: how a view's forward becomes a `torch.fx` graph; `elementwise.py`: which of its nodes are
   activations, sums and products.
 """
 
+from subnetact.supernet.check import CheckReport
 from subnetact.supernet.insert import insert_
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = ["InsertReport", "NormRow", "NormTable", "Supernet", "insert_"]
+__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet", "insert_"]

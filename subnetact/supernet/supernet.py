@@ -27,6 +27,7 @@ from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind
+from subnetact.supernet.check import CheckReport, check
 from subnetact.supernet.norm_table import NormRow, NormTable
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
@@ -248,6 +249,37 @@ class Supernet(nn.Module):
         spec = self.space.check(spec)
         with torch.no_grad():
             return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
+
+    def check(self, x: Any, compare: bool = True) -> CheckReport:
+        """Run the supernet at the corners of its space, and prove that its slices fit together.
+
+        The corners are the largest subnet, the smallest one, and each axis alone at its smallest. Each of
+        them runs with NaN in all weights that the subnet does not use. Then it is compared with the original
+        network in which these weights are zero and skipped layers are identities, which finds slices of
+        wrong rows. Subnets with a narrowed LayerNorm, for example, cannot be compared in this way; the
+        report names them.
+
+        All of this happens on a private copy, while other threads may use the supernet. It takes about two
+        forward passes per corner, and as much memory as the weights.
+
+        Args:
+            x: a batch that the network takes, a tensor or a tuple or dictionary of them; one input suffices.
+                Floating-point tensors that are all zero are replaced by random ones.
+            compare: whether to compare with the original network. False is for networks whose forward
+                normalises over an elastic width by itself.
+
+        Returns:
+            Which subnets ran and which were compared.
+
+        Raises:
+            SpecError: the largest subnet does not run on the batch.
+            InsertError: another subnet does not run, depends on weights that it does not use, or differs
+                from the original network. The message names the module and the way out.
+
+        Example:
+            >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
+        """
+        return check(self.network, self.space, x, compare)
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of specifications, after a check that all are distinct.
