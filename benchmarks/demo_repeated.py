@@ -25,7 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from subnetact.documents import replacing
+from subnetact.atomic_files import replacing
 
 BEGIN, END = "<!-- demo: begin -->", "<!-- demo: end -->"
 

@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from subnetact.atomic_files import replacing
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
-from subnetact.documents import replacing
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra, RequestError, UncalibratedSubnetWarning
 from subnetact.latency.table import LatencyTable

@@ -3,7 +3,7 @@
 A document says of which kind and schema it is. A `DocumentFormat` writes the documents of one kind and
 refuses files that are missing, damaged, of another kind or of a newer schema, each with an error that names
 the file and the next step. A `FolderFormat` does the same for a folder of files with an index. All writing is
-atomic: readers see the old file or the new one, never a part.
+atomic; see `atomic_files`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
-from tempfile import mkdtemp
-from typing import Any
+from typing import Any, TypeVar
 
+from subnetact.atomic_files import one_version, read_regular, replacing, replacing_folder, require_regular
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
 
 __all__ = [
@@ -28,8 +26,9 @@ __all__ = [
     "checksum",
     "described",
     "parse_json",
-    "replacing",
 ]
+
+Result = TypeVar("Result")
 
 LONGEST_SCHEMA = 9
 """No schema number in text form has more digits."""
@@ -93,6 +92,7 @@ class DocumentFormat:
 
         Raises:
             MissingFile: the folder of the file does not exist.
+            WriteError: the file cannot be written.
             ValueError: a number is not finite.
         """
         text = json.dumps({**self.header, **facts}, indent=indent, allow_nan=False)
@@ -130,7 +130,7 @@ class DocumentFormat:
             FileFormatError: the file cannot be read, or is not JSON.
         """
         with self.readable(path, unreadable=(ValueError,)):
-            return parse_json(Path(path).read_bytes())
+            return parse_json(read_regular(path))
 
     def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
         """Read a file with one JSON document per line, of which the first is the header.
@@ -149,7 +149,7 @@ class DocumentFormat:
                 of a newer schema.
         """
         with self.readable(path):
-            raw = Path(path).read_bytes()
+            raw = read_regular(path)
         complete = raw[: raw.rfind(b"\n") + 1]
         lines = complete.split(b"\n")[:-1] or [b""]
         header = self._parsed_line(path, 1, lines[0])
@@ -279,8 +279,9 @@ class FolderFormat(DocumentFormat):
 
         Raises:
             FileFormatError: the directory holds something else.
+            WriteError: the folder cannot be written.
         """
-        with _replacing_folder(directory, self.index, self.noun) as folder:
+        with replacing_folder(directory, self.index, self.noun) as folder:
             yield folder
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
             document = {
@@ -291,11 +292,31 @@ class FolderFormat(DocumentFormat):
             document["checksum"] = checksum(document)
             (folder / self.index).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
+    def read_version(
+        self, directory: str | os.PathLike[str], read: Callable[[Path, dict[str, Any]], Result]
+    ) -> Result:
+        """Read the index of a folder, and what else is needed, all from one version of the folder.
+
+        Args:
+            directory: the folder.
+            read: gets the folder and the fields of the index; every file agrees with the index. It may be
+                called several times, and must change nothing.
+
+        Returns:
+            What `read` returned.
+
+        Raises:
+            MissingFile: the folder has no index.
+            FileFormatError: a file is missing, truncated or changed, or the index is of another kind or of a
+                newer schema; the message names the file. Errors of `read` are raised as they are.
+        """
+        return one_version(directory, lambda folder: read(folder, self.read_folder(folder)))
+
     def read_folder(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Read the index of a folder and compare every file with it.
 
         Args:
-            directory: the folder.
+            directory: the folder. If other processes may replace it, use `read_version`.
 
         Returns:
             The fields of the index.
@@ -327,71 +348,11 @@ def _check_files(folder: Path, index: Path, listed: Iterable[tuple[str, Any]]) -
     for name, known in listed:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise FileFormatError(f"{index}: {name!r} is not a file of this folder")
-        if described(folder / name) != known:
+        size = known.get("bytes") if isinstance(known, dict) else None
+        if _size(folder / name) != size or described(folder / name) != known:
             raise FileFormatError(
                 f"{folder / name}: truncated or changed since it was written; restore it, or write it again"
             )
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it replaces `path`, on error it is removed.
-
-    The new file gets the permissions that any new file of this process gets.
-
-    Args:
-        path: the file; an earlier one is replaced.
-
-    Raises:
-        MissingFile: the folder of the file does not exist.
-    """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise MissingFile(f"{target}: its folder {target.parent} does not exist; create it first")
-    temporary = target.with_name(f".{target.name}.{token_hex(8)}")
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    try:
-        usual = temporary.stat().st_mode & 0o777
-        yield temporary
-        temporary.chmod(usual)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`; on success it replaces `path`, on error it is removed.
-
-    Args:
-        path: new, empty, or a folder that holds `marker`, which is then replaced as a whole.
-        marker: the file that every folder of this kind holds.
-        noun: the kind with an article, for messages.
-
-    Raises:
-        FileFormatError: the folder holds something else.
-    """
-    target = Path(path)
-    if target.exists() and (
-        not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file())
-    ):
-        raise FileFormatError(f"{target}: holds something else than {noun}; choose a new directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    new, old = temporary / "new", temporary / "old"
-    try:
-        new.mkdir()
-        yield new
-        if target.exists():
-            target.replace(old)
-        try:
-            new.replace(target)
-        except OSError:
-            if old.exists():
-                old.replace(target)
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def described(path: Path) -> dict[str, Any]:
@@ -407,6 +368,7 @@ def described(path: Path) -> dict[str, Any]:
         FileFormatError: the file cannot be read.
     """
     digest = hashlib.sha256()
+    size = _size(path)
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
@@ -415,7 +377,15 @@ def described(path: Path) -> dict[str, Any]:
         raise FileFormatError(
             f"{path}: not readable ({error.strerror}); restore it, or save again"
         ) from error
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _size(path: Path) -> int:
+    try:
+        require_regular(path)
+    except MissingFile as error:
+        raise FileFormatError(f"{path}: not readable, it is missing; restore it, or save again") from error
+    return path.stat().st_size
 
 
 def checksum(document: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
     ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
     │   └── MissingFile (FileNotFoundError)  A file, or the folder that it belongs in, does not exist
+    ├── WriteError (OSError)              A file or folder cannot be written; an earlier version is unchanged
     ├── DeviceError (RuntimeError)        This machine, or this build of torch, does not have the device
     ├── EngineError (ValueError)          An engine cannot be made with these arguments
     ├── MissingExtra (ImportError)        A package that this feature needs is not installed
@@ -66,6 +67,7 @@ __all__ = [
     "UserCodeError",
     "ViewError",
     "WorkerHung",
+    "WriteError",
 ]
 
 
@@ -107,6 +109,10 @@ class FileFormatError(SubnetActError, ValueError):
 
 class MissingFile(FileFormatError, FileNotFoundError):
     """A file, or the folder that it belongs in, does not exist."""
+
+
+class WriteError(SubnetActError, OSError):
+    """A file or folder cannot be written; an earlier version is unchanged."""
 
 
 class DeviceError(SubnetActError, RuntimeError):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from subnetact.documents import DocumentFormat, FolderFormat, parse_json, replacing
+from subnetact.atomic_files import replacing
+from subnetact.documents import DocumentFormat, FolderFormat, parse_json
 from subnetact.engine.bundle import load_bundle
 from subnetact.errors import FileFormatError, MissingFile
 from subnetact.export.manifest import read_manifest

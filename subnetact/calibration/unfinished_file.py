@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subnetact import __version__
+from subnetact.atomic_files import replacing
 from subnetact.calibration.run import CalibrationRun
-from subnetact.documents import DocumentFormat, parse_json, replacing
+from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import ResumeMismatch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet

@@ -31,7 +31,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.documents import FolderFormat, replacing
+from subnetact.atomic_files import replacing
+from subnetact.documents import FolderFormat
 from subnetact.engine.origins import rebuild_supernet
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable

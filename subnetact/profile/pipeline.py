@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from subnetact.atomic_files import replacing
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
-from subnetact.documents import described, replacing
+from subnetact.documents import described
 from subnetact.errors import TableError, UncalibratedSubnetWarning
 from subnetact.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, warn_of_fractions

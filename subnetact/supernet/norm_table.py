@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from subnetact.documents import DocumentFormat, parse_json, replacing
+from subnetact.atomic_files import replacing
+from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.spec import SubnetSpec
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from subnetact.documents import replacing
+from subnetact.atomic_files import replacing
 from subnetact.errors import FileFormatError
 
 __all__ = ["SharedTensors", "TensorPosition"]

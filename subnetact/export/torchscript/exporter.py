@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.documents import replacing
+from subnetact.atomic_files import replacing
 from subnetact.engine.engine import Engine
 from subnetact.errors import (
     ExportError,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.documents import replacing
+from subnetact.atomic_files import replacing
 
 __all__ = ["pack", "strip"]
 
