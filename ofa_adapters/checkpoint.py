@@ -13,17 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from subnetact.atomic_files import read_regular, require_regular
 from subnetact.documents import parse_json
-from subnetact.errors import CheckpointError
+from subnetact.errors import CheckpointError, FileFormatError
+from subnetact.tensor_files import read_tensors
 
 __all__ = ["fill", "match", "read", "settings", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
 _SHOWN = 12
+DEEPEST = 8
+"""Most mappings around a state_dict. A damaged or hostile file may hold a mapping that contains itself."""
+LEAST_LIMIT, SHARING = 2**26, 16
+"""Tensors may claim as many bytes as the first number plus the second times the size of their file."""
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 _INERT: list[Any] = [
     argparse.Namespace,
@@ -61,13 +66,16 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
             raise CheckpointError(f"{path}: the directory holds none of {', '.join(_IN_DIRECTORY)}")
         file = found[0]
     try:
+        require_regular(file)
         if fspath(file).endswith(".safetensors"):
-            content: Any = load_file(file)
+            content: Any = read_tensors(file)
         else:
             with torch.serialization.safe_globals(_INERT):
                 content = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
+    except FileNotFoundError as error:  # which MissingFile is, too
         raise CheckpointError(f"{path}: no such file") from error
+    except FileFormatError as error:
+        raise CheckpointError(str(error)) from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, or is not a checkpoint; save its state_dict alone "
@@ -75,7 +83,13 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path}: truncated or not a checkpoint ({error}); fetch it again") from error
-    return unwrap(content, str(path))
+    tensors = unwrap(content, str(path))
+    claimed, size = sum(map(_nbytes, tensors.values())), file.stat().st_size
+    if claimed > LEAST_LIMIT + SHARING * size:
+        raise CheckpointError(
+            f"{path}: its tensors claim {claimed:,} bytes, the file has {size:,}; save contiguous tensors"
+        )
+    return tensors
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
@@ -91,8 +105,14 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the content is not a state_dict.
     """
-    while isinstance(content, Mapping) and any(isinstance(content.get(w), Mapping) for w in _WRAPPERS):
-        content = next(content[w] for w in _WRAPPERS if isinstance(content.get(w), Mapping))
+    for _ in range(DEEPEST):
+        wrapped = [content.get(name) for name in _WRAPPERS] if isinstance(content, Mapping) else []
+        inner = next((part for part in wrapped if isinstance(part, Mapping)), None)
+        if inner is None:
+            break
+        content = inner
+    else:
+        raise CheckpointError(f"{subject}: has more than {DEEPEST} wrappers around its state_dict")
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
     others = [
@@ -101,7 +121,28 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
     if others or not content:
         what = f"entries that are not tensors: {_some(others)}" if others else "nothing"
         raise CheckpointError(f"{subject}: holds no state_dict, but {what}")
+    unusable = {key: kind for key, tensor in content.items() if (kind := _unusable(tensor))}
+    if unusable:
+        some = _some([f"{key} is {kind}" for key, kind in unusable.items()])
+        raise CheckpointError(f"{subject}: {some}; save ordinary dense tensors of real numbers")
     return dict(content)
+
+
+def _unusable(tensor: Tensor) -> str | None:
+    """Return what is wrong with a tensor from a checkpoint, or None."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_meta:
+        return "without values (on the meta device)"
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.layout != torch.strided:
+        return f"of layout {tensor.layout}"
+    return f"{tensor.dtype}" if tensor.is_complex() else None
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_program(file: Path) -> bool:
@@ -127,9 +168,9 @@ def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str,
     """
     path = Path(directory) / "config.json"
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_regular(path))
         return {key: value for key, value in content.items() if key in known}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
 
 
@@ -167,10 +208,16 @@ def match(
         for n, t in given.items()
         if n in own and t.shape != own[n].shape
     ]
+    kinds = [
+        f"{source[n]} is {t.dtype}, should be {own[n].dtype}"
+        for n, t in given.items()
+        if n in own and n not in counters and t.is_floating_point() != own[n].is_floating_point()
+    ]
     wrong = {
         "missing": [n for n in own if n not in given and n not in counters],
         "extra": [source[n] for n in given if n not in own],
         "of another shape": shapes,
+        "of another kind of numbers": kinds,
         "given twice": twice,
     }
     return given, "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in wrong.items() if names)
@@ -183,6 +230,7 @@ def fill(
     subject: str,
     unused: str | None = None,
     hint: str = "Check the constructor arguments it was made with, and that the file is complete",
+    allow_nonfinite: bool = False,
 ) -> None:
     """Copy tensors into a network if all of them fit; otherwise leave the network unchanged.
 
@@ -193,15 +241,22 @@ def fill(
         subject: name of the checkpoint, for error messages.
         unused: regular expression for upstream names that the network does not use.
         hint: the next step that the error message suggests if the tensors do not fit.
+        allow_nonfinite: whether tensors may be NaN or infinite.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, given twice, or has another shape; the message lists
-            them.
+            them. Or values are NaN or infinite.
     """
     own = network.state_dict()
     given, wrong = match(own, tensors, rename, unused)
     if wrong:
         raise CheckpointError(f"{subject} does not fit: {wrong}. {hint}")
+    wild = [n for n, t in given.items() if t.is_floating_point() and not t.float().isfinite().all()]
+    if wild and not allow_nonfinite:
+        raise CheckpointError(
+            f"{subject}: {len(wild)} tensors have values that are NaN or infinite: {_some(wild)}. "
+            "The training diverged, or the file is damaged; allow_nonfinite=True loads it all the same"
+        )
     network.load_state_dict({**own, **given})
 
 

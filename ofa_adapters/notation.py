@@ -12,6 +12,7 @@ from subnetact.errors import SpecError
 
 __all__ = ["choices", "is_list", "plain", "upstream_config"]
 
+MOST = 8192
 _NOT_OF_THE_NETWORK = ("image_size", "r")
 
 
@@ -66,10 +67,12 @@ def choices(values: Any) -> tuple[Any, ...]:
         The distinct choices, ascending.
 
     Raises:
-        SpecError: the list is empty, or contains something other than finite numbers >= 0.
+        SpecError: the list is empty, or contains something other than numbers from 0 to 8192.
     """
     values = plain(values)
     listed = tuple(values) if is_list(values) else (values,)
     if not listed or not all(type(v) in (int, float) and 0 <= v < math.inf for v in listed):
         raise SpecError(f"a constructor's list is one or more numbers >= 0, got {values!r}")
+    if max(listed) > MOST or len(listed) > MOST:
+        raise SpecError(f"a constructor's list has at most {MOST} numbers up to {MOST}, got {values!r:.60}")
     return tuple(sorted(set(listed)))

@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from ofa_adapters.checkpoint import fill, read, settings, unwrap
-from ofa_adapters.family import Family, Keys
+from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import Features
+from ofa_adapters.notation import plain
 from subnetact.errors import SpecError
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -34,6 +35,8 @@ _MODULES = (
     "slimmable_resnet50",
     "us_mobilenet_v2",
 )
+LARGEST = 2**22
+"""No whole number in constructor arguments, such as a number of classes or of tokens, may be larger."""
 _ALIASES = {"alphanet": "attentivenas"}
 
 
@@ -77,6 +80,8 @@ def identify(tensors: Mapping[str, Any]) -> str | None:
 def load(
     family: str,
     checkpoint: str | PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    allow_nonfinite: bool = False,
     **constructor: Any,
 ) -> Supernet:
     """Build the supernet of a family and fill it with a checkpoint.
@@ -86,6 +91,7 @@ def load(
         checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved) or a
             state_dict with upstream's names. If None, the weights are random. Files are read without running
             code from them.
+        allow_nonfinite: whether weights of the checkpoint may be NaN or infinite.
         constructor: upstream's constructor arguments, which are documented at `build` in the family's module
             of `ofa_adapters.networks`. Arguments that are not given have the family's defaults, or the values
             that the checkpoint's tensors or its `config.json` reveal.
@@ -94,7 +100,8 @@ def load(
         The supernet, in evaluation mode, on the CPU.
 
     Raises:
-        CheckpointError: the file is unreadable, or its tensors are not exactly those of the family.
+        CheckpointError: the file is unreadable, its tensors are not exactly those of the family, or weights
+            are NaN or infinite.
         SpecError: the family is unknown, has no such constructor argument, or cannot take its value.
 
     Example:
@@ -120,10 +127,10 @@ def load(
         tensors = unwrap(checkpoint, subject)
     if tensors is not None and found.infer is not None:
         constructor = found.infer(tensors, constructor)
-    network, space, elastic = found.build(**constructor)
+    network, space, elastic = _built(family, found, constructor)
     if tensors is not None:
         hint = _hint(identify(tensors), family, _mostly(tensors, network))
-        fill(network, tensors, found.rename, subject, found.unused, hint)
+        fill(network, tensors, found.rename, subject, found.unused, hint, allow_nonfinite)
     supernet = insert_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
     for norm in supernet.norm_operators().values():
@@ -131,6 +138,20 @@ def load(
     if tensors is not None and found.listed_statistics:
         _adopt(supernet)
     return supernet
+
+
+def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
+    for name, value in constructor.items():
+        number, counts = plain(value), name in ("n_classes", "num_classes", "num_labels")
+        if (counts and (type(number) is not int or number < 1)) or (type(number) is int and number > LARGEST):
+            raise SpecError(f"{family}: {name} is {value!r:.60}; give a whole number from 1 to {LARGEST}")
+    try:
+        return found.build(**constructor)
+    except SpecError:
+        raise
+    except (TypeError, ValueError, OverflowError, ArithmeticError, LookupError, AttributeError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in constructor.items())
+        raise SpecError(f"{family}: cannot be built with {given[:200]} ({error})") from error
 
 
 def _mostly(tensors: Mapping[str, Any], network: nn.Module) -> bool:

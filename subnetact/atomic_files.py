@@ -164,11 +164,9 @@ def one_version(path: str | os.PathLike[str], read: Callable[[Path], Result]) ->
     """
     target = Path(path)
     for _ in range(TRIES):
-        folder = target
         previous = _previous(Path(os.path.realpath(target)))
-        if not target.exists() and previous.exists():
-            folder = previous
-        with _held(folder) as same:
+        folder = target if target.exists() or not previous.exists() else previous
+        with _held(folder, target) as same:
             try:
                 result = read(folder)
             except Exception:
@@ -334,17 +332,18 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether the folder is still the one that it was at the beginning."""
+def _held(folder: Path, target: Path) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether the folder is still the version of the target to read."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
-        yield lambda: not folder.exists()
+        places = (target, _previous(Path(os.path.realpath(target))), target)
+        yield lambda: not any(place.exists() for place in places)
         return
     except OSError:  # Not readable, or Windows, which opens no folders.
         yield lambda: True
         return
     try:
-        yield lambda: _is_at(handle, folder)
+        yield lambda: _is_at(handle, folder) and (folder == target or not target.exists())
     finally:
         os.close(handle)

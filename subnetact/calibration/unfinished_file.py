@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from os import PathLike
@@ -11,16 +12,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.atomic_files import replacing
+from subnetact.atomic_files import require_regular
 from subnetact.calibration.run import CalibrationRun
 from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import ResumeMismatch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
+from subnetact.tensor_files import write_tensors
 
 __all__ = ["UnfinishedFile", "identity"]
 
@@ -85,9 +86,9 @@ class UnfinishedFile:
         self.seconds = 0.0
         if self._path.exists():
             self._read()
-            self.seconds = float(self._stored["seconds"])
 
     def _read(self) -> None:
+        require_regular(self._path)
         with (
             UNFINISHED.readable(self._path, unreadable=(SafetensorError,)),
             UNFINISHED.fields(self._path),
@@ -102,6 +103,9 @@ class UnfinishedFile:
             needed |= {"norms", "dtypes", "alone", "stopped", "layers"}
             if not isinstance(theirs, dict) or not needed <= set(self._stored):
                 raise KeyError(f"it lacks {sorted(needed - set(self._stored))}")
+            self.seconds = float(self._stored["seconds"])
+            if not math.isfinite(self.seconds) or not isinstance(self._stored["given"], int):
+                raise ValueError("its progress is no number")
         different = [
             f"{name} ({theirs.get(name)} there, {own} here)"
             for name, own in self._identity.items()
@@ -155,6 +159,7 @@ class UnfinishedFile:
 
         Raises:
             MissingFile: the folder of the file does not exist.
+            WriteError: the file cannot be written.
         """
         facts, tensors = run.state()
         progress = {
@@ -165,8 +170,7 @@ class UnfinishedFile:
             **facts,
         }
         header = {**UNFINISHED.metadata, "progress": json.dumps(progress)}
-        with replacing(self._path) as temporary:
-            save_file(tensors, temporary, header)
+        write_tensors(self._path, tensors, header)
 
     def restore(self, run: CalibrationRun) -> None:
         """Bring a prepared run to the state in the file. Without a file, the run stays as it is.

@@ -19,19 +19,18 @@ The checksums find accidents and edits. They are not a signature.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.atomic_files import replacing
 from subnetact.documents import FolderFormat
 from subnetact.engine.origins import rebuild_supernet
 from subnetact.errors import FileFormatError, ForeignSpec
@@ -39,10 +38,13 @@ from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.tensor_files import read_tensors, write_tensors
 
 __all__ = ["Bundle", "load_bundle", "save_bundle"]
 
 INDEX, WEIGHTS, NORMS = "bundle.json", "weights.safetensors", "norms.safetensors"
+LARGEST_EXAMPLE = 2**28
+"""Most numbers of one input."""
 BUNDLE = FolderFormat("a bundle", "subnetact.bundle", 1, "give the directory that Engine.save() wrote", INDEX)
 
 
@@ -51,13 +53,14 @@ class Bundle:
     """What a bundle holds: everything that an engine is made of.
 
     Attributes:
-        supernet: the network with its weights, the space and the norm table.
+        supernet: the network with its weights, and the space.
         specs: every subnet that was registered, in id order.
         accuracy: of each subnet, in percent, or None if it is not known.
         removed: ids of subnets that are not served any more.
         example: one input without a batch dimension, or None if it is not known.
         tables: latency tables by name.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
+        norms: the statistics rows of the subnets.
     """
 
     supernet: Supernet
@@ -67,6 +70,7 @@ class Bundle:
     example: Any
     tables: Mapping[str, LatencyTable]
     allow_uncalibrated: bool
+    norms: NormTable
 
 
 def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
@@ -87,9 +91,8 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     supernet = bundle.supernet
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
-    with replacing(folder / WEIGHTS) as temporary:  # Gives the file the usual permissions.
-        save_file(tensors, temporary, {"format": "pt"})
-    supernet.norms.save(folder / NORMS)
+    write_tensors(folder / WEIGHTS, tensors)
+    bundle.norms.save(folder / NORMS)
     tables = {f"latency-{i}.json": name for i, name in enumerate(bundle.tables)}
     for file, name in tables.items():
         bundle.tables[name].save(folder / file)
@@ -125,14 +128,25 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
     """
     if supernet is not None:
         as_supernet(supernet)
+    bundle, tensors = BUNDLE.read_version(directory, partial(_read, given=supernet))
     folder = Path(directory)
+    with BUNDLE.fields(folder / INDEX, damaged=(RuntimeError,)):
+        _fill(bundle.supernet, tensors, folder / WEIGHTS, own_dtype=supernet is not None)
+        bundle.supernet.norms = bundle.norms
+    return bundle
+
+
+def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tuple[Bundle, dict[str, Tensor]]:
     index = folder / INDEX
-    document = BUNDLE.read_folder(folder)
-    built = supernet is None
+    built = given is None
     passing = () if built else (ForeignSpec,)
     with BUNDLE.fields(index, passing=passing, damaged=(RuntimeError,)):
-        if supernet is None:
-            supernet = _rebuilt(document["family"], index)
+        for file in (WEIGHTS, NORMS, *document["tables"]):
+            if file not in document["files"]:
+                raise FileFormatError(f"{index}: `files` does not list {file}; write the bundle again")
+        tensors = read_tensors(folder / WEIGHTS)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        supernet = _rebuilt(document["family"], index, size) if given is None else given
         if supernet.space.id != document["space"]:
             message = (
                 f"{index}: the bundle is of space {document['space']}, the supernet is of space "
@@ -143,14 +157,21 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
         example = _example(document["example"])
         norms = NormTable.load(folder / NORMS)
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
-        accuracy, removed = list(document["accuracy"]), [int(i) for i in document["removed"]]
+        accuracy = [_percent(value) for value in document["accuracy"]]
+        removed, allow = document["removed"], document["allow_uncalibrated"]
+        if not all(type(i) is int for i in removed) or type(allow) is not bool:
+            raise ValueError(f"removed ids {removed!r}, allow_uncalibrated {allow!r}")
         if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
             raise ValueError("subnets, accuracy and removed ones do not belong together")
-        _fill(supernet, folder / WEIGHTS, own_dtype=not built)
-        supernet.norms = norms
-        return Bundle(
-            supernet, specs, accuracy, removed, example, tables, bool(document["allow_uncalibrated"])
-        )
+        return Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms), tensors
+
+
+def _percent(value: Any) -> float | None:
+    if value is None or value != value:
+        return None
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"an accuracy of {value!r}; it must be a percentage, or null")
+    return float(value)
 
 
 def _portable(origin: Any) -> Any:
@@ -160,24 +181,20 @@ def _portable(origin: Any) -> Any:
         return None  # JSON cannot hold the arguments, so the caller of load_bundle gives the supernet.
 
 
-def _rebuilt(origin: Any, index: Path) -> Supernet:
+def _rebuilt(origin: Any, index: Path, size: int) -> Supernet:
     if origin is None:
         raise FileFormatError(
             f"{index}: the bundle is of an own network, which no name can rebuild; call "
             "Engine.load(directory, supernet=insert_(network, ...)), or give --model on the command line"
         )
     try:
-        return rebuild_supernet(origin["name"], origin["constructor"])
+        return rebuild_supernet(origin["name"], origin["constructor"], size)
     except (ImportError, ValueError, TypeError) as error:
         name = origin["name"]
         raise FileFormatError(f"{index}: cannot rebuild {name!r} ({error}); update ofa_adapters") from error
 
 
-def _fill(supernet: Supernet, path: Path, own_dtype: bool) -> None:
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise FileFormatError(f"{path}: not readable as safetensors ({error}); save it again") from error
+def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dtype: bool) -> None:
     own: Mapping[str, Tensor] = supernet.state_dict()
     differing = sorted(set(own) ^ set(tensors)) or [
         name for name, tensor in tensors.items() if tensor.shape != own[name].shape
@@ -217,6 +234,8 @@ def _example(described: Any) -> Any:
             return tuple(_example(part) for part in described["tuple"])
         return {name: _example(part) for name, part in described["dict"].items()}
     dtype, shape = described
+    if math.prod(shape) > LARGEST_EXAMPLE or not all(type(size) is int for size in shape):
+        raise ValueError(f"an input of shape {shape}")
     return torch.zeros(shape, dtype=_dtype(dtype))
 
 

@@ -473,6 +473,7 @@ class Engine:
             self._example,
             self.tables,
             self._allow_uncalibrated,
+            self.supernet.norms,
         )
         save_bundle(bundle, directory)
 

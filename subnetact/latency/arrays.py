@@ -10,6 +10,7 @@ import json
 import math
 import warnings
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +26,8 @@ __all__ = ["Floats", "TableArrays", "ascending_sizes", "warn_of_fractions"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Table = TypeVar("Table", bound="TableArrays")
+LARGEST_BATCH = 65_536
+"""The largest batch size of any table. A table keeps an entry in memory for every size up to its own."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,17 +100,17 @@ class TableArrays:
         keys = self.subnets
         if not keys:
             raise TableError("subnets: the table is empty; give at least one subnet")
-        repeated = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+        repeated = sorted(key for key, count in Counter(keys).items() if count > 1)
         if repeated:
             raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
         sizes = ascending_sizes(self.batch_sizes)
         numbers = tuple(_number(value, f"co_runners[{i}]") for i, value in enumerate(self.co_runners))
         if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
             raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
-        if len(self.co_runner_ms) != len(numbers):
+        if self.co_runner_ms.shape[:1] != (len(numbers),):
             raise TableError(
-                f"co_runner_ms: {len(self.co_runner_ms)} arrays of latencies for {len(numbers)} numbers of "
-                "co-runners; give one array per number"
+                f"co_runner_ms: shape {self.co_runner_ms.shape} for {len(numbers)} numbers of co-runners; "
+                "give one array of latencies per number"
             )
         latency_ms = _cells("latency_ms", self.latency_ms, keys, sizes, positive=True)
         if np.isnan(latency_ms).all():
@@ -193,12 +196,14 @@ def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:
         The same, as Python integers.
 
     Raises:
-        TableError: a value is not a positive integer, or does not ascend.
+        TableError: a value is not an integer from 1 to `LARGEST_BATCH`, or does not ascend.
     """
     sizes: list[int] = []
     for i, size in enumerate(batch_sizes):
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise TableError(f"batch_sizes[{i}]: {size!r} is not a positive integer")
+            raise TableError(f"batch_sizes[{i}]: {_shown(size)} is not a positive integer")
+        if size > LARGEST_BATCH:
+            raise TableError(f"batch_sizes[{i}]: {_shown(size)} is larger than {LARGEST_BATCH}")
         if sizes and size <= sizes[-1]:
             raise TableError(f"batch_sizes[{i}]: {size} does not ascend from {sizes[-1]}")
         sizes.append(int(size))
@@ -207,12 +212,25 @@ def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _shown(value: object) -> str:
+    """Return a value for a message; Python does not print integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "an integer of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TableError(f"{name}: {value!r} is not a number")
-    if not math.isfinite(value):
+        raise TableError(f"{name}: {_shown(value)} is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise TableError(f"{name}: the number is too large for a floating-point number") from None
+    if not math.isfinite(number):
         raise TableError(f"{name}: {value} must be finite")
-    return float(value)
+    return number
 
 
 def _percentages(accuracy: Sequence[object], keys: Sequence[str]) -> tuple[float, ...]:
@@ -258,6 +276,6 @@ def _cells(
 def _json_copy(stamp: Mapping[str, Any]) -> dict[str, Any]:
     try:
         copy = json.loads(json.dumps(dict(stamp), allow_nan=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TableError(f"stamp: not serialisable as JSON ({error})") from error
     return dict(copy)

@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from subnetact.atomic_files import replacing
+from subnetact.atomic_files import require_regular
 from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.spec import SubnetSpec
+from subnetact.tensor_files import write_tensors
 
 __all__ = ["NormRow", "NormTable"]
 
+LEAST_LIMIT, SHARING = 2**26, 256
+"""Rows may take as many bytes in memory as the first number plus the second times the stored bytes."""
 NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 2, "save it again with NormTable.save()")
 
 
@@ -180,6 +182,7 @@ class NormTable:
 
         Raises:
             MissingFile: the folder of the file does not exist.
+            WriteError: the file cannot be written.
         """
         names: dict[str, int] = {}
         numbers: dict[bytes, int] = {}
@@ -202,8 +205,7 @@ class NormTable:
         index = {"names": list(names), "blocks": blocks, "rows": rows}
         header = {**NORM_TABLE.metadata, "space": self.space}
         tensors = {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, {**header, "index": json.dumps(index)})
+        write_tensors(path, tensors, {**header, "index": json.dumps(index)})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> NormTable:
@@ -221,8 +223,9 @@ class NormTable:
         Raises:
             MissingFile: there is no such file.
             FileFormatError: the file is damaged, of another kind or of a newer schema, or statistics in it
-                are not finite.
+                are not finite, are no floating-point numbers, or have a negative variance.
         """
+        require_regular(path)
         with (
             NORM_TABLE.readable(path, unreadable=(SafetensorError,)),
             NORM_TABLE.fields(path, passing=()),
@@ -236,11 +239,22 @@ class NormTable:
             else:
                 table._rows = _rows(file, parse_json(header["index"]))
             for spec, row in table._rows.items():
-                if not row.flat.isfinite().all():
+                wrong = _wrong(row)
+                if wrong:
                     raise FileFormatError(
-                        f"{path}: the statistics of {spec} are not finite; calibrate and save again"
+                        f"{path}: the statistics of {spec} {wrong}; calibrate and save again"
                     )
         return table
+
+
+def _wrong(row: NormRow) -> str | None:
+    if not row.flat.is_floating_point():
+        return f"are {row.flat.dtype}, not floating-point numbers"
+    if not row.flat.isfinite().all():
+        return "are not finite"
+    if (row.flat.chunk(2)[1] < 0).any():
+        return "have a negative variance"
+    return None
 
 
 def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
@@ -256,6 +270,9 @@ def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
         ends[dtype] += 2 * count
     if ends != {dtype: tensor.numel() for dtype, tensor in stored.items()}:
         raise ValueError("there are more statistics than blocks")
+    claimed = sum(blocks[i][1][0].nbytes for entry in index["rows"] for i in entry["blocks"])
+    if claimed > LEAST_LIMIT + SHARING * sum(tensor.nbytes for tensor in stored.values()):
+        raise ValueError(f"rows of {claimed} bytes are claimed of {sum(ends.values())} stored numbers")
     rows: dict[SubnetSpec, NormRow] = {}
     for entry in index["rows"]:
         if any(not 0 <= i < len(blocks) for i in entry["blocks"]):

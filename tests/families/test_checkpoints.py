@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from ofa_adapters import families, identify, load
 from ofa_adapters.__main__ import main
 from ofa_adapters.registry import family_of
-from subnetact.errors import CheckpointError
+from subnetact.errors import CheckpointError, SpecError
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -204,3 +205,90 @@ def test_inspect_runs_no_code_and_explains(capsys: pytest.CaptureFixture[str], t
     assert "holds more than tensors" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "absent.pth")]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+# -- hostile checkpoints -----------------------------------------------------------------------------
+
+
+def _self_referential() -> Any:
+    content: dict[str, Any] = {}
+    content["state_dict"] = content
+    return content
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any], str], Any], str]] = {
+    "self-referential": (lambda state, name: _self_referential(), "more than 8 wrappers"),
+    "sparse": (lambda state, name: {**state, name: state[name].to_sparse()}, "of layout torch.sparse_coo"),
+    "compressed": (
+        lambda state, name: {**state, name: state[name].reshape(len(state[name]), -1).to_sparse_csr()},
+        "of layout torch.sparse_csr",
+    ),
+    "on no device": (lambda state, name: {**state, name: state[name].to("meta")}, "without values"),
+    "nested": (
+        lambda state, name: {
+            **state,
+            name: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        },
+        "nested|of layout",
+    ),
+    "complex": (lambda state, name: {**state, name: state[name].to(torch.complex64)}, "torch.complex64"),
+    "whole numbers": (lambda state, name: {**state, name: state[name].to(torch.int64)}, "is torch.int64"),
+    "not a number": (lambda state, name: {**state, name: state[name] * float("nan")}, "NaN or infinite"),
+    "huge claim": (
+        lambda state, name: {**state, name: torch.zeros(1).expand(10**6, 10**6)},
+        "claim 4,000,0.*bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.filterwarnings("ignore:Sparse CSR|The PyTorch API of nested:UserWarning")
+def test_hostile_checkpoints_are_refused(
+    kind: str, tmp_path: Path, golden_state: Any, constructor_of: Any
+) -> None:
+    change, words = HOSTILE[kind]
+    state = golden_state("ofa_mbv3")
+    name = next(name for name, tensor in state.items() if tensor.is_floating_point())
+    try:
+        torch.save(change(dict(state), name), tmp_path / "hostile.pth")
+    except NotImplementedError:
+        pytest.skip("this torch cannot save it")
+    with pytest.raises(CheckpointError, match=words):
+        load("ofa_mbv3", tmp_path / "hostile.pth", **constructor_of("ofa_mbv3"))
+    assert main(["inspect", str(tmp_path / "hostile.pth")]) in (0, 2)
+
+
+def test_weights_that_are_not_finite_load_on_demand(golden_state: Any, constructor_of: Any) -> None:
+    state = golden_state("ofa_mbv3")
+    name = next(name for name, tensor in state.items() if tensor.is_floating_point())
+    diverged = {**state, name: state[name] * float("inf")}
+    load("ofa_mbv3", diverged, allow_nonfinite=True, **constructor_of("ofa_mbv3"))
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pth")
+    with pytest.raises(CheckpointError, match="a pipe and not a file"):
+        load("ofa_mbv3", tmp_path / "pipe.pth")
+
+
+@pytest.mark.parametrize("count", ["x", -1, 0, 10**9, 1.5, True, None])
+def test_numbers_of_classes_are_checked(count: Any) -> None:
+    with pytest.raises(SpecError, match=r"n_classes is .*; give a whole number"):
+        load("ofa_mbv3", n_classes=count)
+
+
+@pytest.mark.parametrize(
+    ("family", "constructor"),
+    [
+        ("ofa_resnet50", {"depth_list": [10**9]}),
+        ("ofa_resnet50", {"bn_param": 3}),
+        ("ofa_mbv3", {"width_mult": "wide"}),
+        ("autoformer", {"depth": 10**9}),
+        ("autoformer", {"search_space": 3}),
+        ("dynabert", {"num_attention_heads": 0}),
+        ("dynabert", {"hidden_size": "x"}),
+    ],
+)
+def test_impossible_arguments_are_refused(family: str, constructor: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        load(family, **constructor)

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from subnetact.atomic_files import replacing
 from subnetact.errors import FileFormatError
+from subnetact.tensor_files import read_tensors, write_tensors
 
 __all__ = ["SharedTensors", "TensorPosition"]
 
@@ -55,9 +53,7 @@ class SharedTensors:
         Args:
             path: the file to write.
         """
-        with replacing(path) as temporary:  # `replacing` gives the file the usual permissions
-            flats = {name: flat.cpu().clone() for name, flat in self._flat.values()}
-            save_file(flats, temporary, {"format": "pt"})
+        write_tensors(path, {name: flat.cpu().clone() for name, flat in self._flat.values()})
 
     @staticmethod
     def load(path: Path, views: Sequence[Mapping[str, Any]], device: torch.device) -> list[dict[str, Tensor]]:
@@ -74,8 +70,8 @@ class SharedTensors:
         Raises:
             FileFormatError: the file is unreadable, or a position is outside the file.
         """
+        flat = read_tensors(path, device)
         try:
-            flat = load_file(path, device=str(device))
             return [
                 {
                     n: flat[of].as_strided(size, stride, offset)
@@ -83,7 +79,7 @@ class SharedTensors:
                 }
                 for named in views
             ]
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
             raise FileFormatError(
                 f"{path}: not the weights of this export ({error}); export again"
             ) from error
