@@ -135,7 +135,8 @@ def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> It
     target = Path(os.path.realpath(path))
     with _errors_of(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _refuse_others(target, marker, noun)
+        with _locked(target.parent):
+            _refuse_others(target, marker, noun)
         _remove_leftovers(target)
         with _temporary(target, os.mkdir) as temporary:
             yield temporary
