@@ -426,9 +426,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "soak_changes.json"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "soak_changes.json")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # every killed worker is logged
     torch.set_num_threads(1)

@@ -19,6 +19,7 @@ from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
 
@@ -70,7 +71,7 @@ class CalibrationReport:
 def calibrate(
     supernet: Supernet,
     specs: Iterable[SubnetSpec],
-    batches: Iterable[Tensor | Sequence[Any]],
+    batches: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]],
     progress: bool = True,
     rule: str | None = None,
     *,
@@ -93,7 +94,9 @@ def calibrate(
         supernet: the supernet; only its norm table changes.
         specs: the subnets. Subnets that have statistics already get new ones.
         batches: inputs of shape (N, C, H, W) like those to be served; their sizes may differ. If a batch is a
-            tuple or list, as a DataLoader yields, its first element is used. The batches are read once.
+            tuple or list, as a DataLoader yields, its first element is used. A network of several inputs
+            takes dictionaries of its named arguments, or tuples of its positional arguments as the first
+            element: `(((a, b), labels), ...)`. The batches are read once.
         progress: if True, show a progress bar when standard error is a terminal.
         rule: `weighted_biased` or `cumulative_unbiased`. If None, the rule of the supernet's family is used,
             which is `weighted_biased` for an own network.
@@ -192,7 +195,7 @@ def _pass(
         leave=None,
     ) as bar:
         for batch in batches:
-            x = _inputs(batch).to(run.device)
+            x = map_tensors(lambda t: t.to(run.device), _inputs(batch))
             given += 1
             if given == 1:
                 run.prepare(x)
@@ -217,7 +220,7 @@ def _pass(
         saved.check_length(given)
 
 
-def _explained(run: CalibrationRun, x: Tensor) -> Iterator[SubnetSpec]:
+def _explained(run: CalibrationRun, x: Any) -> Iterator[SubnetSpec]:
     """Run a batch through all subnets; say of an error which module raised it and what to do."""
     try:
         yield from run.batch(x)
@@ -238,9 +241,12 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
         )
 
 
-def _inputs(batch: Any) -> Tensor:
-    x = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if not isinstance(x, Tensor) or not x.numel():
-        got = f"{type(x).__name__} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise SpecError(f"a calibration batch is a tensor, or a pair that begins with one, got {got}")
+def _inputs(batch: Any) -> Any:
+    x = as_batch(batch[0] if isinstance(batch, list | tuple) and batch else batch)
+    parts = list(tensors_of(x))
+    if not parts or not all(isinstance(part, Tensor) and part.numel() for part in parts):
+        raise SpecError(
+            "a calibration batch is a tensor, a dictionary of named tensors, or a pair that begins with one "
+            f"of these or with a tuple of tensors, got {describe_input(x)}"
+        )
     return x

@@ -14,6 +14,7 @@ from subnetact.calibration.shared_forward import NotShareable, SharedForward
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import SubnetNorm
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import call_with, describe_input, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.norm_table import NormRow
@@ -106,13 +107,17 @@ class CalibrationRun:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def prepare(self, x: Tensor) -> None:
+    def prepare(self, x: Any) -> None:
         """Compare a shared with an ordinary forward pass. If they differ, no subnet will share layers.
 
         Args:
-            x: the first batch, of shape (N, ...); the trial takes a few inputs of it.
+            x: the first batch: a tensor of shape (N, ...), of which the trial takes a few inputs, or a tuple
+                or dictionary of tensors, for which no layers are shared.
         """
-        if self._steps:
+        if self._steps and not isinstance(x, Tensor):
+            for spec in list(self._steps):
+                self._leave_alone(spec, "its batches are not single tensors")
+        elif self._steps:
             try:
                 reason = self._trial(x[:TRIAL_INPUTS].clone())
             except Exception as error:
@@ -149,8 +154,12 @@ class CalibrationRun:
         active = {spec: steps for spec, steps in self._steps.items() if spec not in self.stopped}
         self._shared.arrange({spec: list(steps.values()) for spec, steps in active.items()})
 
-    def batch(self, x: Tensor) -> Iterator[SubnetSpec]:
-        """Run a batch, x of shape (N, ...), through all active subnets; yield each subnet when it is done."""
+    def batch(self, x: Any) -> Iterator[SubnetSpec]:
+        """Run a batch through all active subnets; yield each subnet when it is done.
+
+        Args:
+            x: a tensor of shape (N, ...), or a tuple or dictionary of such tensors.
+        """
         counted = self.position
         for i, spec in enumerate(self._shared.run(x, self.finished)):
             self._count(self._shared.layers, self._shared.alone(spec) if i >= counted else 0)
@@ -159,18 +168,18 @@ class CalibrationRun:
         for spec, alone in self._alone.items():
             if spec not in self.stopped:
                 if alone.batches <= self.finished:
-                    alone.view(x.clone())  # A forward may overwrite its input.
+                    call_with(alone.view, map_tensors(Tensor.clone, x))  # A forward may overwrite its input.
                     alone.batches += 1
                     self._count(alone.layers, alone.layers)
                 yield spec
         self.finished, self.position = self.finished + 1, 0
         self._stop()
 
-    def explain(self, x: Tensor) -> None:
+    def explain(self, x: Any) -> None:
         """Raise an error that says why a batch could not be run, if a subnet fails on it.
 
         Args:
-            x: the batch, of shape (N, ...).
+            x: the batch, a tensor of shape (N, ...), or a tuple or dictionary of such tensors.
 
         Raises:
             InsertError: the largest subnet runs on the batch, so that the elastic description lacks a module.
@@ -181,7 +190,7 @@ class CalibrationRun:
             error = _failure(view, x)
             if error is None:
                 continue
-            fact = f"{spec} does not run on a batch of shape {tuple(x.shape)}: {summary(view, error)}"
+            fact = f"{spec} does not run on {_described(x)}: {summary(view, error)}"
             full, _ = self._bind(self._supernet.space.largest())
             if _failure(full, x) is None:
                 raise InsertError(
@@ -319,9 +328,13 @@ class CalibrationRun:
         return NormRow.of(statistics)
 
 
-def _failure(view: nn.Module, x: Tensor) -> Exception | None:
+def _described(x: Any) -> str:
+    return f"a batch of shape {tuple(x.shape)}" if isinstance(x, Tensor) else describe_input(x)
+
+
+def _failure(view: nn.Module, x: Any) -> Exception | None:
     try:
-        view(x.clone())
+        call_with(view, map_tensors(Tensor.clone, x))
     except Exception as error:
         return error
     return None

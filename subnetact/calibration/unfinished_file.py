@@ -20,6 +20,7 @@ from subnetact.calibration.run import CalibrationRun
 from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import ResumeMismatch
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import tensors_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.tensor_files import write_tensors
 
@@ -119,19 +120,20 @@ class UnfinishedFile:
             f"{self._path}: unfinished work of another calibration, {what}; remove it, or name another file"
         )
 
-    def enters(self, x: Tensor, given: int, finished: int) -> bool:
+    def enters(self, x: Any, given: int, finished: int) -> bool:
         """Take the next batch into the checksum of the data, and tell whether the batch has to be run.
 
         Args:
-            x: the batch, of shape (N, ...).
+            x: the batch: a tensor of shape (N, ...), or a tuple or dictionary of such tensors.
             given: the number of this batch, from 1.
             finished: the number of batches that all subnets have taken already.
 
         Raises:
             ResumeMismatch: the batches so far are not those of the file.
         """
-        self._digest.update(f"{tuple(x.shape)} {x.dtype}".encode())
-        self._digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for part in tensors_of(x):
+            self._digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+            self._digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         self._given = given
         theirs = self._stored["digest"] if self._stored.get("given") == given else None
         if theirs is not None and theirs != self._digest.hexdigest():

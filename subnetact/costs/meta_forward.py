@@ -31,6 +31,7 @@ from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
 from subnetact.space import SizeRow
+from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import bind_module
 from subnetact.supernet.supernet import Supernet
 
@@ -123,13 +124,14 @@ class MetaForward:
 
     Args:
         supernet: the supernet. It is not changed, and later changes to it are not seen.
-        input_shape: shape of one input, without the batch dimension.
-        dtype: type of the input. By default it is whole numbers if the network begins with an
-            embedding, otherwise the type of the weights.
+        input_shape: shape of one input, without the batch dimension; or one input itself, a tensor, or a
+            tuple or dictionary of tensors.
+        dtype: type of the input, if only its shape is given. By default it is whole numbers if the network
+            begins with an embedding, otherwise the type of the weights.
     """
 
     def __init__(
-        self, supernet: Supernet, input_shape: Sequence[int], dtype: torch.dtype | None = None
+        self, supernet: Supernet, input_shape: Sequence[int] | Any, dtype: torch.dtype | None = None
     ) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
         network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
@@ -139,7 +141,10 @@ class MetaForward:
             floats = (t.dtype for t in tensors if t.is_floating_point())
             dtype = torch.long if isinstance(first, nn.Embedding) else next(floats, torch.float32)
         self.space = supernet.space
-        self.input = torch.empty((1, *input_shape), dtype=dtype, device="meta")
+        given = as_batch(input_shape)
+        if not all(isinstance(part, Tensor) for part in tensors_of(given)):
+            given = torch.empty(tuple(input_shape), dtype=dtype, device="meta")
+        self.input = map_tensors(lambda t: torch.empty((1, *t.shape), dtype=t.dtype, device="meta"), given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._network = _site(network, {}, set())
         self._mode = _CountingMode()
@@ -157,11 +162,11 @@ class MetaForward:
         self._mode.under_way = [Counts(network.held.copy())]
         try:
             with torch.no_grad(), self._mode:
-                network.module(self.input)
+                call_with(network.module, self.input)
         except Exception as error:
             raise SpecError(
-                f"{self.space.name}: the network does not run without data on an input of shape "
-                f"{tuple(self.input.shape)} and type {self.input.dtype}: {error}"
+                f"{self.space.name}: the network does not run without data on {describe_input(self.input)}: "
+                f"{error}"
             ) from error
         return self._mode.under_way[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,9 +52,11 @@ class CostModel:
 
     Args:
         supernet: the supernet. It is not changed.
-        input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,).
-        dtype: type of the input. By default it is whole numbers if the network begins with an
-            embedding, otherwise the type of the weights.
+        input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,). For a
+            network of several inputs, one input itself: a tuple of the positional or a dictionary of the
+            named arguments, tensors of which only shapes and types matter.
+        dtype: type of the input, if only its shape is given. By default it is whole numbers if the network
+            begins with an embedding, otherwise the type of the weights.
 
     Raises:
         SpecError: the network does not run on inputs of this shape, or its forward pass needs data.
@@ -64,7 +67,7 @@ class CostModel:
     """
 
     def __init__(
-        self, supernet: Supernet, input_shape: Sequence[int], dtype: torch.dtype | None = None
+        self, supernet: Supernet, input_shape: Sequence[int] | Any, dtype: torch.dtype | None = None
     ) -> None:
         self.space = supernet.space
         self._forward = MetaForward(supernet, input_shape, dtype)
@@ -114,13 +117,13 @@ class CostModel:
         return self._forward.run(self.space.resolve(spec)).vector
 
 
-def cost(supernet: Supernet, spec: SubnetSpec, input_shape: Sequence[int], batch_size: int = 1) -> Cost:
+def cost(supernet: Supernet, spec: SubnetSpec, input_shape: Sequence[int] | Any, batch_size: int = 1) -> Cost:
     """Return what one forward pass of a subnet costs. For more than one subnet, make a `CostModel`.
 
     Args:
         supernet: the supernet. It is not changed.
         spec: one of its subnets.
-        input_shape: shape of one input, without the batch dimension: (3, 224, 224), or (tokens,).
+        input_shape: shape of one input, or the input itself, as in `CostModel`.
         batch_size: number of inputs in the forward pass.
 
     Returns:

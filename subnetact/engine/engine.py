@@ -41,6 +41,7 @@ from subnetact.errors import (
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import as_batch
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["Engine"]
@@ -522,7 +523,7 @@ class Engine:
                         f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
                         "leave out compile="
                     )
-                return call_with(bound.view, x)
+                return call_with(bound.view, as_batch(x))
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:

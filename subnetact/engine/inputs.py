@@ -1,14 +1,15 @@
 """Inputs: checking single inputs against an example, and stacking them into a batch on a device.
 
-An input is a tensor, or a tuple or dictionary of inputs. A tuple holds a network's positional arguments, a
-dictionary its named arguments. `outputs.py` splits the output of a batch.
+An input is a tensor, or a tuple or mapping of inputs. A tuple holds a network's positional arguments, a
+mapping, such as a dictionary or a tokenizer's output, its named arguments. `outputs.py` splits the output of
+a batch.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InvalidRequest, UncalibratedSubnetWarning
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import call_with, describe_input, map_tensors
+from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.supernet import Supernet
 
@@ -56,7 +57,7 @@ def check_input(
         return
     if example is not None and (isinstance(example, Tensor) or _parts(x) != _parts(example)):
         raise InvalidRequest(f"{where}: expected {describe_input(example)}, got {describe_input(x)}")
-    if not isinstance(x, (tuple, dict)) or not x:
+    if not isinstance(x, (tuple, Mapping)) or not x:
         raise InvalidRequest(
             f"{where}: expected a torch.Tensor, or a tuple or dictionary of them, got {type(x).__name__}"
         )
@@ -98,7 +99,7 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
         InvalidRequest: the batch differs; the message names what was given and what is served.
     """
     served = "tensors"
-    like = isinstance(x, Tensor | tuple | dict)
+    like = isinstance(x, Tensor | tuple | Mapping)
     if isinstance(example, Tensor):
         shape = ", ".join(map(str, ("N", *example.shape)))
         served = f"{example.dtype} of shape ({shape}), N >= 1"
@@ -160,7 +161,7 @@ def _failure(view: nn.Module, x: Any) -> Exception | None:
 
 def detach_example(example: Any) -> Any:
     """Return an example with its tensors on the CPU and without gradients."""
-    return map_tensors(lambda t: t.detach().to("cpu"), example)
+    return map_tensors(lambda t: t.detach().to("cpu"), as_batch(example))
 
 
 def shapes(example: Any) -> Any:
@@ -226,7 +227,7 @@ class Stager:
             return tuple(
                 self._stack([sample[i] for sample in samples], (*path, i)) for i in range(len(first))
             )
-        if isinstance(first, dict):
+        if isinstance(first, Mapping):
             return {name: self._stack([sample[name] for sample in samples], (*path, name)) for name in first}
         samples = [sample.detach() for sample in samples]
         if self._device.type != "cuda" or any(sample.device.type != "cpu" for sample in samples):
@@ -260,4 +261,4 @@ def _parts(x: Any) -> Any:
     """Return the keys of a structure's parts, or None if x is not a structure."""
     if isinstance(x, tuple):
         return range(len(x))
-    return x.keys() if isinstance(x, dict) else None
+    return x.keys() if isinstance(x, Mapping) else None

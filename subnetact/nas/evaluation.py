@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -12,6 +12,7 @@ from tqdm import tqdm
 from subnetact.calibration.calibrate import calibrate
 from subnetact.errors import SpecError
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, map_tensors, tensors_of
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["evaluate"]
@@ -22,7 +23,7 @@ def evaluate(
     supernet: Supernet,
     specs: SubnetSpec,
     loader: Iterable[Any],
-    calibration: Iterable[Tensor | Sequence[Any]] | None = None,
+    calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
     progress: bool = True,
 ) -> float: ...
 @overload
@@ -30,14 +31,14 @@ def evaluate(
     supernet: Supernet,
     specs: Sequence[SubnetSpec],
     loader: Iterable[Any],
-    calibration: Iterable[Tensor | Sequence[Any]] | None = None,
+    calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
     progress: bool = True,
 ) -> list[float]: ...
 def evaluate(
     supernet: Supernet,
     specs: SubnetSpec | Sequence[SubnetSpec],
     loader: Iterable[Any],
-    calibration: Iterable[Tensor | Sequence[Any]] | None = None,
+    calibration: Iterable[Tensor | Sequence[Any] | Mapping[str, Tensor]] | None = None,
     progress: bool = True,
 ) -> float | list[float]:
     """Return the top-1 accuracy of subnets on labelled data.
@@ -45,8 +46,9 @@ def evaluate(
     Args:
         supernet: the supernet. If subnets are calibrated, its norm table changes; nothing else does.
         specs: one subnet, or several.
-        loader: batches (x, labels) with x of shape (N, ...) and integer labels of shape (N,). The loader
-            is read once for all subnets.
+        loader: batches (x, labels) with x of shape (N, ...) and integer labels of shape (N,). A network of
+            several inputs takes a tuple or a dictionary of tensors as x, or the batch is one dictionary with
+            the named inputs and `labels`. The loader is read once for all subnets.
         calibration: batches of inputs to calibrate those subnets with that have no statistics of their
             own. If None, these subnets run on the statistics of the whole supernet, and warn once with
             `UncalibratedSubnetWarning`.
@@ -57,7 +59,9 @@ def evaluate(
         The accuracy in percent: one number for one subnet, a list of numbers for several.
 
     Raises:
-        SpecError: a specification is not of this supernet, or the loader gives no (x, labels) pairs.
+        SpecError: a specification is not of this supernet, the loader gives no (x, labels) pairs, or the
+            network returns no class scores of shape (N, classes), as a tensor, as `logits` or as the first of
+            several outputs.
 
     Example:
         As the accuracy of a search:
@@ -82,20 +86,36 @@ def evaluate(
             delay=1,
         ):
             x, labels = _pair(batch)
-            x, labels = x.to(device), labels.to(device)
+            x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
             seen += len(labels)
             for i, view in enumerate(views):
-                right[i] += int((view(x).argmax(1) == labels).sum())
+                right[i] += int((_scores(call_with(view, x)).argmax(1) == labels).sum())
     if not seen:
         raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
     percent = [100 * count / seen for count in right]
     return percent[0] if isinstance(specs, SubnetSpec) else percent
 
 
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    legal = isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
-    if not legal or batch[1].dim() != 1 or len(batch[0]) != len(batch[1]):
+def _pair(batch: Any) -> tuple[Any, Tensor]:
+    if isinstance(batch, Mapping) and "labels" in batch:
+        batch = {name: part for name, part in batch.items() if name != "labels"}, batch["labels"]
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        x, labels = as_batch(batch[0]), batch[1]
+        parts = list(tensors_of(x))
+        legal = bool(parts) and all(isinstance(part, Tensor) for part in (*parts, labels))
+        if legal and labels.dim() == 1 and all(len(part) == len(labels) for part in parts):
+            return x, labels
+    raise SpecError(
+        "a batch for evaluation is a pair of inputs (N, ...) and labels (N,), or a dictionary of named "
+        f"inputs with 'labels', got {type(batch).__name__}"
+    )
+
+
+def _scores(output: Any) -> Tensor:
+    scores = logits(output)
+    if not isinstance(scores, Tensor) or scores.dim() != 2:
         raise SpecError(
-            f"a batch for evaluation is a pair of inputs (N, ...) and labels (N,), got {type(batch).__name__}"
+            "evaluation needs class scores of shape (N, classes), the network returns "
+            f"{describe_input(scores)}"
         )
-    return batch[0], batch[1]
+    return scores

@@ -360,7 +360,7 @@ def _search(
 
     functions: list[Callable[[SubnetSpec], float]] = [*latencies]
     if not functions:
-        costs = CostModel(supernet, example.shape, example.dtype)
+        costs = CostModel(supernet, example)
         functions = [lambda spec: float(costs(spec).macs)]
     size = request.size(supernet.space.size())
     result = search(
@@ -421,7 +421,7 @@ def fitted_latencies(
         SpecError: there is no batch size at which enough subnets ran.
     """
     require_scipy()
-    costs = CostModel(source.supernet, source.example.shape, source.example.dtype)
+    costs = CostModel(source.supernet, source.example)
     found, ran = [], []
     for size, column in zip(batch_sizes, zip(*measure(specs, batch_sizes), strict=True), strict=True):
         pairs = [(spec, ms) for spec, ms in zip(specs, column, strict=True) if not math.isnan(ms)]

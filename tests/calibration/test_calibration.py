@@ -174,7 +174,8 @@ def test_bad_batches_commit_nothing(digits: Supernet) -> None:
     for batches, message in (
         ([BATCHES[0], torch.full((2, 1, 16, 16), float("nan"))], "not finite, first at bn"),
         ([BATCHES[0], torch.zeros(0, 1, 16, 16)], "a calibration batch is a tensor"),
-        ([{"image": BATCHES[0]}], "got dict"),
+        ([{"image": BATCHES[0]}], "unexpected keyword argument 'image'"),
+        ([{"image": "x"}], "got a dictionary of 'image'"),
         (BATCHES[0], "write \\[spec\\] and \\[batch\\]"),
     ):
         with pytest.raises(SpecError, match=message):

@@ -153,9 +153,7 @@ def test_weights_that_a_forward_reads_past_the_view_are_found() -> None:
     elastic = {"first": WeightSlice.on(out="c"), "last": WeightSlice.on(in_="c")}
     supernet = insert_(Remembering(), space_of(c=[2, 8]), elastic)
     for compare in (True, False):
-        with pytest.raises(
-            InsertError, match=r"c=2 depends on weights .* become NaN, first at the n"
-        ):
+        with pytest.raises(InsertError, match=r"c=2 depends on weights .* become NaN, first at the n"):
             supernet.check(torch.randn(2, 4), compare)
 
 

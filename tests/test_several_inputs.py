@@ -1,0 +1,151 @@
+"""Networks of several inputs: calibration, evaluation, costs and engines take tuples and mappings."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subnetact import (
+    Axis,
+    Batcher,
+    CostModel,
+    Engine,
+    Fixed,
+    SubnetNorm,
+    SubnetSpace,
+    Supernet,
+    WeightSlice,
+    calibrate,
+    cost,
+    evaluate,
+    insert_,
+    profile_latency,
+)
+from subnetact.errors import InvalidRequest, ResumeMismatch, SpecError
+
+
+class TwoInputs(nn.Module):
+    """Adds a gated image to an image, and returns class scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.gate = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image: Tensor, extra: Tensor) -> dict[str, Tensor]:
+        x = F.relu(self.bn(self.conv(image)))
+        gated = x * self.gate(extra)[:, :, None, None]
+        return {"logits": self.head(gated.mean((2, 3)))}
+
+
+def two_inputs() -> Supernet:
+    space = SubnetSpace(
+        "two", [Axis.uniform("width", ["all"], [4, 8])], lambda values: {"width": values["width"][0]}
+    )
+    elastic = {
+        "conv": WeightSlice.on(out="width"),
+        "bn": SubnetNorm.on(channels="width"),
+        "gate": WeightSlice.on(out="width"),
+        "head": WeightSlice.on(in_="width"),
+    }
+    return insert_(TwoInputs().eval(), space, elastic)
+
+
+def batch(n: int = 6) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 8, 8), torch.randn(n, 4)
+
+
+def by_hand(supernet: Supernet, image: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The mean and the biased variance of the convolution's output, computed without the library."""
+    conv = supernet.extract(supernet.space.largest()).conv
+    y = F.conv2d(image, conv.weight[:width], conv.bias[:width], padding=1)
+    return y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False)
+
+
+@pytest.mark.parametrize("form", ["pair", "dictionary", "mapping"])
+def test_calibration_gives_the_statistics_of_the_batch(form: str) -> None:
+    supernet, (image, extra) = two_inputs(), batch()
+    given: Any = {
+        "pair": ((image, extra), torch.zeros(6)),
+        "dictionary": {"image": image, "extra": extra},
+        "mapping": UserDict(image=image, extra=extra),
+    }[form]
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    report = calibrate(supernet, specs, [given])
+    assert report.subnets == 2
+    for spec, width in zip(specs, (4, 8), strict=True):
+        found = supernet.statistics(spec)["bn"]
+        for mine, expected in zip(found, by_hand(supernet, image, width), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_interrupted_calibration_knows_its_batches(tmp_path: Path) -> None:
+    supernet = two_inputs()
+    (image, extra), file = batch(), tmp_path / "unfinished"
+    specs = [supernet.space.smallest()]
+    calibrate(supernet, specs, [{"image": image, "extra": extra}], resume=file)
+    calibrate(supernet, specs, [{"image": image, "extra": extra}], resume=file)
+    with pytest.raises(ResumeMismatch, match="batches are others"):
+        calibrate(supernet, specs, [{"image": image, "extra": extra + 1}], resume=file)
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_bad_batches_are_named() -> None:
+    supernet, (image, _) = two_inputs(), batch()
+    specs = [supernet.space.smallest()]
+    with pytest.raises(SpecError, match="a dictionary of 'image', 'extra'"):
+        calibrate(supernet, specs, [{"image": image, "extra": 3}])
+    with pytest.raises(SpecError, match="does not run on a batch of shape"):
+        calibrate(supernet, specs, [image])
+    with pytest.raises(SpecError, match="'labels'"):
+        evaluate(supernet, specs[0], [{"image": image}])
+    with pytest.raises(SpecError, match="labels"):
+        evaluate(supernet, specs[0], [((image, image[:3]), torch.zeros(6))])
+    assert not supernet.norms
+
+
+def test_evaluation_counts_right_answers() -> None:
+    supernet, (image, extra) = two_inputs(), batch(40)
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    calibrate(supernet, specs, [{"image": image, "extra": extra}])
+    with torch.no_grad():
+        labels = supernet.extract(specs[0])(image, extra)["logits"].argmax(1)
+        agree = supernet.extract(specs[1])(image, extra)["logits"].argmax(1) == labels
+    expected = [100.0, 100 * float(agree.float().mean())]
+    named = UserDict(image=image, extra=extra)
+    for loader in ([((image, extra), labels)], [(named, labels)], [{**named, "labels": labels}]):
+        assert evaluate(supernet, specs, loader) == pytest.approx(expected)
+
+
+def test_costs_count_all_inputs() -> None:
+    supernet, (image, extra) = two_inputs(), batch()
+    example = {"image": image[0], "extra": extra[0]}
+    found = CostModel(supernet, example)(supernet.space.smallest())
+    assert found.macs == 8 * 8 * 27 * 4 + 4 * 4 + 4 * 5
+    assert found == cost(supernet, supernet.space.smallest(), (image[0], extra[0]))
+    with pytest.raises(SpecError, match="a dictionary of 'image'"):
+        CostModel(supernet, {"image": image[0]})
+
+
+def test_an_engine_takes_a_tokenizers_kind_of_mapping() -> None:
+    supernet, (image, extra) = two_inputs(), batch()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    calibrate(supernet, specs, [{"image": image, "extra": extra}])
+    inputs = [UserDict(image=image[i], extra=extra[i]) for i in range(6)]
+    engine = Engine(supernet, specs, example=inputs[0], accuracy=[70.0, 80.0])
+    expected = supernet(image, extra, subnet=specs[1])["logits"]
+    torch.testing.assert_close(engine(UserDict(image=image, extra=extra), 1)["logits"], expected)
+    table = profile_latency(engine, [1, 4], min_time_ms=1.0, warmup_ms=0.0)
+    with Batcher(engine, policy=Fixed(table, 1), slo_ms=10_000.0) as batcher:
+        answers = [batcher.submit(x, 10_000.0).result(60) for x in inputs]
+        with pytest.raises(InvalidRequest, match="a dictionary of 'image', 'extra'"):
+            batcher.submit(UserDict(image=image[0]), 10_000.0)
+    torch.testing.assert_close(torch.stack([a.output["logits"] for a in answers]), expected)
