@@ -131,7 +131,7 @@ def test_readers_beside_two_writers_find_whole_versions(
 
     def write(text: str) -> None:
         try:
-            for i in range(40):
+            for i in range(15):
                 write_notes(folder, f"{text}{i}")
         except BaseException as error:
             failed.append(error)

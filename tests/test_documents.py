@@ -13,7 +13,7 @@ from subnetact.atomic_files import replacing
 from subnetact.documents import DocumentFormat, FolderFormat, parse_json
 from subnetact.engine.bundle import load_bundle
 from subnetact.errors import FileFormatError, MissingFile
-from subnetact.export.manifest import read_manifest
+from subnetact.export.manifest import read_version
 from subnetact.journal import Journal
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.state import SearchState
@@ -42,7 +42,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "search state": ("search.json", lambda path: state().load(path)),
     "journal": ("journal.jsonl", lambda path: Journal(path, {})),
     "bundle": ("bundle.json", lambda path: load_bundle(path.parent, None)),
-    "export": ("export.json", lambda path: read_manifest(path.parent, "subnetact.programs")),
+    "export": ("export.json", lambda path: read_version(path.parent, "subnetact.programs", print)),
 }
 CONTENTS = {
     "empty": b"",

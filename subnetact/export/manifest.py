@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from subnetact import __version__
 from subnetact.documents import FolderFormat
 
-__all__ = ["MANIFEST", "read_manifest", "writing_folder"]
+__all__ = ["MANIFEST", "read_version", "writing_folder"]
+
+Result = TypeVar("Result")
 
 MANIFEST = "export.json"
 
@@ -38,19 +41,23 @@ def writing_folder(directory: str | Path, kind: str, facts: dict[str, Any]) -> I
         yield folder
 
 
-def read_manifest(directory: str | Path, kind: str) -> Mapping[str, Any]:
-    """Read the manifest of a folder and compare every file with it.
+def read_version(
+    directory: str | PathLike[str], kind: str, read: Callable[[Path, Mapping[str, Any]], Result]
+) -> Result:
+    """Read an export, all files from one version of the folder.
 
     Checksums find accidents and edits; they are no signature.
 
     Args:
         directory: the folder.
         kind: the kind of export that it must be.
+        read: gets the folder and the manifest; it may be called several times.
 
     Returns:
-        The fields of the manifest.
+        What `read` returned.
 
     Raises:
         FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
+            Errors of `read` are raised as they are.
     """
-    return _format(kind).read_folder(directory)
+    return _format(kind).read_version(directory, read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -14,16 +14,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.device import find_device
+from subnetact.engine.bundle import LARGEST_EXAMPLE
 from subnetact.engine.inputs import check_input
 from subnetact.engine.outputs import unstack
 from subnetact.errors import (
     DeviceError,
+    ExportError,
     FileFormatError,
     InvalidRequest,
     SpecError,
 )
-from subnetact.export.manifest import read_manifest
+from subnetact.export.manifest import read_version
 from subnetact.export.programs.exporter import KIND, WEIGHTS, capability
+from subnetact.export.programs.graph_program import GraphProgram
 from subnetact.export.programs.program import quiet
 from subnetact.export.programs.shared_tensors import SharedTensors
 
@@ -157,15 +160,21 @@ class ExportedEngine:
 
 
 def load_exported(
-    directory: str | PathLike[str], *, device: str | torch.device | None = None, progress: bool = True
+    directory: str | PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    trusted: bool = False,
+    progress: bool = True,
 ) -> ExportedEngine:
     """Read what `to_exported_programs` wrote.
 
-    Nothing is unpickled. AOTInductor packages are native code that becomes part of the process: load only
-    packages that you or somebody you trust made.
+    Graphs (`compile="none"`) are read without running code from the files: see `graph_program`. AOTInductor
+    packages (`compile="aoti"`) are native code that becomes part of the process, with all its rights: load
+    only packages that you or somebody you trust made.
 
     Args:
         directory: the directory of the export.
+        trusted: whether native code may be loaded. Graphs do not need it.
         device: the device to run on. It must be of the kind (CPU or GPU) that the programs were exported for.
             If None, a device of that kind.
         progress: if True, show a progress bar when standard error is a terminal.
@@ -174,30 +183,51 @@ def load_exported(
         The exported subnets.
 
     Raises:
-        FileFormatError: a file is missing, truncated, changed, of a newer schema, or contains a pickle; or
-            the packages were compiled by another torch or for another kind of machine.
+        FileFormatError: a file is missing, truncated, changed, of a newer schema, or has a step that is not
+            allowed; or the packages were compiled by another torch or for another kind of machine.
+        ExportError: the directory holds native code, and `trusted` is False.
         DeviceError: there is no such device.
     """
-    folder = Path(directory)
-    facts = read_manifest(folder, KIND)
+    return read_version(directory, KIND, partial(_read, device=device, trusted=trusted, progress=progress))
+
+
+def _read(
+    folder: Path,
+    facts: Mapping[str, Any],
+    *,
+    device: str | torch.device | None,
+    trusted: bool,
+    progress: bool,
+) -> ExportedEngine:
     try:
         home = find_device(facts["device"] if device is None else device)
         _refuse_foreign(folder, facts, home)
         dtype, shape = facts["example"]
+        if math.prod(shape) > LARGEST_EXAMPLE or not all(type(size) is int for size in shape):
+            raise ValueError(f"an input of shape {shape}")
         example = torch.zeros(shape, dtype=getattr(torch, dtype))
         subnets = facts["subnets"]
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
-        load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
+        native = facts["compile"] != "none"
+        if native and not trusted:
+            raise ExportError(
+                f"{folder}: holds native code, which would run with all rights of this process; if you trust "
+                "who made it, load_exported(..., trusted=True)"
+            )
+        names = {WEIGHTS, *(subnet["program"] for subnet in subnets)}
+        if not names <= set(facts["files"]):
+            raise FileFormatError(f"{folder}: `files` does not list {sorted(names - set(facts['files']))}")
+        load = partial(_load_package if native else GraphProgram, device=home)
         named = tqdm(
             zip(subnets, tensors, strict=True),
             desc="loading subnets",
             total=len(subnets),
             disable=not progress or None,
         )
-        programs = [load(folder / subnet["program"], own) for subnet, own in named]
+        programs: list[_Program] = [load(folder / subnet["program"], own) for subnet, own in named]
         return ExportedEngine(programs, facts, example, home)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        if isinstance(error, (FileFormatError, DeviceError)):
+        if isinstance(error, (FileFormatError, DeviceError, ExportError)):
             raise
         raise FileFormatError(f"{folder}: a field is missing or of the wrong kind: {error!r}") from error
 
@@ -217,37 +247,6 @@ def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device
         )
 
 
-def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> _Program:
-    _refuse_pickles(path)
-    try:
-        with quiet():
-            program = torch.export.load(path)
-    except Exception as error:
-        raise FileFormatError(f"{path}: torch {torch.__version__} cannot read it ({error})") from error
-    for owner in (program.state_dict, program.constants):
-        for key, old in owner.items():
-            parameter = isinstance(old, torch.nn.Parameter)
-            owner[key] = torch.nn.Parameter(tensors[key], False) if parameter else tensors[key]
-    with quiet():
-        return program.module()
-
-
-def _refuse_pickles(path: Path) -> None:
-    """Refuse an archive with a pickle, which `torch.export.load` would run; our archives contain none."""
-    archive = torch._C.PyTorchFileReader(str(path))
-    for name in archive.get_all_records():
-        payload = archive.get_record(name)
-        if name.endswith("_config.json"):
-            entries = json.loads(payload).get("config", {}).values()
-            clean = not any(e["use_pickle"] or "custom_obj" in e["path_name"] for e in entries)
-        elif name.startswith("data/"):
-            clean = name.startswith("data/weights/weight_") or not payload
-        else:
-            clean = not name.endswith((".pt", ".pkl"))
-        if not clean:
-            raise FileFormatError(f"{path}: {name} would be unpickled; write it with to_exported_programs()")
-
-
 def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> _Program:
     with quiet():
         index: int | None = device.index
@@ -257,9 +256,7 @@ def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.devic
 
 
 def _weights(program: Any) -> list[Tensor]:
-    if isinstance(program, _Package):
-        return list(program.tensors.values())
-    return [*program.parameters(), *program.buffers()]
+    return list(program.tensors.values())
 
 
 class _Package:

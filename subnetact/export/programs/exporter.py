@@ -13,8 +13,9 @@ from torch.export import ExportedProgram
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
-from subnetact.errors import ExportError
+from subnetact.errors import ExportError, FileFormatError
 from subnetact.export.manifest import writing_folder
+from subnetact.export.programs.graph_program import GraphProgram
 from subnetact.export.programs.program import (
     blamed,
     chosen_subnets,
@@ -140,7 +141,6 @@ def _need_compiler(device: torch.device) -> None:
 def _write_graph(
     program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Tensor, name: str
 ) -> list[str]:
-    same_outputs(program.module(), view, x, name, "torch.export", *TOLERANCES["none"])
     for owner in (program.state_dict, program.constants):
         for key, tensor in owner.items():
             empty = torch.empty(0, dtype=tensor.dtype)
@@ -149,6 +149,14 @@ def _write_graph(
     program.example_inputs = None  # example inputs would be pickled
     with quiet(), blamed(view, name, "torch.export.save"):
         torch.export.save(program, path)
+    try:
+        written = GraphProgram(path, tensors, x.device)
+    except FileFormatError as error:
+        raise ExportError(
+            f"subnet {name}: load_exported could not read the graph ({error.__cause__}); use "
+            "compile='aoti', or serve the Engine itself"
+        ) from error
+    same_outputs(written, view, x, name, "torch.export", *TOLERANCES["none"])
     return list(tensors)
 
 
