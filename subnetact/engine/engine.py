@@ -444,6 +444,7 @@ class Engine:
             actuate_us=median(taken) / 1e3 if taken else 0.0,
             bind_ms=median(self._bind_ms),
             weights=weight_bytes(self.supernet),
+            packed_bytes=self.supernet.packed_bytes(),
             norm_table=self.supernet.norms.nbytes(),
             fused_bytes=self._cache.nbytes(Promoter.KIND),
             graphs=self._cache.nbytes(Graphs.KIND),

@@ -19,6 +19,8 @@ class EngineStats:
         actuate_us: median time to choose a ready subnet, in microseconds.
         bind_ms: median time to make a subnet ready, in milliseconds.
         weights: bytes of the supernet's parameters and buffers.
+        packed_bytes: bytes of slices that are no views of the weights, such as copies of segments. Subnets
+            with the same slice of a layer share one.
         norm_table: bytes of the statistics of all calibrated subnets.
         fused_bytes: bytes of the tensors that belong to fused programs.
         graphs: bytes of captured graphs.
@@ -31,6 +33,7 @@ class EngineStats:
     actuate_us: float
     bind_ms: float
     weights: int
+    packed_bytes: int
     norm_table: int
     fused_bytes: int
     graphs: int

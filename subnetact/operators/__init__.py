@@ -13,6 +13,7 @@ Which file answers which question:
   numbers such as heads.
 - `layer_select.py`: which layers of a stack are kept; `switch.py`: one of several modules.
 - `elastic_kernel.py`: depthwise convolutions whose kernel size is a choice.
+- `segments.py`: parts that consist of several segments, as in fused layers and behind a concatenation.
 - `view_module.py`: how the modules of a zero-copy view are made; `tensor_version.py`: whether a tensor has
   changed in place.
 
@@ -40,6 +41,7 @@ from subnetact.operators.layer_norm_slice import LayerNormSlice
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.parameter_slice import ElasticAttribute, ParameterSlice
 from subnetact.operators.per_width_norm import PerWidthBatchNorm2d, PerWidthNorm
+from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import CALIBRATION_RULES, SubnetNorm
 from subnetact.operators.switch import ModuleSwitch, SwitchableModule
 from subnetact.operators.weight_slice import WeightSlice
@@ -58,6 +60,7 @@ __all__ = [
     "ParameterSlice",
     "PerWidthBatchNorm2d",
     "PerWidthNorm",
+    "Segments",
     "SubnetNorm",
     "SwitchableModule",
     "WeightSlice",

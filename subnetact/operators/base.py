@@ -26,6 +26,8 @@ subnet is sliced out of them. Write one for a layer of your own, or for a layer 
 - `parts` names what a description can make elastic, and `full` gives the size of each part in the full
   network. If the sizes in between are not all legal, `legal` lists those that are.
 - `check` refuses templates that the operator cannot slice. It runs in `insert_`, before anything is changed.
+- `segmented` names the parts that a description may give as `Segments`. Such a part has one size per
+  segment in `sizes`; `cut(tensor, {axis: kept})` slices with what `kept_parts(sizes)` returns.
 - `sizes` turns a size row into a tuple of integers. The default has one size per part. Everything that
   `tensors` and `attributes` return must depend on this tuple alone, because subnets of equal sizes share
   their tensors.
@@ -56,6 +58,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
+from subnetact.operators.segments import Kept, Segments
 from subnetact.operators.tensor_version import tensor_version
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
@@ -73,11 +76,23 @@ class Elastic:
 
     Attributes:
         operator: the class of the operator that replaces the module.
-        follows: part of the operator -> dimension of the space that gives the part its size.
+        follows: part of the operator -> dimension of the space that gives the part its size, or the segments
+            of the part.
     """
 
     operator: type[Operator]
-    follows: Mapping[str, str]
+    follows: Mapping[str, str | Segments]
+
+    def dimensions(self) -> dict[str, str]:
+        """Return the dimensions by part, or by segment of a part: `out`, or `out.0`, `out.1` and so on."""
+        found: dict[str, str] = {}
+        for part, follows in self.follows.items():
+            found.update(follows.named(part) if isinstance(follows, Segments) else {part: follows})
+        return found
+
+    def segments(self) -> dict[str, tuple[int, ...]]:
+        """Return the full lengths of the segments, by part. Parts without segments are left out."""
+        return {part: given.lengths for part, given in self.follows.items() if isinstance(given, Segments)}
 
     def __str__(self) -> str:
         return f"{self.operator.__name__}({', '.join(f'{k}={v}' for k, v in self.follows.items())})"
@@ -102,6 +117,11 @@ class PackedCopy:
         self._final = False
         self._versions = self._current()
         self.tensors = self._made()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def refresh(self) -> None:
         """Compute the tensors again, in place, if the sources have changed in place."""
@@ -151,24 +171,36 @@ class Operator(nn.Module):
     Args:
         template: the ordinary module; its parameters are taken over, not copied.
         path: the name of the module in the network.
-        dims: part -> position in the size row that gives the part its size. Parts that are not named
-            keep their full size.
+        dims: part, or segment of a part -> position in the size row that gives it its size. What is not
+            named keeps its full size.
+        segments: part -> the full lengths of its segments, which are named `out.0`, `out.1` and so on. Parts
+            that are not named are one segment, with the name of the part.
 
     Attributes:
         path: as given.
         dims: as given.
+        segments: as given.
         template: as given.
     """
 
     parts: ClassVar[tuple[str, ...]] = ()
     """The names of the parts that a description may name. If empty, the template decides which are legal."""
 
+    segmented: ClassVar[tuple[str, ...]] = ()
+    """The parts that a description may give as `Segments`."""
+
     template: Any
 
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
 
-    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        template: nn.Module,
+        path: str,
+        dims: Mapping[str, int],
+        segments: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         super().__init__()
         self._parameters = template._parameters
         self._buffers = template._buffers
@@ -177,16 +209,18 @@ class Operator(nn.Module):
         self.training = template.training
         self.path = path
         self.dims = dict(dims)
+        self.segments = dict(segments or {})
         self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
         self._shared: dict[tuple[int, ...], dict[str, Tensor | None]] = {}
         self._packed: dict[tuple[int, ...], PackedCopy] = {}
 
     @classmethod
-    def on(cls, **follows: str) -> Elastic:
+    def on(cls, **follows: Any) -> Elastic:
         """Describe an elastic module, for `insert_`.
 
         Args:
-            follows: part -> the dimension that gives the part its size; `parts` has the legal names.
+            follows: part -> the dimension that gives the part its size, or its `Segments`; `parts` has the
+                legal names.
 
         Returns:
             An entry of an elastic description.
@@ -197,7 +231,7 @@ class Operator(nn.Module):
         return cls._described(**follows)
 
     @classmethod
-    def _described(cls, **follows: str | None) -> Elastic:
+    def _described(cls, **follows: str | Segments | None) -> Elastic:
         return Elastic(cls, {part: dimension for part, dimension in follows.items() if dimension is not None})
 
     def full(self, part: str) -> int:
@@ -225,15 +259,31 @@ class Operator(nn.Module):
         """
         return True
 
+    def lengths(self, part: str) -> tuple[int, ...]:
+        """Return the full lengths of the segments of a part, which has one segment if none are described."""
+        return self.segments.get(part) or (self.full(part),)
+
+    def names(self, part: str) -> tuple[str, ...]:
+        """Return the names of the segments of a part: the part itself, or `out.0`, `out.1` and so on."""
+        count = len(self.lengths(part))
+        if part not in self.segments and count == 1:
+            return (part,)
+        return tuple(f"{part}.{i}" for i in range(count))
+
+    def length(self, name: str) -> int:
+        """Return the size of a part, or of a segment of a part, in the full network."""
+        part, _, index = name.rpartition(".")
+        return self.lengths(part)[int(index)] if part in self.parts else self.full(name)
+
     def legal(self, part: str) -> Sequence[int]:
-        """Return the sizes that a part may have, in ascending order."""
-        return range(1, self.full(part) + 1)
+        """Return the sizes that a part, or a segment of a part, may have, in ascending order."""
+        return range(1, self.length(part) + 1)
 
     def size(self, part: str, row: SizeRow) -> int:
-        """Return the size of a part in a subnet.
+        """Return the size of a part, or of a segment of a part, in a subnet.
 
         Args:
-            part: one of `parts`.
+            part: one of `parts`, or the name of a segment.
             row: the size row of the subnet.
 
         Returns:
@@ -243,7 +293,7 @@ class Operator(nn.Module):
             SpecError: the size is not among the `legal` ones.
         """
         if part not in self.dims:
-            return self.full(part)
+            return self.length(part)
         size = row[self.dims[part]]
         if self.checks and size not in self.legal(part):
             raise SpecError(f"{self.path}: {self._not_legal(part, size)}")
@@ -264,9 +314,23 @@ class Operator(nn.Module):
             row: the size row of the subnet.
 
         Returns:
-            One size per part, in the order of `parts`.
+            One size per segment of each part, in the order of `parts`. A part that is not described with
+            `Segments` is one segment.
         """
-        return tuple(self.size(part, row) for part in self.parts)
+        return tuple(self.size(name, row) for part in self.parts for name in self.names(part))
+
+    def kept_parts(self, sizes: tuple[int, ...]) -> tuple[Kept, ...]:
+        """Return what a subnet keeps of every part, for `cut`.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+        """
+        left, found = list(sizes), []
+        for part in self.parts:
+            lengths = self.lengths(part)
+            own, left = left[: len(lengths)], left[len(lengths) :]
+            found.append(Kept(lengths, tuple(own)))
+        return tuple(found)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Apply the slicing rule: compute a subnet's parameters differentiably from the full ones.
@@ -339,6 +403,10 @@ class Operator(nn.Module):
         return view_module(
             self.template, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes)
         )
+
+    def packed_copies(self) -> list[PackedCopy]:
+        """Return the packed copies that views may be using now."""
+        return list(self._packed.values())
 
     def forget(self) -> None:
         """Drop the shared tensors, because the parameters are about to be replaced or were replaced.

@@ -161,6 +161,10 @@ class ElasticKernel(Operator):
         plain: Any = self._plain
         return view_module(plain, parameters=parameters, **self.attributes(sizes))
 
+    def packed_copies(self) -> list[PackedCopy]:
+        """Return the packed copies that views may be using now, computed kernels included."""
+        return [*super().packed_copies(), *self._computed.values()]
+
     def forget(self) -> None:
         """Drop the shared slices and the computed kernels."""
         super().forget()

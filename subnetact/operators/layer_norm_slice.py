@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.segments import Segments, cut
 from subnetact.operators.view_module import view_module
 
 __all__ = ["LayerNormSlice"]
@@ -32,13 +33,15 @@ class LayerNormSlice(Operator):
     """
 
     parts = ("features",)
+    segmented = ("features",)
 
     @classmethod
-    def on(cls, *, features: str | None = None, **others: str) -> Elastic:
+    def on(cls, *, features: str | Segments | None = None, **others: Any) -> Elastic:
         """Describe an elastic LayerNorm, RMSNorm or GroupNorm, for `insert_`.
 
         Args:
-            features: the dimension that gives the number of features (channels). If None, all are kept.
+            features: the dimension that gives the number of features (channels), or `Segments` behind a
+                concatenation. If None, all are kept.
             others: parts that this operator does not have; `insert_` refuses them.
         """
         return cls._described(features=features, **others)
@@ -52,6 +55,8 @@ class LayerNormSlice(Operator):
         """
         template = self.template
         if isinstance(template, nn.GroupNorm):
+            if any(length % self._each for length in self.lengths("features")):
+                raise self.refuse(f"its segments are not whole groups of {self._each}")
             return
         if isinstance(template, nn.LayerNorm | nn.RMSNorm):
             if len(template.normalized_shape) != 1:
@@ -74,25 +79,29 @@ class LayerNormSlice(Operator):
 
     def legal(self, part: str) -> range:
         """Return every number of features, or the multiples of the features of one group."""
-        each = self.full(part) // self._groups if self._groups > 1 else 1
-        return range(each, self.full(part) + 1, each)
+        each = self._each
+        return range(each, self.length(part) + 1, each)
+
+    @property
+    def _each(self) -> int:
+        return self.full("features") // self._groups if self._groups > 1 else 1
 
     def silent(self, part: str) -> bool:  # noqa: ARG002
         """Return False: the mean and the variance are over all features, dropped ones included."""
         return False
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the weight and the bias of the first features."""
-        (features,) = sizes
-        return {name: None if t is None else t[:features] for name, t in self._parameters.items()}
+        """Return the weight and the bias of the first features, per segment."""
+        (features,) = self.kept_parts(sizes)
+        return {name: None if t is None else cut(t, {0: features}) for name, t in self._parameters.items()}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""
-        (features,) = sizes
+        features = self.kept_parts(sizes)[0].total
         if isinstance(self.template, nn.GroupNorm):
             groups = self._groups * features // self.full("features") if self._groups > 1 else 1
             return {"num_channels": features, "num_groups": groups}
-        return {"normalized_shape": sizes} if "normalized_shape" in self.template.__dict__ else {}
+        return {"normalized_shape": (features,)} if "normalized_shape" in self.template.__dict__ else {}
 
 
 def _is_rms_norm(norm: LayerNormSlice) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.segments import Segments, cut
 from subnetact.space import SizeRow
 
 __all__ = ["ElasticAttribute", "ParameterSlice"]
@@ -25,14 +26,15 @@ class ParameterSlice(Operator):
     """
 
     parts = ("features",)
+    segmented = ("features",)
 
     @classmethod
-    def on(cls, *, features: str | None = None, **others: str) -> Elastic:
+    def on(cls, *, features: str | Segments | None = None, **others: Any) -> Elastic:
         """Describe a module with elastic parameters of its own, for `insert_`.
 
         Args:
-            features: the dimension that gives the length of the last axis of every parameter. If None, it
-                is kept whole.
+            features: the dimension that gives the length of the last axis of every parameter, or its
+                `Segments`. If None, it is kept whole.
             others: parts that this operator does not have; `insert_` refuses them.
         """
         return cls._described(features=features, **others)
@@ -58,9 +60,9 @@ class ParameterSlice(Operator):
         return False
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the first features of every parameter."""
-        (features,) = sizes
-        return {name: None if p is None else p[..., :features] for name, p in self._parameters.items()}
+        """Return the first features of every parameter, per segment."""
+        (features,) = self.kept_parts(sizes)
+        return {name: None if p is None else cut(p, {-1: features}) for name, p in self._parameters.items()}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:  # noqa: ARG002
         """Return nothing, because the forward of the module reads its parameters only."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic
+from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.space import SizeRow
 
@@ -69,9 +70,16 @@ class PerWidthNorm(SubnetNorm):
     """
 
     parts = ("channels", "position")
+    segmented = ()
 
-    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
-        super().__init__(template, path, dims)
+    def __init__(
+        self,
+        template: nn.Module,
+        path: str,
+        dims: Mapping[str, int],
+        segments: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        super().__init__(template, path, dims, segments)
         if isinstance(template, PerWidthBatchNorm2d):
             with torch.device("meta"):
                 plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
@@ -79,11 +87,14 @@ class PerWidthNorm(SubnetNorm):
             self.listed = template.listed
 
     @classmethod
-    def on(cls, *, channels: str | None = None, position: str | None = None, **others: str) -> Elastic:
+    def on(
+        cls, *, channels: str | Segments | None = None, position: str | None = None, **others: Any
+    ) -> Elastic:
         """Describe an elastic PerWidthBatchNorm2d, for `insert_`.
 
         Args:
-            channels: the dimension that gives the number of channels. If None, all are kept.
+            channels: the dimension that gives the number of channels. If None, all are kept. Checkpoints list
+                statistics of first channels, so `insert_` refuses `Segments`.
             position: the dimension that chooses the listed statistics: 1 for the first listed width, 2 for
                 the second, and so on. It is required.
             others: parts that this operator does not have; `insert_` refuses them.
@@ -113,6 +124,11 @@ class PerWidthNorm(SubnetNorm):
         mean: Any = self._buffers[f"running_mean_{position}"]
         var: Any = self._buffers[f"running_var_{position}"]
         return mean.data, var.data
+
+    def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
+        """Write statistics, each of shape (channels,), into those that are listed for the subnet."""
+        for listed, statistic in zip(self.shared_statistics(row), (mean, var), strict=True):
+            listed.copy_(statistic)
 
     def batches_tracked(self) -> Tensor:
         """Return the counter of training batches of the widest."""

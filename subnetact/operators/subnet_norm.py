@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.view_module import view_module
+from subnetact.operators.base import Elastic, Operator, PackedCopy
+from subnetact.operators.segments import Segments, cut
+from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import SizeRow
 
 __all__ = ["BATCH_NORMS", "CALIBRATION_RULES", "CUMULATIVE_UNBIASED", "WEIGHTED_BIASED", "SubnetNorm"]
@@ -25,6 +29,8 @@ variances (BatchNorm with `momentum=None`, as AttentiveNAS and Slimmable Network
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+_STATISTICS = ("running_mean", "running_var")
+
 
 class SubnetNorm(Operator):
     """A BatchNorm with one weight and bias for all subnets, and a mean and variance per subnet.
@@ -38,18 +44,30 @@ class SubnetNorm(Operator):
     """
 
     parts: ClassVar[tuple[str, ...]] = ("channels",)
+    segmented: ClassVar[tuple[str, ...]] = ("channels",)
 
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
 
+    def __init__(
+        self,
+        template: nn.Module,
+        path: str,
+        dims: Mapping[str, int],
+        segments: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        super().__init__(template, path, dims, segments)
+        self._statistics: dict[tuple[int, ...], PackedCopy] = {}
+
     @classmethod
-    def on(cls, *, channels: str | None = None, **others: str) -> Elastic:
+    def on(cls, *, channels: str | Segments | None = None, **others: Any) -> Elastic:
         """Describe an elastic BatchNorm, for `insert_`.
 
         BatchNorms that a description does not name become SubnetNorms with all channels.
 
         Args:
-            channels: the dimension that gives the number of channels. If None, all are kept.
+            channels: the dimension that gives the number of channels, or `Segments` behind a concatenation.
+                If None, all are kept.
             others: parts that this operator does not have; `insert_` refuses them.
         """
         return cls._described(channels=channels, **others)
@@ -70,14 +88,43 @@ class SubnetNorm(Operator):
         return int(self.template.num_features)
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the weight and the bias of the first channels."""
-        (channels,) = sizes
+        """Return the weight and the bias of the first channels, per segment."""
+        channels = self.kept_parts(sizes)[0]
         affine: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
-        return {name: None if t is None else t[:channels] for name, t in affine.items()}
+        return {name: None if t is None else cut(t, {0: channels}) for name, t in affine.items()}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the number of channels of the subnet's module."""
-        return {"num_features": sizes[0]}
+        return {"num_features": self.kept_parts(sizes)[0].total}
+
+    def channels(self, row: SizeRow) -> int:
+        """Return the number of channels of the subnet of a size `row`, those of all segments together."""
+        return self.kept_parts(self.sizes(row))[0].total
+
+    def gather(self, row: SizeRow, full: Tensor) -> Tensor:
+        """Return the channels that a subnet uses of a tensor.
+
+        Args:
+            row: the size row of the subnet.
+            full: a tensor of shape (channels of the full network,).
+
+        Returns:
+            The channels, of shape (channels,): a slice, or a copy if they are segments that do not touch.
+        """
+        return cut(full, {0: self.kept_parts(self.sizes(row))[0]})
+
+    def scatter_(self, row: SizeRow, full: Tensor, part: Tensor) -> None:
+        """Write the channels that a subnet uses into a tensor.
+
+        Args:
+            row: the size row of the subnet.
+            full: the tensor that is changed, of shape (channels of the full network,).
+            part: the new values, of shape (channels,).
+        """
+        runs = self.kept_parts(self.sizes(row))[0].runs()
+        parts = torch.split(part, [size for _, size in runs])
+        for (start, size), values in zip(runs, parts, strict=True):
+            full[start : start + size].copy_(values)
 
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
         """Return the statistics that a subnet without a statistics row of its own runs on.
@@ -86,12 +133,50 @@ class SubnetNorm(Operator):
             row: the size row of the subnet.
 
         Returns:
-            The first channels of the shared running mean and variance, each of shape (channels,).
+            The first channels of the shared running mean and variance, each of shape (channels,). Segments
+            that do not touch are packed copies; `write_statistics` changes the shared ones themselves.
         """
-        (channels,) = self.sizes(row)
         mean: Any = self.running_mean
         var: Any = self.running_var
-        return mean.data[:channels].data, var.data[:channels].data
+        sizes = self.sizes(row)
+        if len(self.kept_parts(sizes)[0].runs()) == 1:
+            return self.gather(row, mean.data).data, self.gather(row, var.data).data
+        packed = self._statistics.get(sizes)
+        if packed is None:
+            full: dict[str, Any] = dict(zip(_STATISTICS, (mean, var), strict=True))
+            copies = PackedCopy(self, lambda: {n: self.gather(row, t) for n, t in full.items()})
+            for tensor in copies.tensors.values():
+                tensor.packed = copies  # type: ignore[attr-defined]
+            packed = self._statistics.setdefault(sizes, copies)
+        packed.refresh()
+        return packed.tensors["running_mean"], packed.tensors["running_var"]
+
+    def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
+        """Write statistics of a subnet into the shared ones.
+
+        Args:
+            row: the size row of the subnet.
+            mean: the running mean, of shape (channels,).
+            var: the running variance, of shape (channels,).
+        """
+        with torch.no_grad():
+            for name, statistic in zip(_STATISTICS, (mean, var), strict=True):
+                full: Any = self._buffers[name]
+                self.scatter_(row, full, statistic)
+
+    def packed_copies(self) -> list[PackedCopy]:
+        """Return the packed copies that views may be using now, those of shared statistics included."""
+        return [*super().packed_copies(), *self._statistics.values()]
+
+    def forget(self) -> None:
+        """Drop the shared tensors, and the copies of shared statistics."""
+        super().forget()
+        for packed in list(self._statistics.values()):
+            packed.finish()
+        self._statistics = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_statistics": {}}
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""
@@ -111,8 +196,12 @@ class SubnetNorm(Operator):
             SpecError: the statistics are of another number of channels.
         """
         sizes = self.sizes(row)
-        if self.checks and (mean.shape != sizes or var.shape != sizes):
-            raise SpecError(f"{self.path}: the subnet has {sizes[0]} channels, its statistics {mean.numel()}")
+        if self.checks:
+            shape = (self.channels(row),)
+            if mean.shape != shape or var.shape != shape:
+                raise SpecError(
+                    f"{self.path}: the subnet has {shape[0]} channels, its statistics {mean.numel()}"
+                )
         buffers = {
             "running_mean": mean,
             "running_var": var,
@@ -125,8 +214,21 @@ class SubnetNorm(Operator):
             **self.attributes(sizes),
         )
         object.__setattr__(bound, "training", trainable and self.training)
+        if bound.training and hasattr(mean, "packed"):
+            object.__setattr__(bound, "write_back", partial(self.write_statistics, row, mean, var))
+            mix_in_(bound, _WritingBack)
         return bound
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the BatchNorm of one subnet with the shared statistics, as `bind_with` does."""
         return self.bind_with(row, *self.shared_statistics(row), trainable=trainable)
+
+
+class _WritingBack:
+    """The mixin of a BatchNorm in training whose statistics are packed copies of the shared ones."""
+
+    def forward(self: Any, *args: Any) -> Tensor:
+        """Normalise with the statistics of the batch, and write the running ones back."""
+        output: Tensor = super().forward(*args)  # type: ignore[misc]
+        self.write_back()
+        return output

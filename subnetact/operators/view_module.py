@@ -118,16 +118,17 @@ for _name in _REGISTER_HOOK:
 
 @cache
 def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass that refreshes packed copies (`PackedCopy`) whenever these parameters are read."""
+    """Return a subclass that refreshes packed copies (`PackedCopy`) whenever these tensors are read."""
 
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Any:
-            parameter: Any = self.__dict__["_parameters"][name]
+            own = self.__dict__
+            tensor: Any = own["_parameters"][name] if name in own["_parameters"] else own["_buffers"][name]
             if not torch.compiler.is_compiling():
-                packed = getattr(parameter, "packed", None)
+                packed = getattr(tensor, "packed", None)
                 if packed is not None:
                     packed.refresh()
-            return parameter
+            return tensor
 
         return property(read)
 
@@ -193,7 +194,8 @@ def view_module(
         A module in evaluation mode. It raises `ViewError` if it is to be trained, moved or converted.
     """
     cls: Any = type(template)
-    packed = tuple(n for n, p in (parameters or {}).items() if p is not None and "packed" in p.__dict__)
+    tensors = {**(parameters or {}), **(buffers or {})}
+    packed = tuple(n for n, t in tensors.items() if t is not None and "packed" in t.__dict__)
     if packed:
         cls = _reading(cls, packed)
     view: nn.Module = object.__new__(_mixed(_View, cls))

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.space import SizeRow
 
 __all__ = ["WeightSlice"]
@@ -73,14 +74,19 @@ class WeightSlice(Operator):
     """
 
     parts = ("out", "in_")
+    segmented = ("out", "in_")
 
     @classmethod
-    def on(cls, *, out: str | None = None, in_: str | None = None, **others: str) -> Elastic:
+    def on(
+        cls, *, out: str | Segments | None = None, in_: str | Segments | None = None, **others: Any
+    ) -> Elastic:
         """Describe an elastic convolution, linear layer or embedding, for `insert_`.
 
         Args:
-            out: the dimension that gives the number of output channels or features. If None, all are kept.
-            in_: the dimension that gives the number of input channels or features. If None, all are kept.
+            out: the dimension that gives the number of output channels or features, or the `Segments` of a
+                fused layer. If None, all are kept.
+            in_: the dimension that gives the number of input channels or features, or `Segments` behind a
+                concatenation. If None, all are kept.
                 For a grouped convolution one of `out` and `in_` implies the other. An embedding has no
                 elastic inputs, because every row belongs to one index.
             others: parts that this operator does not have; `insert_` refuses them.
@@ -103,12 +109,31 @@ class WeightSlice(Operator):
         extra = [n for n, p in self._parameters.items() if p is not None and n not in ("weight", "bias")]
         if extra:
             raise self.refuse(f"it slices weight and bias, and has no rule for {', '.join(extra)}")
-        if isinstance(self.template, nn.Embedding) and "in_" in self.dims:
+        if isinstance(self.template, nn.Embedding) and self._followed("in_"):
             raise self.refuse("every row of an embedding belongs to one index; only 'out' can be elastic")
         if self._groups > 1:
-            out, in_ = self.dims.get("out"), self.dims.get("in_")
-            if out is not None and in_ is not None and out != in_ and self.full("out") == self.full("in_"):
+            out, in_ = self._followed("out"), self._followed("in_")
+            if out and in_ and out != in_ and self.full("out") == self.full("in_"):
                 raise self.refuse("the inputs and outputs of a grouped convolution follow one dimension")
+            for part in self.parts:
+                if any(length % self._each(part) for length in self.lengths(part)):
+                    raise self.refuse(f"the segments of {part!r} are not whole groups of {self._each(part)}")
+
+    def _followed(self, part: str) -> list[int | None]:
+        """Return the position of the dimension of every segment; an empty list if no segment has one."""
+        dims = [self.dims.get(name) for name in self.names(part)]
+        return dims if any(dim is not None for dim in dims) else []
+
+    def _each(self, part: str) -> int:
+        """Return the channels of one group; 1 if there are no groups."""
+        return self.full(part) // self._groups if self._groups > 1 else 1
+
+    def lengths(self, part: str) -> tuple[int, ...]:
+        """Return the full lengths of the segments; both sides of a grouped convolution have the same ones."""
+        other = self.parts[part == "out"]
+        if self._groups > 1 and part not in self.segments and other in self.segments:
+            return tuple(n // self._each(other) * self._each(part) for n in self.segments[other])
+        return super().lengths(part)
 
     @property
     def _groups(self) -> int:
@@ -123,8 +148,8 @@ class WeightSlice(Operator):
 
     def legal(self, part: str) -> Sequence[int]:
         """Return every legal number of channels: multiples of the channels of one group."""
-        each = self.full(part) // self._groups if self._groups > 1 else 1
-        return range(each, self.full(part) + 1, each)
+        each = self._each(part.partition(".")[0])
+        return range(each, self.length(part) + 1, each)
 
     def silent(self, part: str) -> bool:  # noqa: ARG002
         """Return True for PyTorch's own forwards; another one may normalise weights or order outputs anew."""
@@ -139,41 +164,45 @@ class WeightSlice(Operator):
         return int(self.template.weight.shape[axis])
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return (out, in_) of a subnet. In a grouped convolution one of them implies the other.
+        """Return (out, in_) of a subnet, per segment. In a grouped convolution one implies the other.
 
         Raises:
             SpecError: a size is not legal.
             InsertError: the channels are not whole groups.
         """
-        out, in_ = self.size("out", row), self.size("in_", row)
-        if self._groups > 1:
-            per_out, per_in = self.full("out") // self._groups, self.full("in_") // self._groups
-            groups = out // per_out if "out" in self.dims else in_ // per_in
-            sliced = groups * per_out, groups * per_in
-            whole = not self.checks or all(
-                s == n for s, n, p in zip(sliced, (out, in_), self.parts, strict=True) if p in self.dims
+        given = super().sizes(row)
+        if self._groups == 1:
+            return given
+        sides = dict(zip(self.parts, self.kept_parts(given), strict=True))
+        leading = "out" if self._followed("out") else "in_"
+        groups = [size // self._each(leading) for size in sides[leading].sizes]
+        found = {part: tuple(n * self._each(part) for n in groups) for part in self.parts}
+        whole = not self.checks or all(
+            found[part] == sides[part].sizes for part in self.parts if self._followed(part)
+        )
+        if not whole:
+            raise self.refuse(
+                f"{sides['out'].total} x {sides['in_'].total} channels are not whole groups of "
+                f"{self._each('out')} x {self._each('in_')}"
             )
-            if not whole:
-                raise self.refuse(f"{out} x {in_} channels are not whole groups of {per_out} x {per_in}")
-            return sliced
-        return out, in_
+        return found["out"] + found["in_"]
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return `weight` and `bias` of the first `out` outputs and `in_` inputs."""
-        out, in_ = sizes
+        """Return `weight` and `bias` of the first `out` outputs and `in_` inputs, per segment."""
+        out, in_ = self.kept_parts(sizes)
         weight: Any = self.weight
         rows, columns = (in_, out) if self._layout.inputs_first else (out, in_)
         if self._groups > 1:
-            columns = weight.shape[1]
-        found: dict[str, Tensor | None] = {"weight": weight[:rows, :columns]}
+            columns = Kept((weight.shape[1],), (weight.shape[1],))
+        found: dict[str, Tensor | None] = {"weight": cut(weight, {0: rows, 1: columns})}
         if "bias" in self._parameters:
             bias: Any = self.bias
-            found["bias"] = None if bias is None else bias[:out]
+            found["bias"] = None if bias is None else cut(bias, {0: out})
         return found
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the channel counts (and groups) of the subnet's module."""
-        out, in_ = sizes
+        out, in_ = (part.total for part in self.kept_parts(sizes))
         found = {self._layout.out: out, self._layout.in_: in_}
         if "groups" in self.template.__dict__:
             found["groups"] = self._groups * out // self.full("out") if self._groups > 1 else 1

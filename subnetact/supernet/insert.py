@@ -9,7 +9,7 @@ from types import MethodType
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
-from subnetact.operators import Elastic, ElasticAttribute, Operator, ParameterSlice, SubnetNorm
+from subnetact.operators import Elastic, ElasticAttribute, Operator, ParameterSlice, Segments, SubnetNorm
 from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.space import SubnetSpace
 from subnetact.supernet.supernet import InsertReport, Supernet
@@ -85,20 +85,31 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
 
 
 def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) -> Operator:
-    parts = entry.operator.parts
-    for part, dimension in entry.follows.items():
+    kind, parts, follows = entry.operator, entry.operator.parts, entry.dimensions()
+    for part, given in entry.follows.items():
         if parts and part not in parts:
+            raise InsertError(f"{path}: {kind.__name__} has no part {part!r}; choose from {', '.join(parts)}")
+        if isinstance(given, Segments) and part not in kind.segmented:
             raise InsertError(
-                f"{path}: {entry.operator.__name__} has no part {part!r}; choose from {', '.join(parts)}"
+                f"{path}: {part!r} of a {kind.__name__} is one segment, got {given}; give one dimension "
+                f"(parts that can have Segments: {', '.join(kind.segmented) or 'none'})"
             )
+    for dimension in follows.values():
         if dimension not in space.dimensions:
             raise InsertError(
                 f"{path}: {space.name} has no dimension {dimension!r}; "
                 f"it has {', '.join(space.dimensions[:20])}{' ...' if len(space.dimensions) > 20 else ''}"
             )
-    dims = {part: space.dimensions.index(dimension) for part, dimension in entry.follows.items()}
-    operator = entry.operator(module, path, dims)
+    dims = {part: space.dimensions.index(dimension) for part, dimension in follows.items()}
+    segments = entry.segments()
+    operator = kind(module, path, dims, segments) if segments else kind(module, path, dims)
     operator.check()
+    for part, lengths in segments.items():
+        if sum(lengths) != operator.full(part):
+            raise InsertError(
+                f"{path}: the segments of {part!r}, {entry.follows[part]}, are {sum(lengths)} long together, "
+                f"the module is {operator.full(part)}"
+            )
     smallest, largest = space.resolve(space.smallest()), space.resolve(space.largest())
     for part, index in dims.items():
         if smallest[index] > largest[index]:
@@ -106,10 +117,10 @@ def _operator(module: nn.Module, path: str, entry: Elastic, space: SubnetSpace) 
                 f"{path}: {space.dimensions[index]} is {smallest[index]} in the smallest subnet and "
                 f"{largest[index]} in the largest; list choices from the smallest network to the largest"
             )
-        if largest[index] > operator.full(part):
+        if largest[index] > operator.length(part):
             raise InsertError(
                 f"{path}: the largest subnet has {largest[index]} at {space.dimensions[index]}, "
-                f"the module only {operator.full(part)}"
+                f"the module only {operator.length(part)}"
             )
     return operator
 

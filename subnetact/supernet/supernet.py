@@ -348,6 +348,16 @@ class Supernet(nn.Module):
                 if isinstance(module, Operator):
                     module.forget()
 
+    def packed_bytes(self) -> int:
+        """Return the bytes of all packed copies: slices that are no views of the weights.
+
+        These are copies of segments that do not touch, kernels made with matrices, and what own operators
+        copy. There is one per operator and sizes, for all subnets with these sizes. `refresh` drops them;
+        binding a subnet makes those that it needs.
+        """
+        operators = [m for m in self.network.modules() if isinstance(m, Operator)]
+        return sum(packed.nbytes for operator in operators for packed in operator.packed_copies())
+
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.
 

@@ -136,9 +136,7 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
             if mine is not None and original is not None:
                 mine.copy_(torch.where(used, original, mine))
     if isinstance(operator, SubnetNorm) and isinstance(copy, SubnetNorm):
-        statistics = zip(copy.shared_statistics(row), operator.shared_statistics(row), strict=True)
-        for buffer, shared in statistics:
-            buffer.copy_(shared)
+        copy.write_statistics(row, *operator.shared_statistics(row))
 
 
 def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -200,10 +198,11 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
 
     def padded(norm: SubnetNorm) -> nn.Module:
         mean, var = norms[norm.path].shared_statistics(row)
-        (channels,) = norm.sizes(tuple(mixed))
-        means, variances = mean.new_zeros(channels), var.new_ones(channels)
-        means[: len(mean)], variances[: len(var)] = mean, var
-        return norm.bind_with(tuple(mixed), means, variances)
+        means, variances = mean.new_zeros(norm.full("channels")), var.new_ones(norm.full("channels"))
+        for full, statistic in ((means, mean), (variances, var)):
+            norm.scatter_(row, full, statistic)
+        wide = tuple(mixed)
+        return norm.bind_with(wide, norm.gather(wide, means), norm.gather(wide, variances))
 
     with torch.inference_mode(False), torch.no_grad():
         return bind(copy, tuple(mixed), padded)

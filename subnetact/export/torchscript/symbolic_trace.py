@@ -294,7 +294,7 @@ class _Scope:
         if not isinstance(module, SubnetNorm):
             return symbolic.bind(self.row, trainable=True)  # type: ignore[no-any-return]
         start = self.row[self.layout.sizes + self.layout.norms.index(module.path)]
-        channels = symbolic.size("channels", self.row)
+        channels = symbolic.channels(self.row)
         mean = self.statistics[start : start + channels]
         var = self.statistics[start + channels : start + channels + channels]
         bound: nn.Module = symbolic.bind_with(self.row, mean, var, trainable=True)

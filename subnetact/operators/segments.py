@@ -1,0 +1,164 @@
+"""Segments: parts of modules that are several segments one after another; a subnet keeps a prefix of each.
+
+Two kinds of modules have such parts. Fused layers compute several things at once: the `qkv` of an attention
+holds queries, keys and values, and a subnet with p features uses the rows {0..p}, {D..D+p} and {2D..2D+p}.
+Modules behind a concatenation read several tensors at once, each of which may be narrowed by a dimension of
+its own or kept whole.
+
+A part that is not described with `Segments` is a single segment. Every operator therefore has one slicing
+rule, `cut`, for both. A slice that consists of one run of rows is a zero-copy view: a single segment is
+narrowed, only the last segment is narrowed, or none is. Other slices are packed copies (`base.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subnetact.errors import InsertError
+
+__all__ = ["Kept", "Segments", "cut"]
+
+
+@dataclass(frozen=True, init=False)
+class Segments:
+    """Describes a part that consists of several segments, for `insert_`.
+
+    Args:
+        segments: for each segment, in order, the dimension that gives its size in a subnet, and its full
+            length. If the dimension is None, every subnet keeps the whole segment.
+
+    Attributes:
+        segments: as given.
+
+    Raises:
+        InsertError: there is no segment, or one is not such a pair with a positive length.
+
+    Example:
+        >>> qkv = WeightSlice.on(out=Segments(*[("attention", 768)] * 3), in_="width")
+        >>> after_concatenation = SubnetNorm.on(channels=Segments(("left", 64), (None, 32)))
+    """
+
+    segments: tuple[tuple[str | None, int], ...]
+
+    def __init__(self, *segments: tuple[str | None, int]) -> None:
+        for segment in segments:
+            if not _is_segment(segment):
+                raise InsertError(
+                    f"Segments: {segment!r} is not a segment; give a dimension, or None, and the full "
+                    "length, ('width', 768) for example"
+                )
+        if not segments:
+            raise InsertError("Segments: there is no segment; give at least one, ('width', 768) for example")
+        object.__setattr__(self, "segments", tuple((dimension, int(n)) for dimension, n in segments))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The full length of every segment."""
+        return tuple(length for _, length in self.segments)
+
+    def named(self, part: str) -> dict[str, str]:
+        """Return the segments that follow a dimension.
+
+        Args:
+            part: the part of the operator, `out` for example.
+
+        Returns:
+            The dimensions by the names of the segments, which are `out.0`, `out.1` and so on.
+        """
+        return {f"{part}.{i}": name for i, (name, _) in enumerate(self.segments) if name is not None}
+
+    def to_json(self) -> list[list[str | int | None]]:
+        """Return the segments as lists of a dimension and a length, for `from_json`."""
+        return [list(segment) for segment in self.segments]
+
+    @classmethod
+    def from_json(cls, content: Any) -> Segments:
+        """Return the segments that `to_json` described.
+
+        Raises:
+            InsertError: the content is no list of pairs of a dimension and a length.
+        """
+        if not isinstance(content, list):
+            raise InsertError(f"Segments: expected a list of segments, got {type(content).__name__}")
+        return cls(*(tuple(segment) if isinstance(segment, list) else segment for segment in content))
+
+    def __str__(self) -> str:
+        return " + ".join(f"{name or 'whole'}[{length}]" for name, length in self.segments)
+
+
+def _is_segment(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and (value[0] is None or isinstance(value[0], str))
+        and isinstance(value[1], int)
+        and not isinstance(value[1], bool)
+        and value[1] > 0
+    )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a subnet keeps of a part: the first entries of each of its segments.
+
+    Attributes:
+        lengths: the full length of every segment. A part without `Segments` is one segment.
+        sizes: the size of every segment in the subnet. Exports trace with sizes that are graph nodes.
+    """
+
+    lengths: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The size of the part in the subnet."""
+        return reduce(add, self.sizes)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return (start, size) of the runs of entries that are kept; segments that touch are one run."""
+        found: list[tuple[int, int]] = []
+        start, touches = 0, False
+        for length, size in zip(self.lengths, self.sizes, strict=True):
+            if touches:
+                found[-1] = found[-1][0], found[-1][1] + size
+            else:
+                found.append((start, size))
+            start, touches = start + length, type(size) is int and size == length
+        return found
+
+
+def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
+    """Apply the slicing rule to a tensor.
+
+    Args:
+        tensor: the full tensor.
+        kept: what is kept of each axis; axes that are not named are kept whole. The axis is counted from the
+            front, or it is -1, the last one, alone.
+
+    Returns:
+        A view of the tensor if one run is kept of every axis, otherwise a copy; both carry gradients.
+    """
+    runs = {axis: part.runs() for axis, part in kept.items()}
+    single = {axis: found[0] for axis, found in runs.items() if len(found) == 1}
+    if single:
+        tensor = tensor[_index(single)]
+    for axis, found in runs.items():
+        if len(found) > 1:
+            tensor = torch.cat([tensor[_index({axis: run})] for run in found], axis)
+    return tensor
+
+
+def _index(runs: Mapping[int, tuple[int, int]]) -> Any:
+    slices = {
+        axis: slice(start or None, start + size if start else size) for axis, (start, size) in runs.items()
+    }
+    if -1 in slices:
+        return ..., slices[-1]
+    return tuple(slices.get(axis, slice(None)) for axis in range(max(slices) + 1))
