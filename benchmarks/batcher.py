@@ -8,7 +8,7 @@ null: requests per second and added latency with a model that does nothing; Slac
 digits: the embedded supernet in this process. SlackFit, HullFit, every fixed subnet and a first-in, first-out
 queue serve the same bursty arrivals; for each policy, the simulator's prediction is compared with the run.
 replay: the simulator compared with the batcher, on an engine that takes exactly the time its table says.
-http: `examples/fastapi_server.py` compared with LitServe (`pip install litserve`), with the same client.
+http: `python -m subnetact.serve` compared with LitServe (`pip install litserve`), with the same client.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 from batcher_digits import digits_section
 from batcher_http import http_section
 from batcher_null import null_section

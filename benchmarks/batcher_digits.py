@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from digits_engine import digits_engine, unseen_digits
+from batcher_client import ask_batcher
 from fifo import FifoBatcher
 from in_service import InService, measured_in_service
-from load_generator import ask_batcher, trace
-from open_loop import Reply, Sent, run_open_loop
 from torch import Tensor
 from tqdm import tqdm
 
@@ -37,6 +35,9 @@ from subnetact import (
     simulate,
 )
 from subnetact.errors import InvalidRequest
+from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.open_loop import Reply, Sent, run_open_loop
+from subnetact.serve.digits_engine import digits_engine, unseen_digits
 from subnetact.serving import Policy
 
 __all__ = ["digits_section"]

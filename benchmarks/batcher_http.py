@@ -1,4 +1,4 @@
-"""Compares our FastAPI server with LitServe running one fixed subnet, over HTTP and with the same client."""
+"""Compares `python -m subnetact.serve` with LitServe running one fixed subnet, with the same client."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from digits_engine import digits_engine, profiled, unseen_digits
-from load_generator import ask_server, trace
-from open_loop import summary
 from tqdm import tqdm
+
+from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.open_loop import summary
+from subnetact.loadtest.server_client import ask_server
+from subnetact.serve.digits_engine import digits_engine, profiled, unseen_digits
 
 __all__ = ["http_section"]
 
@@ -36,7 +38,7 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
     """Measure every server at every rate and seed, in random order; return medians over the seeds."""
     engine, data = digits_engine(), unseen_digits()
     engine.tables["cpu"] = profiled(engine)
-    images, labels = list(data.images), data.labels.tolist()
+    images, labels = list(data.images.numpy()), data.labels.tolist()
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -44,13 +46,15 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
         engine.save(bundle)
         urls = _start(stack, bundle, len(engine))
         for url in urls.values():  # the first requests of a server also pay for lazy loading
-            asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4))
+            asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4, body="json"))
         for qps, seed in tqdm([(q, s) for q in rates for s in seeds], desc="over HTTP"):
             arrivals = trace("bursty", qps, seconds, CV2, seed).tolist()
             order = list(urls)
             rng.shuffle(order)
             for name in order:
-                sent = asyncio.run(ask_server(urls[name], images, arrivals, SLO_MS, reserve_ms=RESERVE_MS))
+                sent = asyncio.run(
+                    ask_server(urls[name], images, arrivals, SLO_MS, reserve_ms=RESERVE_MS, body="json")
+                )
                 found = summary(sent, labels, SLO_MS)
                 runs.setdefault(f"{qps:g}", {}).setdefault(name, []).append(found)
     return {
@@ -68,7 +72,7 @@ def _start(stack: ExitStack, bundle: str, subnets: int) -> dict[str, str]:
     """Start every server and wait until all answer; return the address by name."""
     commands: dict[str, list[str]] = {}
     for policy in ("slackfit:4", "hullfit"):
-        server = [str(ROOT / "examples" / "fastapi_server.py"), "--policy", policy]
+        server = ["-m", "subnetact.serve", "--policy", policy]
         commands[f"ours, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
     for i in (0, subnets // 2, subnets - 1):
         commands[f"LitServe, fixed {i}"] = [str(HERE / "litserve_server.py"), "--subnet", str(i)]

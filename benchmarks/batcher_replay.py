@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from batcher_client import ask_batcher
 from in_service import InService, measured_in_service
-from load_generator import ask_batcher, trace
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,6 +30,7 @@ from subnetact import (
     SlackFit,
     simulate,
 )
+from subnetact.loadtest.arrivals import trace
 from subnetact.serving import Policy
 
 __all__ = ["replay_section"]

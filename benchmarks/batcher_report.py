@@ -174,7 +174,8 @@ def _http(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
         f"**Over HTTP** ({_where(found)}, {versions}; SLO {found['slo_ms']:g} ms at the client, of which "
-        f"{found['reserve_ms']:g} ms are kept for the network). `examples/fastapi_server.py` is compared "
+        f"{found['reserve_ms']:g} ms are kept for the network). The example server of that time, which "
+        "`python -m subnetact.serve` has replaced since, is compared "
         "with LitServe serving one fixed subnet with batches of up to 16 and a timeout of 2 ms; client, "
         "requests and arrivals are the same. The comparison is between whole servers: HTTP and JSON cost "
         "more than the model, and LitServe runs its model in a second process, our server in its own. "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from load_generator import ask_batcher
+from batcher_client import ask_batcher
 from torch import Tensor
 
 from subnetact import Batcher, LatencyTable

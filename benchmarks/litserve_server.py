@@ -1,4 +1,4 @@
-"""Serves one fixed subnet of a bundle with LitServe; takes the requests of `examples/fastapi_server.py`."""
+"""Serves one fixed subnet of a bundle with LitServe; takes the JSON requests of `/infer`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FixedSubnet(litserve.LitAPI):  # type: ignore[misc]
 
     def decode_request(self, request):  # type: ignore[no-untyped-def]
         """Return the input of a request."""
-        return torch.tensor(request["pixels"]).reshape(self._engine.example.shape)
+        return torch.tensor(request["input"]).reshape(self._engine.example.shape)
 
     def batch(self, inputs: list[Tensor]) -> Tensor:
         """Stack the inputs."""

@@ -22,6 +22,8 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
     digits, demo, simulate               the embedded supernet; two commands: the demo, the simulator
+    serve/                               python -m subnetact.serve: a bundle over HTTP
+    loadtest/                            python -m subnetact.loadtest: an open-loop client
     ofa_adapters/                        published supernet families and their checkpoints
 
 Glossary

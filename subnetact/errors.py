@@ -25,6 +25,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     ├── ProfileMismatch (ValueError)      A latency table belongs to another supernet or to other subnets
     ├── PolicyError (ValueError)          A scheduling policy is configured or answers wrongly
     ├── TraceError (ValueError)           The arrivals cannot be simulated or replayed
+    ├── ServeError (ValueError)           A server or a load test cannot run with these settings
     └── RequestError                      One request failed; no other request and no batcher is affected
         ├── InvalidRequest (ValueError)   The input, the deadline or the minimum accuracy is invalid
         ├── QueueFull                     The request was refused, because the queue was full
@@ -59,6 +60,7 @@ __all__ = [
     "RequestError",
     "ResumeMismatch",
     "SearchError",
+    "ServeError",
     "SpecError",
     "SubnetActError",
     "TableError",
@@ -161,6 +163,10 @@ class PolicyError(SubnetActError, ValueError):
 
 class TraceError(SubnetActError, ValueError):
     """The arrivals cannot be simulated or replayed."""
+
+
+class ServeError(SubnetActError, ValueError):
+    """A server or a load test cannot run with these settings."""
 
 
 class RequestError(SubnetActError):

@@ -30,6 +30,7 @@ ROOMS = (
     "subnetact.profile",
     "subnetact.serving",
     "subnetact.export",
+    "subnetact.serve",
     "ofa_adapters",
 )
 """What a user imports from; `subnetact.errors` is a part of the first."""

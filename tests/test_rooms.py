@@ -15,7 +15,9 @@ STARTED_BY_NAME = {
     "ofa_adapters.__main__": "python -m ofa_adapters",
     "subnetact.demo": "python -m subnetact.demo",
     "subnetact.export.triton.python_backend": "copied into a Triton repository",
+    "subnetact.loadtest.__main__": "python -m subnetact.loadtest",
     "subnetact.profile.__main__": "python -m subnetact.profile",
+    "subnetact.serve.__main__": "python -m subnetact.serve",
     "subnetact.simulate": "python -m subnetact.simulate",
 }
 """Modules that start a program; nobody imports them."""

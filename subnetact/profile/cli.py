@@ -24,7 +24,7 @@ from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import ProfileSource, load_source
 from subnetact.profile.sweep import SweepSettings
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "json_object", "main"]
 
 DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
 ROWS_SHOWN = 24
@@ -220,7 +220,15 @@ def _job(args: argparse.Namespace) -> ProfileJob:
     )
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that an option of a command line holds.
+
+    Args:
+        text: the value of the option.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no JSON object.
+    """
     try:
         found = parse_json(text)
     except ValueError:
@@ -253,7 +261,7 @@ def build_parser() -> argparse.ArgumentParser:
         "needs --model too",
     )  # fmt: skip
     group.add_argument(
-        "--constructor", type=_json_object, default={}, metavar="JSON",
+        "--constructor", type=json_object, default={}, metavar="JSON",
         help="keyword arguments for the family or the factory",
     )  # fmt: skip
     group = parser.add_argument_group("which subnets")

@@ -26,6 +26,7 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = [
     "ProfileSource",
+    "build_model",
     "calibration_batches",
     "check_calibration_data",
     "import_name",
@@ -111,7 +112,7 @@ def load_source(
     cast = _dtype(dtype or "float32")
     input_cast = cast
     if bundle:
-        own = _built(model, constructor) if model else None
+        own = build_model(model, constructor) if model else None
         engine = Engine.load(bundle, supernet=own, device="cpu", allow_uncalibrated=True)
         supernet = engine.supernet
         specs, accuracy = zip(*((engine.specs[i], engine.accuracy[i]) for i in engine.ids), strict=True)
@@ -124,7 +125,7 @@ def load_source(
         if dtype is None or not engine.example.is_floating_point():
             input_cast = engine.example.dtype
     elif model:
-        supernet = _built(model, constructor)
+        supernet = build_model(model, constructor)
         if not shape:
             raise SpecError(
                 f"model {model!r}: the shape of its input is not known; give one input's shape without the "
@@ -149,7 +150,17 @@ def load_source(
     return ProfileSource(supernet, example, specs, accuracy)
 
 
-def _built(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
+def build_model(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
+    """Return the supernet that a user's own function builds.
+
+    Args:
+        model: `pkg.mod:factory`.
+        constructor: keyword arguments of the factory.
+
+    Raises:
+        UserCodeError: the factory raises an error.
+        SpecError: the factory cannot be imported or returns no `Supernet`.
+    """
     factory = import_name(model)
     with user_code(f"model {model!r}"):
         supernet = factory(**(constructor or {}))

@@ -1,19 +1,17 @@
 """The embedded digits supernet as an engine that is ready to serve, and digits to send to it.
 
-Used by the example servers, the load generator and the benchmarks of the batcher.
+Used by `python -m subnetact.serve --demo`, by the load test of this server, and by the benchmarks.
 """
 
 from __future__ import annotations
 
 import torch
 
-from subnetact import Engine, LatencyTable, calibrate, profile_latency
-from subnetact.digits import (
-    Digits,
-    distort,
-    load_digits_supernet,
-    read_digits,
-)
+from subnetact.calibration.calibrate import calibrate
+from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
+from subnetact.engine.engine import Engine
+from subnetact.latency.table import LatencyTable
+from subnetact.profile.sweep import profile_latency
 
 __all__ = ["BATCH_SIZES", "digits_engine", "profiled", "unseen_digits"]
 

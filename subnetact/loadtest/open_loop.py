@@ -1,6 +1,6 @@
 """An open-loop client: every request is sent at its time in the trace, whether or not others were answered.
 
-`load_generator.py` is the program; the benchmarks of the batcher use the functions.
+`python -m subnetact.loadtest` is the program; the benchmarks of the batcher use the functions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ Send = Callable[[int, float], Awaitable[Reply]]
 
 
 async def run_open_loop(
-    arrivals_ms: Sequence[float], send: Send, budget_ms: float, give_up_ms: float = 5000.0
+    arrivals_ms: Sequence[float],
+    send: Send,
+    budget_ms: float,
+    give_up_ms: float = 5000.0,
+    tell: Callable[[Sent], None] | None = None,
 ) -> list[Sent]:
     """Send the requests of a trace at their times.
 
@@ -67,6 +71,7 @@ async def run_open_loop(
         send: sends one request and waits for its reply.
         budget_ms: time that a request is given, in ms from when it should be sent.
         give_up_ms: how long to wait for answers after the last request was sent, in ms.
+        tell: called with what became of a request as soon as that is known.
 
     Returns:
         One entry per request, in order.
@@ -82,9 +87,11 @@ async def run_open_loop(
             reply = await send(i, budget_ms - lag_ms)
         except Refused as error:
             outcome = str(error)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the connection broke, or the answer is no HTTP
             outcome = type(error).__name__
-        results[i] = Sent(outcome, lag_ms, (clock() - started) * 1e3 - due_ms, reply)
+        sent = results[i] = Sent(outcome, lag_ms, (clock() - started) * 1e3 - due_ms, reply)
+        if tell is not None:
+            tell(sent)
 
     tasks: list[asyncio.Task[None]] = []
     started = clock()

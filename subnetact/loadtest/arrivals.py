@@ -1,0 +1,50 @@
+"""Arrival times of a load test: synthetic, recorded, or from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import TraceError
+from subnetact.serving import TRACES, bursty, from_timestamps, load_trace, poisson, time_varying
+
+__all__ = ["trace"]
+
+
+def trace(name: str, rate: float, seconds: float, cv2: float = 4.0, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Make the arrival times of a trace.
+
+    Args:
+        name: `poisson`; `bursty`, half of whose rate is steady; `time_varying`, whose rate rises from half to
+            one and a half times the mean; a recorded trace (`maf`, `azure_llm`, `servegen`); or the path of a
+            file of time stamps, `.npy` or text.
+        rate: mean number of requests per second.
+        seconds: length in s; longer traces are cut.
+        cv2: squared coefficient of variation of the gaps of bursty arrivals.
+        seed: seed of random traces.
+
+    Returns:
+        The arrival times in ms, ascending.
+
+    Raises:
+        TraceError: The rate or the length is not positive, or the file holds no time stamps.
+        OSError: The file cannot be read.
+    """
+    if name == "poisson":
+        return poisson(rate, seconds, seed)
+    if name == "bursty":
+        return bursty(rate / 2, rate / 2, cv2, seconds, seed)
+    if name == "time_varying":
+        return time_varying(rate / 2, 1.5 * rate, 2 * rate / seconds, cv2, seconds / 4, seconds / 4, seed)
+    if name in TRACES:
+        arrivals = from_timestamps(load_trace(name, seed=seed), mean_qps=rate)
+    else:
+        path = Path(name)
+        try:
+            stamps = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path)
+        except ValueError as error:
+            raise TraceError(f"trace: {name} holds no time stamps ({error}); give one per line") from error
+        arrivals = from_timestamps(stamps, mean_qps=rate)
+    return arrivals[arrivals < seconds * 1e3]

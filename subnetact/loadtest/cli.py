@@ -1,0 +1,159 @@
+"""Send a trace to a server of `python -m subnetact.serve` in an open loop.
+
+    python -m subnetact.loadtest http://127.0.0.1:8000 --trace bursty --rate 300 --slo-ms 50 --seconds 10
+
+Every request is sent at its time in the trace, whether or not others were answered, and its latency counts
+from that time, so that a client that falls behind hides nothing. A line shows how the test goes, and a table
+at the end what came of it. The model for digits gets digits that no subnet has seen, and the table says how
+many answers were right; every other model gets random numbers, unless --inputs and --labels name files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.documents import replacing
+from subnetact.errors import ServeError, SubnetActError
+from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.open_loop import Sent, summary
+from subnetact.loadtest.report import LiveLine, plot, table
+from subnetact.loadtest.server_client import BODIES, ask_server, served_input
+from subnetact.serving import TRACES
+
+__all__ = ["main"]
+
+DONE, USAGE, INTERRUPTED = 0, 2, 130
+RANDOM_INPUTS = 64
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as written."""
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m subnetact.loadtest", description=__doc__, formatter_class=_Formatter
+    )
+    parser.add_argument("url", help="address of the server, for example http://127.0.0.1:8000")
+    parser.add_argument(
+        "--trace", default="bursty", help=f"poisson, bursty, time_varying, {', '.join(TRACES)}, or a file"
+    )
+    parser.add_argument("--rate", type=float, default=100.0, help="mean requests per second")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of the trace")
+    parser.add_argument("--slo-ms", type=float, default=50.0, help="time that a request has at the client")
+    parser.add_argument(
+        "--reserve-ms", type=float, default=5.0, help="part of the SLO that is kept for the network"
+    )
+    parser.add_argument("--min-accuracy", type=float, help="of the answering subnets, percent")
+    parser.add_argument("--cv2", type=float, default=4.0, help="burstiness of bursty traces")
+    parser.add_argument("--seed", type=int, default=0, help="of random traces and inputs")
+    parser.add_argument("--inputs", type=Path, help="inputs as a NumPy file (N, ...)")
+    parser.add_argument("--labels", type=Path, help="the right classes as a NumPy file (N,)")
+    parser.add_argument("--body", choices=sorted(BODIES), default="npy", help="how inputs travel")
+    parser.add_argument("--token", help="token of the server")
+    parser.add_argument("--out", type=Path, help="write the report to this file, as JSON")
+    parser.add_argument("--plot", type=Path, help="draw the run to this file")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: the options. If None, those of `sys.argv`.
+
+    Returns:
+        The exit status: 0, 2 if the test cannot run, or 130 if it was interrupted.
+    """
+    args = options().parse_args(arguments)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("\nsubnetact.loadtest: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (SubnetActError, OSError) as error:
+        print(f"subnetact.loadtest: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.slo_ms > args.reserve_ms >= 0 or not args.seconds > 0:
+        raise ServeError("give --seconds > 0 and --slo-ms > --reserve-ms >= 0")
+    arrivals = trace(args.trace, args.rate, args.seconds, args.cv2, args.seed).tolist()
+    if not arrivals:
+        raise ServeError("the trace is empty; give a higher --rate or more --seconds")
+    inputs, labels = _inputs(args)
+    live = LiveLine(len(arrivals), args.slo_ms)
+    sent: list[Sent] = asyncio.run(
+        ask_server(
+            args.url,
+            list(inputs),
+            arrivals,
+            args.slo_ms,
+            args.min_accuracy,
+            args.reserve_ms,
+            args.body,
+            args.token,
+            live.add,
+        )
+    )
+    live.end()
+    found = summary(sent, [-2] if labels is None else labels, args.slo_ms)
+    if labels is None:  # Nobody knows which answers are right.
+        del found["measured_accuracy"], found["effective_accuracy"]
+    settings = {
+        name: getattr(args, name) for name in ("url", "trace", "rate", "slo_ms", "reserve_ms", "body")
+    }
+    report: dict[str, Any] = {**settings, **found}
+    print(table(report))
+    if args.out is not None:
+        with replacing(args.out) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(arrivals, sent, args.slo_ms, args.plot)
+    return DONE
+
+
+def _inputs(args: argparse.Namespace) -> tuple[npt.NDArray[Any], list[int] | None]:
+    """Return the inputs (N, ...), and the classes if they are known."""
+    if args.inputs is None:
+        if args.labels is not None:
+            raise ServeError("labels: give --inputs too, whose classes they are")
+        name, shape, dtype = asyncio.run(served_input(args.url, args.token))
+        if name == "digits":
+            from subnetact.serve.digits_engine import unseen_digits
+
+            digits = unseen_digits()
+            if tuple(digits.images.shape[1:]) == shape:
+                return digits.images.numpy(), digits.labels.tolist()
+        rng = np.random.default_rng(args.seed)
+        if dtype.kind == "f":
+            return rng.standard_normal((RANDOM_INPUTS, *shape)).astype(dtype), None
+        return np.zeros((1, *shape), dtype), None
+    inputs = _array(args.inputs)
+    if inputs.ndim < 2 or not len(inputs):
+        raise ServeError(f"inputs: {args.inputs} has shape {inputs.shape}; give an array of shape (N, ...)")
+    if args.labels is None:
+        return inputs, None
+    labels = _array(args.labels)
+    if labels.shape != inputs.shape[:1] or labels.dtype.kind not in "iu":
+        raise ServeError(f"labels: {args.labels} must hold {len(inputs)} whole numbers, one per input")
+    return inputs, labels.tolist()
+
+
+def _array(path: Path) -> npt.NDArray[Any]:
+    try:
+        found: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ServeError(f"{path}: not a NumPy file of numbers ({error})") from error
+    return found

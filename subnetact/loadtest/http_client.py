@@ -1,0 +1,113 @@
+"""A small HTTP/1.1 client for load generation: keep-alive connections with one request at a time on each.
+
+Written by hand because httpx 0.28 cannot send the bursts of an open loop from one core: a POST takes 0.03 ms
+of CPU time here, and with httpx 0.9 ms if one request is in flight, 1.8 ms with 16, and 4.6 ms with 64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+from subnetact.errors import ServeError
+
+__all__ = ["HttpClient"]
+
+LONGEST_ANSWER = 2**26
+
+
+class HttpClient:
+    """Sends requests to one server, over as many connections as there are requests in flight.
+
+    Args:
+        url: the address of the server, `http://host:port`, with the path of `post` if it is not `/infer`.
+        token: the token of the server, if it needs one.
+
+    Raises:
+        ServeError: The address is not of this form.
+    """
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or 80
+        except ValueError as error:
+            raise ServeError(f"url: {url!r} is not http://host:port ({error})") from None
+        if parts.scheme != "http" or not host or any(c in f"{url}{token}" for c in "\r\n "):
+            raise ServeError(f"url: {url!r} is not http://host:port/path, or the token is not one word")
+        self._host, self._port = host, port
+        access = f"Authorization: Bearer {token}\r\n" if token else ""
+        self._common = f" HTTP/1.1\r\nHost: {parts.netloc}\r\n{access}"
+        path = parts.path if parts.path not in ("", "/") else "/infer"
+        self._post = f"POST {path}{self._common}Content-Length: "
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def open(self, count: int) -> None:
+        """Open connections in advance.
+
+        Args:
+            count: number of connections.
+        """
+        for _ in range(count):
+            self._idle.append(await self._connect())
+
+    async def post(self, body: bytes, headers: str = "") -> tuple[int, bytes]:
+        """Send one request and wait for its answer.
+
+        Args:
+            body: the body to send.
+            headers: more headers, each with a line break (CR LF) at its end.
+
+        Returns:
+            The HTTP status and the body of the answer.
+
+        Raises:
+            ConnectionError: The server closed the connection before it answered.
+            ValueError: The answer is no HTTP.
+        """
+        return await self._exchange(f"{self._post}{len(body)}\r\n{headers}\r\n".encode() + body)
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Ask for one address and wait for the answer.
+
+        Args:
+            path: the path on the server.
+
+        Returns:
+            The HTTP status and the body of the answer.
+
+        Raises:
+            ConnectionError: The server closed the connection before it answered.
+            ValueError: The answer is no HTTP.
+        """
+        return await self._exchange(f"GET {path}{self._common}\r\n".encode())
+
+    async def _exchange(self, request: bytes) -> tuple[int, bytes]:
+        reader, writer = self._idle.pop() if self._idle else await self._connect()
+        try:
+            writer.write(request)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            length = int(head.partition("\r\ncontent-length:")[2].partition("\r\n")[0])
+            if not 0 <= length <= LONGEST_ANSWER:
+                raise ValueError(f"an answer of {length} bytes")
+            answer = await reader.readexactly(length)
+            status = int(head.split(" ", 2)[1])
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, (asyncio.IncompleteReadError, asyncio.LimitOverrunError, IndexError)):
+                raise ConnectionResetError("the server closed the connection") from error
+            raise
+        if "connection: close" in head:
+            writer.close()
+        else:
+            self._idle.append((reader, writer))
+        return status, answer
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self._host, self._port)
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()

@@ -1,0 +1,99 @@
+"""Who may use a server: bearer tokens, compared in constant time."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+
+from subnetact.errors import MissingFile, ServeError
+
+__all__ = ["Access", "read_tokens"]
+
+SHORTEST = 16
+
+
+class Access:
+    """Checks the `Authorization` header: `Bearer TOKEN`, or `Basic` with the token as the password.
+
+    Browsers, which watch the status page, know only the second form.
+
+    Args:
+        tokens: the name of the client per token. If empty, every client may use the server.
+
+    Raises:
+        ServeError: a token has fewer than 16 characters.
+    """
+
+    def __init__(self, tokens: Mapping[str, str]) -> None:
+        if any(len(token) < SHORTEST for token in tokens):
+            raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
+        self._names = [(_digest(token.encode()), name) for token, name in tokens.items()]
+
+    def client(self, authorization: str | None, address: str) -> str | None:
+        """Return the name of the client, or None if the client may not use the server.
+
+        Args:
+            authorization: the value of the header.
+            address: the client's address, which is the name if the server needs no token.
+        """
+        if not self._names:
+            return address
+        given = _digest(_token_of(authorization or ""))
+        found = None
+        for digest, name in self._names:  # Every token is compared, whichever fits.
+            if hmac.compare_digest(digest, given):
+                found = name
+        return found
+
+
+def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
+    """Read a file of tokens: one per line, after the name of its client and a space if there are several.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The name of the client per token.
+
+    Raises:
+        MissingFile: the file cannot be read.
+        ServeError: the file has no token, or the same token twice.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingFile(f"token file: {path} cannot be read ({error})") from error
+    tokens: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) > 2 or words[-1] in tokens:
+            raise ServeError(
+                f"token file: line {number} must be NAME TOKEN or TOKEN, and no token may repeat"
+            )
+        tokens[words[-1]] = words[0] if len(words) == 2 else f"token {number}"
+    if not tokens:
+        raise ServeError("token file: there is no token in it; write one per line")
+    return tokens
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()  # Digests have equal lengths, so that comparing reveals none.
+
+
+def _token_of(authorization: str) -> bytes:
+    kind, _, value = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip().encode("latin-1")
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return b""

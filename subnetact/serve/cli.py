@@ -1,0 +1,189 @@
+"""Serve a bundle over HTTP: every request says how long it can wait, and the subnet follows.
+
+    python -m subnetact.serve --demo
+    curl --data-binary @digit.npy 'http://127.0.0.1:8000/infer?deadline_ms=50'
+
+POST /infer takes JSON ({"input": [...], "deadline_ms": 50}), a NumPy file, or a PNG or JPEG image if the
+input is one. /v2 is the Open Inference Protocol of KServe and Triton. Deadlines and minimum accuracies are
+parameters of the query, fields of the body, or the headers x-deadline-ms and x-min-accuracy. / shows a status
+page, /openapi.json describes all addresses, and /metrics returns Prometheus text.
+
+GET /healthz and /readyz return 503 while no worker is up. After SIGTERM they return 503 for --grace-s seconds
+while the server keeps serving, so that load balancers can drain it. Accepted requests are always finished.
+
+The server listens on this machine only, unless --host says otherwise. Give it a token then: --token-file, or
+the environment variable SUBNETACT_TOKEN. It speaks plain HTTP; put a proxy with TLS before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subnetact.engine.engine import Engine
+from subnetact.errors import SubnetActError, UserCodeError
+from subnetact.profile.cli import json_object
+from subnetact.profile.source import build_model
+from subnetact.serve import Limits, read_tokens
+from subnetact.serve.service import load_engine, scheduler_table
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.policies import make_policy
+
+__all__ = ["main", "options"]
+
+DONE, USAGE = 0, 2
+EPILOG = """your own network:
+  --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
+  that of `python -m subnetact.profile --help`, which explains it."""
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as written."""
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m subnetact.serve", description=__doc__, epilog=EPILOG, formatter_class=_Formatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--bundle", type=Path, help="folder of a saved engine")
+    source.add_argument("--demo", action="store_true", help="serve the supernet for digits of the package")
+    parser.add_argument(
+        "--model", metavar="PKG.MOD:FACTORY", help="function that builds the bundle's own network"
+    )
+    parser.add_argument(
+        "--constructor", type=json_object, default={}, metavar="JSON", help="arguments of the factory"
+    )
+    parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
+    parser.add_argument("--policy", default="slackfit:4", help="for example slackfit:4, hullfit or fixed:0")
+    parser.add_argument("--slo-ms", type=float, default=36.0, help="deadline of requests that name none")
+    parser.add_argument("--workers", type=int, default=1, help="threads that run batches")
+    parser.add_argument("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
+    parser.add_argument(
+        "--max-queue", type=int, default=2000, help="waiting requests beyond which all are refused"
+    )
+    parser.add_argument(
+        "--name", help="name of the model in the protocol; default: digits, or the folder's name"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port and prints it")
+    parser.add_argument("--token-file", type=Path, help="tokens of clients: TOKEN or NAME TOKEN per line")
+    parser.add_argument(
+        "--grace-s", type=float, default=0.0, help="time between SIGTERM and the end of the server"
+    )
+    parser.add_argument("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
+    parser.add_argument("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
+    usual = Limits()
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--max-body-mb", type=float, help="of a request; default: 1 MB and 32 bytes per value"
+    )
+    limits.add_argument("--max-connections", type=int, default=usual.connections, help="open at one time")
+    limits.add_argument(
+        "--max-pixels", type=int, default=usual.pixels, help="of an image, before it is decoded"
+    )
+    limits.add_argument("--header-s", type=float, default=usual.header_s, help="for the headers of a request")
+    limits.add_argument("--body-s", type=float, default=usual.body_s, help="for the body of a request")
+    limits.add_argument("--idle-s", type=float, default=usual.idle_s, help="between two requests")
+    limits.add_argument("--write-s", type=float, default=usual.write_s, help="that an answer may stay unread")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: the options. If None, those of `sys.argv`.
+
+    Returns:
+        The exit status: 0, or 2 if the options cannot be used.
+    """
+    args = options().parse_args(arguments)
+    try:
+        from subnetact.serve import run  # The extra `serve` may be missing.
+
+        app = _open(args)
+    except UserCodeError as error:
+        traceback.print_exception(error.__cause__)
+        print(f"subnetact.serve: {error}", file=sys.stderr)
+        return USAGE
+    except (SubnetActError, OSError) as error:
+        print(f"subnetact.serve: {error}", file=sys.stderr)
+        return USAGE
+    if not args.host.startswith("127.") and args.host not in ("localhost", "::1") and not _tokens(args):
+        print(
+            f"subnetact.serve: {args.host} may be reached from other machines, and no token is set; see "
+            "--token-file",
+            file=sys.stderr,
+        )
+    run(app, args.host, args.port, args.grace_s)
+    return DONE
+
+
+def _open(args: argparse.Namespace) -> Any:
+    """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
+    from subnetact.serve import build_app
+
+    limits = Limits(
+        body_bytes=None if args.max_body_mb is None else int(args.max_body_mb * 2**20),
+        connections=args.max_connections,
+        pixels=args.max_pixels,
+        header_s=args.header_s,
+        body_s=args.body_s,
+        idle_s=args.idle_s,
+        write_s=args.write_s,
+    )
+    tokens = _tokens(args)
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
+    engine = _engine(args)
+    table = scheduler_table(engine, args.table)
+    if table is None:
+        from subnetact.serve.digits_engine import profiled
+
+        table = profiled(engine)
+    batcher = Batcher(
+        engine,
+        policy=make_policy(args.policy, table, args.slo_ms),
+        slo_ms=args.slo_ms,
+        workers=args.workers,
+        max_queue=args.max_queue,
+        threads_per_worker=args.threads_per_worker,
+        check_finite=True,
+    )
+    name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
+    return build_app(
+        batcher,
+        engine,
+        slo_ms=args.slo_ms,
+        name=name,
+        limits=limits,
+        tokens=tokens,
+        image_mean=tuple(args.image_mean),
+        image_std=tuple(args.image_std),
+    )
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    if args.demo:
+        from subnetact.serve.digits_engine import digits_engine
+
+        return digits_engine()
+    supernet = None
+    if args.model:
+        supernet = build_model(args.model, args.constructor)
+    return load_engine(args.bundle, supernet)
+
+
+def _tokens(args: argparse.Namespace) -> dict[str, str]:
+    tokens = read_tokens(args.token_file) if args.token_file else {}
+    own = os.environ.get("SUBNETACT_TOKEN", "")
+    return {own: "environment", **tokens} if own else tokens

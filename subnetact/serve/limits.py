@@ -1,0 +1,72 @@
+"""What a server accepts from its clients: sizes, numbers and times. Every limit has a safe default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from subnetact.errors import ServeError
+
+__all__ = ["Limits"]
+
+MEGABYTE = 2**20
+BYTES_PER_VALUE = 32
+"""Longest text that one number of an input may need in JSON, in bytes, with its separators."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one server.
+
+    Attributes:
+        body_bytes: largest body of a request. If None, 1 MiB plus 32 bytes for every value of one input.
+        bodies_bytes: largest sum of all bodies that the server holds at one time; beyond it, requests are
+            refused with status 503.
+        header_bytes: largest head of a request: request line and headers.
+        rows: largest number of inputs in one request of the Open Inference Protocol.
+        pixels: largest number of pixels of an image, checked before the image is decoded.
+        deadline_ms: longest deadline that a request may name, in ms.
+        connections: largest number of open connections. A new client takes the place of the connection that
+            has waited longest without a request.
+        streams: largest number of clients that watch the status page at the same time.
+        header_s: time from a connection, or from the first byte of a request, to the end of its headers, in
+            s.
+        body_s: time from the headers of a request to the end of its body, in s.
+        idle_s: time that a connection may wait for its next request, in s.
+        write_s: time that a client may leave an answer unread, in s.
+
+    Raises:
+        ServeError: a limit is not a positive number.
+    """
+
+    body_bytes: int | None = None
+    bodies_bytes: int = 512 * MEGABYTE
+    header_bytes: int = 32 * 1024
+    rows: int = 256
+    pixels: int = 4096 * 4096
+    deadline_ms: float = 3_600_000.0
+    connections: int = 1000
+    streams: int = 16
+    header_s: float = 10.0
+    body_s: float = 30.0
+    idle_s: float = 60.0
+    write_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.name == "body_bytes":
+                continue
+            whole = not field.name.endswith(("_s", "_ms"))
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise ServeError(f"{field.name}: {value!r} is no {'whole ' if whole else ''}number; give one")
+            if not 0 < value < math.inf:
+                raise ServeError(f"{field.name}: {value} must be finite and > 0")
+
+    def body_for(self, values: int) -> int:
+        """Return the largest body of a request, in bytes.
+
+        Args:
+            values: number of values of one input.
+        """
+        return MEGABYTE + BYTES_PER_VALUE * values if self.body_bytes is None else self.body_bytes

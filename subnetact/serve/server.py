@@ -1,0 +1,87 @@
+"""Runs the application with uvicorn until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from subnetact.serve.app import ServeApp
+from subnetact.serve.connections import Guard, guarded_protocol
+
+__all__ = ["run"]
+
+GRACEFUL_S = 30
+
+
+class Server(uvicorn.Server):
+    """A server that, on SIGTERM, keeps serving for a grace period while `/healthz` returns 503.
+
+    Args:
+        config: the configuration of uvicorn.
+        app: the application.
+        grace_s: length of the grace period, in s.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: ServeApp, grace_s: float) -> None:
+        super().__init__(config)
+        self._app = app
+        self._grace_s = grace_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        """Begin to listen and print the address."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        for listening in (s for server in getattr(self, "servers", []) for s in server.sockets):
+            host, port = listening.getsockname()[:2]
+            print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the grace period at the first signal; shut down at once at the second."""
+        service = self._app.service
+        again, service.closing = service.closing, True
+        if again or not self._grace_s or self._loop is None:
+            super().handle_exit(sig, frame)
+        else:
+            exit_ = super().handle_exit
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, exit_, sig, frame)
+
+
+def run(app: ServeApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float = 0.0) -> None:
+    """Serve an application until SIGTERM or SIGINT, with its limits on connections.
+
+    After the first signal `/healthz` and `/readyz` return 503 for `grace_s` seconds while the server keeps
+    serving, so that load balancers can drain it. Accepted requests are always finished.
+
+    Args:
+        app: the application.
+        host: address to listen at.
+        port: port to listen at; 0 takes a free one.
+        grace_s: length of the grace period, in s.
+    """
+    limits = app.service.limits
+    config = uvicorn.Config(
+        app,
+        host,
+        port,
+        http=guarded_protocol(Guard(limits)),
+        ws="none",
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_keep_alive=int(limits.idle_s) + 1,
+        timeout_graceful_shutdown=GRACEFUL_S,
+        backlog=min(limits.connections, 2048),
+    )
+    gc.collect()
+    gc.freeze()  # A full collection of all that is loaded would stop the server for 0.1 s.
+    try:
+        Server(config, app, grace_s).run()
+    finally:
+        app.service.batcher.close(drain=False)

@@ -1,0 +1,119 @@
+"""What an engine takes: the tensors of one input by name, and their datatypes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subnetact.errors import ServeError
+
+__all__ = ["DATATYPES", "InputPart", "Signature", "named_tensors"]
+
+DATATYPES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "UINT8",
+    torch.int8: "INT8",
+    torch.int16: "INT16",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+}
+"""The names of the Open Inference Protocol."""
+
+
+class InputPart(NamedTuple):
+    """One tensor of an input.
+
+    Attributes:
+        name: its name on the wire.
+        shape: its shape, without a batch dimension.
+        dtype: its dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+class Signature:
+    """The tensors of one input, and how they become an input of the engine again.
+
+    A single tensor is called `input`, the tensors of a tuple `input_0`, `input_1` and so on, and those of a
+    dictionary have its keys.
+
+    Args:
+        example: one input of the engine, without a batch dimension.
+
+    Attributes:
+        parts: the tensors in order.
+
+    Raises:
+        ServeError: there is no example, or a dtype that has no name on the wire.
+    """
+
+    def __init__(self, example: Any) -> None:
+        if example is None:
+            raise ServeError(
+                "engine: it has no example, so the shape of its inputs is not known; make it with "
+                "Engine(supernet, specs, example=x)"
+            )
+        self._example = example
+        named = list(named_tensors(example, "input"))
+        self.parts = tuple(InputPart(name, tuple(t.shape), t.dtype) for name, t in named)
+        for part in self.parts:
+            if part.dtype not in DATATYPES:
+                raise ServeError(f"engine: input {part.name!r} is {part.dtype}, which no client can send")
+
+    @property
+    def count(self) -> int:
+        """Number of values of one input."""
+        return sum(part.size for part in self.parts)
+
+    def single(self) -> bool:
+        """Return whether an input is one tensor, not a tuple or a dictionary."""
+        return isinstance(self._example, Tensor)
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Return one input of the engine.
+
+        Args:
+            tensors: the tensors by name, one for each of `parts`.
+        """
+        return _like(self._example, "input", tensors.__getitem__)
+
+
+def named_tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an input or an output, each with its name.
+
+    Args:
+        x: a tensor, or tuples, lists and dictionaries of them.
+        name: the name of a single tensor, and the first part of the names in a tuple.
+    """
+    if isinstance(x, Tensor):
+        yield name, x
+    elif isinstance(x, (tuple, list)):
+        for i, part in enumerate(x):
+            yield from named_tensors(part, f"{name}_{i}")
+    elif isinstance(x, Mapping):
+        for key, part in x.items():
+            yield from named_tensors(part, str(key))
+
+
+def _like(example: Any, name: str, get: Callable[[str], Tensor]) -> Any:
+    if isinstance(example, (tuple, list)):
+        return tuple(_like(part, f"{name}_{i}", get) for i, part in enumerate(example))
+    if isinstance(example, Mapping):
+        return {key: _like(part, str(key), get) for key, part in example.items()}
+    return get(name)

@@ -1,0 +1,167 @@
+"""The open-loop client and its command line."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from subnetact.errors import ServeError, TraceError
+from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.cli import main
+from subnetact.loadtest.http_client import HttpClient
+from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop, summary
+from subnetact.loadtest.report import LiveLine, table
+from subnetact.loadtest.server_client import refusal
+
+
+def test_waiting_counts_from_when_a_request_was_due():
+    async def blocking(i, left_ms):
+        time.sleep(0.03)
+        return Reply(i, 0, 70.0)
+
+    sent = asyncio.run(run_open_loop([0.0, 1.0, 2.0, 3.0], blocking, 1e4))
+    assert [s.reply.label for s in sent] == [0, 1, 2, 3]
+    assert sent[3].latency_ms >= 4 * 30 - 3
+    assert all(s.latency_ms >= 30 for s in sent)
+
+
+def test_a_request_that_goes_out_too_late_is_not_sent():
+    asked = []
+
+    async def send(i, left_ms):
+        asked.append((i, left_ms))
+        return Reply(0, 0, 70.0)
+
+    sent = asyncio.run(run_open_loop([-50.0, 0.0], send, 40.0))
+    assert sent[0].outcome == "SentTooLate"
+    assert [i for i, _ in asked] in ([1], [])
+    assert all(left_ms < 40.0 for _, left_ms in asked)
+
+
+def test_what_is_never_answered_is_counted():
+    async def send(i, left_ms):
+        if i == 0:
+            await asyncio.Event().wait()
+        if i == 1:
+            raise Refused("QueueFull")
+        if i == 2:
+            raise ConnectionResetError
+        return Reply(7, 2, 80.0)
+
+    sent = asyncio.run(run_open_loop([0.0] * 5, send, 1e4, give_up_ms=200))
+    found = summary(sent, [7, 7, 7, 7, 8], 1e4)
+    assert found["outcomes"] == {"ConnectionResetError": 1, "QueueFull": 1, "met": 2, "unanswered": 1}
+    assert (found["attainment"], found["measured_accuracy"], found["effective_accuracy"]) == (0.4, 50, 20)
+    assert (found["profiled_accuracy"], found["subnets"]) == (80.0, {2: 2})
+
+
+def test_an_answer_after_its_time_is_not_in_time():
+    reply = Reply(1, 0, 70.0)
+    sent = [Sent("answered", 0.0, latency, reply) for latency in (10.0, 36.0, 36.1)]
+    found = summary(sent, [1], 36.0)
+    assert found["outcomes"] == {"late": 1, "met": 2}
+    assert found["effective_accuracy"] == pytest.approx(200 / 3)
+
+
+def test_every_kind_of_trace(tmp_path):
+    np.save(tmp_path / "stamps.npy", np.arange(1000) * 3.0)
+    np.savetxt(tmp_path / "stamps.txt", np.arange(1000) * 3.0)
+    names = ["poisson", "bursty", "time_varying", "maf", "azure_llm", "servegen"]
+    for name in [*names, str(tmp_path / "stamps.npy"), str(tmp_path / "stamps.txt")]:
+        arrivals = trace(name, 500, 2.0, seed=1)
+        assert 300 < len(arrivals) < 1600, name
+        assert (np.diff(arrivals) >= 0).all()
+        assert 0 <= arrivals[0] < arrivals[-1] < 2000
+    with pytest.raises(TraceError):
+        trace("poisson", -1, 2.0)
+    with pytest.raises(OSError, match="nothing"):
+        trace("nothing", 10, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b'{"error": "QueueFull"}', "QueueFull"),
+        (b"<html>", "HTTP 502"),
+        (b"[1]", "HTTP 502"),
+        (b"", "HTTP 502"),
+    ],
+)
+def test_the_client_names_what_refused_it(answer, reason):
+    assert refusal(502, answer) == reason
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab",
+        b"x" * 100_000,
+        b"\r\n\r\n",
+    ],
+)
+def test_a_server_that_speaks_no_http_is_an_outcome(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+
+        async def ask():
+            client = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}")
+            with pytest.raises((OSError, ValueError)):
+                await client.post(b"{}")
+
+        asyncio.run(ask())
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "https://localhost", "http://", "http://a:b", "http://a b/c"]
+)
+def test_an_address_of_another_form_is_refused(url):
+    with pytest.raises(ServeError, match="url"):
+        HttpClient(url)
+
+
+def test_the_live_line_and_the_table(capsys):
+    line = LiveLine(4, 50.0)
+    for ms in (10.0, 60.0):
+        line.add(Sent("answered", 0.1, ms, Reply(1, 2, 80.0)))
+    line.add(Sent("QueueFull", 0.1, 5.0, None))
+    assert line.text() == "3 of 4 done, 33.33 % in time, accuracy served 80.00 %"
+    line.end()
+    assert capsys.readouterr().err == ""  # there is no terminal
+    shown = table(summary([Sent("answered", 0.1, 10.0, Reply(1, 2, 80.0))], [1], 50.0))
+    assert "answered in time    100.00 %" in shown
+    assert "right and in time   100.00 %" in shown
+
+
+@pytest.mark.parametrize(
+    "options", [["--slo-ms", "4"], ["--seconds", "-1"], ["--rate", "-1"], ["--labels", "x.npy"]]
+)
+def test_a_test_that_cannot_run_says_why(options, capsys):
+    assert main(["http://127.0.0.1:9", *options]) == 2
+    assert capsys.readouterr().err.startswith("subnetact.loadtest: ")
+
+
+def test_inputs_and_labels_from_files(tmp_path, capsys):
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    np.save(tmp_path / "good.npy", np.zeros((3, 4)))
+    (tmp_path / "bad.npy").write_bytes(b"\x93NUMPY")
+    for inputs, labels in (("one", None), ("bad", None), ("good", "good"), ("none", None)):
+        options = ["--inputs", str(tmp_path / f"{inputs}.npy")]
+        options += ["--labels", str(tmp_path / f"{labels}.npy")] if labels else []
+        assert main(["http://127.0.0.1:9", *options]) == 2
+        assert inputs in capsys.readouterr().err

@@ -1,0 +1,215 @@
+"""Servers in processes of their own, as a user starts them, and applications without a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from subnetact import Batcher, Engine, LatencyTable, SlackFit, calibrate
+from subnetact.digits import load_digits_supernet
+
+pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
+
+from subnetact.serve import build_app
+
+ROOT = Path(__file__).parents[2]
+FOREVER_MS = 60_000
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, *options, environment=None):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "subnetact.serve", "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+        line = self.process.stdout.readline()
+        found = re.fullmatch(r"listening on http://([\d.]+):(\d+)\n", line)
+        if not found:
+            self.process.kill()
+            raise AssertionError(f"the server said {line!r}; {self.process.stderr.read()}")
+        self.address = found[1], int(found[2])
+        self.url = f"http://{found[1]}:{found[2]}"
+
+    def call(self, method, path, body=None, headers=None):
+        """Status, headers and body of one request."""
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        try:
+            sent = body if isinstance(body, bytes | None) else json.dumps(body)
+            connection.request(method, path, sent, headers or {})
+            response = connection.getresponse()
+            return response.status, response.headers, response.read().decode()
+        finally:
+            connection.close()
+
+    def infer(self, image, deadline_ms=FOREVER_MS, **more):
+        body = {"input": image.flatten().tolist(), "deadline_ms": deadline_ms, **more}
+        status, _, answer = self.call("POST", "/infer", body)
+        return status, json.loads(answer)
+
+    def stop(self):
+        """End the server as a service manager does; return what it wrote to its log."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(20)
+        if self.process.stdout.closed:
+            return ""
+        self.process.stdout.close()
+        with self.process.stderr:
+            return self.process.stderr.read()
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """An engine of three subnets for digits, and a bundle of it."""
+    supernet = load_digits_supernet()
+    space = supernet.space
+    middle = space.parse({"depth": [1, 2, 2], "expand": [0.5, 0.5, 0.25], "width": [0.5]})
+    specs = [space.smallest(), middle, space.largest()]
+    torch.manual_seed(0)
+    calibrate(supernet, specs, [torch.rand(64, 1, 16, 16)])
+    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 72.0, 82.0])
+    engine.tables["cpu"] = LatencyTable.from_arrays(
+        engine.keys, engine.accuracy, [1, 8], [[1.0 + s, 2.0 + s] for s in range(3)]
+    )
+    bundle = tmp_path_factory.mktemp("served") / "bundle"
+    engine.save(bundle)
+    return engine, bundle
+
+
+@pytest.fixture(scope="session")
+def start():
+    """Starts servers with short limits, and ends those that a test leaves."""
+    servers = []
+
+    def begin(*options, environment=None):
+        servers.append(Server(*options, environment=environment))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server(start, digits):
+    """A server of the bundle that most tests share."""
+    return start("--bundle", str(digits[1]), "--name", "digits", "--max-body-mb", "16")
+
+
+@pytest.fixture
+def images():
+    return torch.rand(64, 1, 16, 16)
+
+
+class Gated:
+    """A runner that waits until it is let go on."""
+
+    keys = ("one",)
+    example = torch.zeros(4)
+
+    def __init__(self):
+        self.gate, self.entered = threading.Event(), threading.Semaphore(0)
+        self.gate.set()
+
+    def check(self, x, finite=False):
+        pass
+
+    def run(self, subnet, inputs, batch_size):
+        self.entered.release()
+        assert self.gate.wait(20)
+        if any(x[0] < 0 for x in inputs):
+            raise RuntimeError("the file /etc/passwd is negative")
+        return [x.clone() for x in inputs]
+
+
+@pytest.fixture
+def gated():
+    """Opens an application whose runner waits: (application, runner, batcher)."""
+
+    @contextlib.contextmanager
+    def opened(max_queue=1, **settings):
+        runner = Gated()
+        table = LatencyTable.from_arrays(["one"], [70.0], [1], [[1.0]])
+        with Batcher(runner, policy=SlackFit(table, slo_ms=FOREVER_MS), max_queue=max_queue) as batcher:
+            app = build_app(batcher, runner, slo_ms=FOREVER_MS, **settings)
+            assert runner.entered.acquire(timeout=20)  # the run that finds out what the outputs are
+            runner.gate.clear()
+            try:
+                yield app, runner, batcher
+            finally:
+                runner.gate.set()
+
+    return opened
+
+
+@pytest.fixture
+def post():
+    """Sends a request to an application as uvicorn does: (status, headers, body)."""
+
+    async def send_one(
+        app, values, leave=None, path="/infer", headers=(), method="POST", raw=None, query=b""
+    ):
+        body = json.dumps({"input": values}).encode() if raw is None else raw
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": list(headers),
+            "query_string": query,
+            "client": ("127.0.0.1", 1),
+        }
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sent = []
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await (leave or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        await app(scope, receive, send)
+        if not sent:
+            return None, {}, b""
+        found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return sent[0]["status"], found, b"".join(m.get("body", b"") for m in sent[1:])
+
+    return send_one
+
+
+def numpy_file(array):
+    import io
+
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+@pytest.fixture(name="numpy_file")
+def _numpy_file():
+    return numpy_file

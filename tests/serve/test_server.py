@@ -1,0 +1,260 @@
+"""A server as a user starts it: answers, errors, metrics, and its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from subnetact.serve.cli import main
+
+ZEROS = [0.0] * 256
+
+
+def test_every_answer_belongs_to_its_input(server, digits, images):
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(server.infer, images))
+    assert {status for status, _ in answers} == {200}
+    engine = digits[0]
+    outputs = [engine(images, subnet=i) for i in range(len(engine))]
+    for i, (_, answer) in enumerate(answers):
+        scores = outputs[answer["subnet"]][i]
+        # Batches of other sizes round differently: accept the runner-up of a tie.
+        assert scores.max() - scores[answer["class"]] < 1e-3
+        assert answer["accuracy"] == pytest.approx(engine.accuracy[answer["subnet"]], abs=0.01)
+        assert answer["met"]
+    assert set(answers[0][1]) == {"class", "subnet", "accuracy", "latency_ms", "met"}
+
+
+def test_parameters_come_from_the_body_the_query_or_headers(server, images):
+    pixels = images[0].flatten().tolist()
+    status, answer = server.infer(images[0], min_accuracy=82, priority=1)
+    assert (status, answer["subnet"]) == (200, 2)
+    for path, headers in (
+        ("/infer?min_accuracy=82&deadline_ms=60000", {}),
+        ("/infer", {"x-min-accuracy": "82", "x-deadline-ms": "60000"}),
+    ):
+        status, _, text = server.call("POST", path, {"input": pixels}, headers)
+        assert (status, json.loads(text)["subnet"]) == (200, 2)
+    body = {"input": pixels, "deadline_ms": 1e-3}
+    assert server.call("POST", "/infer?deadline_ms=60000", body)[0] == 504
+
+
+def test_numpy_files_in_and_out(server, digits, images, numpy_file):
+    for array in (images[0].numpy(), images[0].numpy().astype(">f8"), np.asfortranarray(images[0].numpy())):
+        body = numpy_file(array)
+        path = "/infer?deadline_ms=60000&output=values"
+        status, _, text = server.call("POST", path, body)
+        answer = json.loads(text)
+        assert status == 200
+        expected = digits[0](images[:1], subnet=answer["subnet"])[0]
+        assert torch.allclose(torch.tensor(answer["output"]), expected, atol=1e-3)
+    import http.client
+    import io
+
+    connection = http.client.HTTPConnection(*server.address, timeout=60)
+    connection.request("POST", "/infer?deadline_ms=60000&output=npy", body)
+    response = connection.getresponse()
+    output = np.load(io.BytesIO(response.read()))
+    assert torch.allclose(
+        torch.from_numpy(output), digits[0](images[:1], int(response.headers["x-subnet"]))[0], atol=1e-3
+    )
+    connection.close()
+
+
+def test_images_are_decoded_and_their_pixels_counted_first(server, digits, images):
+    image_module = pytest.importorskip("PIL.Image")
+    import io
+
+    def png(size, kind="PNG"):
+        file = io.BytesIO()
+        pixels = (images[0, 0] * 255).round().to(torch.uint8).numpy()
+        image_module.fromarray(pixels).resize(size).save(file, kind)
+        return file.getvalue(), torch.from_numpy(pixels).float() / 255
+
+    body, pixels = png((16, 16))
+    path = "/infer?deadline_ms=60000&output=values"
+    status, _, text = server.call("POST", path, body)
+    answer = json.loads(text)
+    assert status == 200
+    expected = digits[0](pixels.reshape(1, 1, 16, 16), subnet=answer["subnet"])[0]
+    assert torch.allclose(torch.tensor(answer["output"]), expected, atol=1e-3)
+    assert server.call("POST", path, png((16, 16), "JPEG")[0])[0] == 200
+    for bad in (png((17, 16))[0], body[:60], b"\x89PNG\r\n\x1a\n" + b"x" * 100):
+        status, _, text = server.call("POST", path, bad)
+        assert (status, json.loads(text)["error"]) == (400, "InvalidRequest")
+    # A file of 200 bytes that claims 5,000 x 5,000 pixels is refused by its claim.
+    header = body[:16] + (5000).to_bytes(4, "big") * 2 + body[24:29]
+    import zlib
+
+    claim = header + zlib.crc32(header[12:29]).to_bytes(4, "big") + body[33:]
+    status, _, text = server.call("POST", path, claim)
+    assert (status, "pixels" in json.loads(text)["message"]) == (400, True)
+
+
+BAD = {
+    "empty": b"",
+    "not JSON": b"{",
+    "deep": b"[" * 100_000,
+    "deep and short": b"[" * 10_000,
+    "a list": [1],
+    "no input": {"deadline_ms": 50},
+    "one field more": {"input": ZEROS, "deadline_ms": 50, "subnet": 1},
+    "too few pixels": {"input": ZEROS[1:], "deadline_ms": 50},
+    "wrong shape": {"input": [ZEROS, ZEROS], "deadline_ms": 50},
+    "words": {"input": ["zero"] * 256, "deadline_ms": 50},
+    "numbers as words": {"input": ["0"] * 256, "deadline_ms": 50},
+    "nothing for a number": {"input": [None, *ZEROS[1:]], "deadline_ms": 50},
+    "not finite": {"input": [float("nan"), *ZEROS[1:]], "deadline_ms": 50},
+    "beyond float32": {"input": [1e39, *ZEROS[1:]], "deadline_ms": 50},
+    "a number of 5000 digits": b'{"input": [' + b"9" * 5000 + b"]}",
+    "negative deadline": {"input": ZEROS, "deadline_ms": -1},
+    "no time": {"input": ZEROS, "deadline_ms": 0},
+    "a true deadline": {"input": ZEROS, "deadline_ms": True},
+    "deadline of words": {"input": ZEROS, "deadline_ms": "soon"},
+    "an astronomic deadline": {"input": ZEROS, "deadline_ms": 10**400},
+    "a deadline that sums up to infinity": {"input": ZEROS, "deadline_ms": 1e308},
+    "a deadline that is no number": {"input": ZEROS, "deadline_ms": float("nan")},
+    "endless deadline": {"input": ZEROS, "deadline_ms": float("inf")},
+    "an astronomic floor": {"input": ZEROS, "deadline_ms": 50, "min_accuracy": 10**400},
+    "a floor above all": {"input": ZEROS, "deadline_ms": 50, "min_accuracy": 99},
+    "half a priority": {"input": ZEROS, "deadline_ms": 50, "priority": 0.5},
+    "an astronomic priority": {"input": ZEROS, "deadline_ms": 50, "priority": 10**400},
+    "another output": {"input": ZEROS, "deadline_ms": 50, "output": "everything"},
+}
+
+
+@pytest.mark.parametrize("body", BAD.values(), ids=BAD)
+def test_bad_requests_are_told_so(server, body):
+    status, _, text = server.call("POST", "/infer", body)
+    answer = json.loads(text)
+    assert (status, answer["error"]) == (400, "InvalidRequest")
+    assert 10 < len(answer["message"]) < 400
+    assert "/" not in answer["message"].replace("/2", "")
+    assert server.call("GET", "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "query", ["deadline_ms=soon", "deadline_ms=", "deadline_ms=nan", "subnet=1", "a", "%ff=1"]
+)
+def test_bad_queries_are_told_so(server, query):
+    status, _, text = server.call("POST", f"/infer?{query}", {"input": ZEROS})
+    assert (status, json.loads(text)["error"]) == (400, "InvalidRequest")
+
+
+def test_bad_numpy_files_are_told_so(server, numpy_file):
+    good = numpy_file(np.zeros((1, 16, 16), np.float32))
+    bad = [
+        good[:-1],
+        good + b"x",
+        good[:20],
+        good[:8],
+        good[:6],
+        numpy_file(np.zeros(256, np.float32)),
+        numpy_file(np.zeros((1, 16, 16), object)),
+        numpy_file(np.zeros((1, 16, 16), complex)),
+        numpy_file(np.zeros((1, 16, 16), "U3")),
+        numpy_file(np.full((1, 16, 16), np.nan)),
+        good.replace(b"(1, 16, 16)", b"(10**9,)   "),
+        good.replace(b"'shape': (1, 16, 16)", b"'shape': (-1,-16,16)"),
+        good.replace(b"False", b"print"),
+    ]
+    for body in bad:
+        status, _, text = server.call("POST", "/infer", body)
+        assert (status, json.loads(text)["error"]) == (400, "InvalidRequest"), body[:80]
+
+
+def test_late_requests_are_told_so(server):
+    status, answer = server.infer(torch.zeros(256), deadline_ms=1e-3)
+    assert (status, answer["error"]) == (504, "DeadlinePassed")
+
+
+def test_metrics_are_prometheus_text(server):
+    before = samples(server)
+    assert server.infer(torch.zeros(256))[0] == 200
+    after = samples(server)
+    met = 'subnetact_requests_total{outcome="met"}'
+    assert after[met] == before[met] + 1
+
+
+def samples(server):
+    status, headers, text = server.call("GET", "/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain")
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith(("# HELP ", "# TYPE ")):
+            name, value = re.fullmatch(r"([a-z_]+(?:\{[^}]*\})?) (\S+)", line).groups()
+            found[name] = float(value)
+    assert found
+    return found
+
+
+def test_other_addresses_and_methods_do_not_exist(server):
+    assert server.call("GET", "/nothing")[0] == 404
+    assert server.call("POST", "/nothing", {})[0] == 404
+    assert server.call("GET", "/docs")[0] == 404
+    status, headers, _ = server.call("GET", "/infer")
+    assert (status, headers["Allow"]) == (405, "POST")
+    assert server.call("POST", "/healthz", {})[0] == 405
+
+
+def test_the_document_describes_every_address(server):
+    document = json.loads(server.call("GET", "/openapi.json")[2])
+    assert {"/", "/infer", "/v2", "/v2/models/digits/infer", "/metrics", "/healthz", "/readyz"} <= set(
+        document["paths"]
+    )
+
+
+def test_the_status_page_needs_no_other_server(server):
+    status, headers, text = server.call("GET", "/")
+    assert (status, headers["Content-Type"].split(";")[0]) == (200, "text/html")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert not re.search(r"https?://|//[a-z]", text.replace("http://www.w3.org", ""))
+
+
+def test_shutting_down_finishes_what_was_accepted(start, digits, wait_for):
+    """Health turns to 503 while answers still come, then the process ends; a second server is not needed."""
+    server = start("--bundle", str(digits[1]), "--grace-s", "1.0")
+
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: server.call("GET", "/healthz")[0] != 200)
+    for path in ("/healthz", "/readyz", "/v2/health/ready"):
+        assert server.call("GET", path)[0] == 503
+    assert server.infer(torch.zeros(256))[0] == 200
+    assert server.process.wait(30) in (0, -signal.SIGTERM)
+    with pytest.raises(ConnectionRefusedError):
+        server.call("GET", "/healthz")
+    assert server.stop() == ""
+
+
+def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys):
+    bundle = str(digits[1])
+    tokens = tmp_path / "tokens"
+    tokens.write_text("short")
+    for options, reason in (
+        (["--bundle", str(tmp_path / "none")], "none"),
+        (["--bundle", bundle, "--policy", "best"], "'best' is not known"),
+        (["--bundle", bundle, "--token-file", str(tokens)], "16 characters"),
+        (["--bundle", bundle, "--token-file", str(tmp_path / "none")], "token file"),
+        (["--bundle", bundle, "--body-s", "nan"], "body_s"),
+        (["--bundle", bundle, "--model", "nowhere:factory"], "PYTHONPATH"),
+    ):
+        assert main(options) == 2
+        assert reason in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "--demo" in capsys.readouterr().err
+
+
+def test_help_keeps_the_lines_of_the_description(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "\n    python -m subnetact.serve --demo\n" in printed
+    assert "(default: slackfit:4)" in " ".join(printed.split())
