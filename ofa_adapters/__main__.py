@@ -13,6 +13,7 @@ import torch
 
 from ofa_adapters.checkpoint import match, read
 from ofa_adapters.registry import families, family_of, identify
+from subnetact.command import run_command
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.space import SubnetSpace
 
@@ -116,4 +117,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

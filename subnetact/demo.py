@@ -28,6 +28,7 @@ import torch
 
 from subnetact.atomic_files import replacing
 from subnetact.calibration.calibrate import calibrate
+from subnetact.command import run_command
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
@@ -413,4 +414,4 @@ def _draw_run(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

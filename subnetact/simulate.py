@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from subnetact.command import run_command
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.result import SimulationResult
 from subnetact.serving.simulation.simulator import simulate
@@ -29,4 +30,4 @@ if __name__ != "__main__":
     _this.__signature__ = inspect.signature(simulate)  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

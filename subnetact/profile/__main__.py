@@ -1,8 +1,7 @@
 """Runs `python -m subnetact.profile`."""
 
-import sys
-
+from subnetact.command import run_command
 from subnetact.profile.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

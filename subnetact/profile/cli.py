@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from subnetact.command import INTERRUPTED
 from subnetact.device import find_device
 from subnetact.documents import parse_json
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
@@ -26,7 +27,7 @@ from subnetact.profile.sweep import SweepSettings
 
 __all__ = ["build_parser", "json_object", "main"]
 
-DONE, USAGE, UNSTABLE, INTERRUPTED = 0, 2, 3, 130
+DONE, USAGE, UNSTABLE = 0, 2, 3
 ROWS_SHOWN = 24
 EPILOG = f"""exit status:
   {DONE}    done; with --compare: every cell is within the tolerance
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kept = f"; {ProfileJob(out=args.out).work} keeps what was done, --resume continues"
         print(f"subnetact.profile: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
+        raise
     except UserCodeError as error:
         traceback.print_exception(error.__cause__)
         print(f"subnetact.profile: {error}", file=sys.stderr)

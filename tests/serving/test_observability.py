@@ -14,11 +14,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from subnetact.errors import DeadlinePassed, FileFormatError, MissingExtra, QueueFull
+from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest, MissingExtra, QueueFull
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.histograms import Histogram
 from subnetact.serving.live.prometheus import Collector
+from subnetact.serving.live.requests import Request
 from subnetact.serving.policies import Fixed
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.replay import LiveRun
@@ -253,3 +255,36 @@ def test_a_log_without_arrivals_cannot_be_replayed(tmp_path: Path) -> None:
         pass
     with pytest.raises(FileFormatError, match="nothing to replay"):
         LiveRun.load(tmp_path / "log.jsonl")
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = DecisionLog(tmp_path / "log.jsonl", {}, 0.0)
+    assert log._file is not None
+    log._file.close()
+    log._file = open("/dev/full", "w")  # noqa: SIM115
+    log.outcome("dropped", Request(None, 0.0, 1.0, 0.0, 0, None, None))
+    log.flush()
+    log.outcome("dropped", Request(None, 0.0, 1.0, 0.0, 0, None, None))
+    log.close()
+    log.close()
+    assert [record.message for record in caplog.records if "ends here" in record.message]
+    assert len(caplog.records) == 1
+
+
+def test_an_entry_that_json_cannot_hold_loses_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = DecisionLog(tmp_path / "log.jsonl", {}, 0.0)
+    for priority in (1, 10**5000, 2):
+        log.outcome("dropped", Request(None, 0.0, 1.0, 0.0, priority, None, None))
+    log.close()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["p"] for line in lines[1:]] == [[1], [2]]
+    assert "left out" in caplog.text
+
+
+def test_a_priority_has_64_bits() -> None:
+    with Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=50.0) as batcher:
+        for priority in (10**5000, 2**63, -(2**63) - 1):
+            with pytest.raises(InvalidRequest, match="more than 64 bits"):
+                batcher.submit(1, 50.0, priority=priority)

@@ -392,6 +392,8 @@ class Batcher:
                     )
             if priority is not None and type(priority) is not int:
                 raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
+            if priority is not None and not -(2**63) <= priority < 2**63:
+                raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
             self._check(x)
         except BaseException:
             self._core.count_refused()

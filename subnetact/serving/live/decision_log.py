@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
@@ -19,6 +21,18 @@ __all__ = ["DECISION_LOG", "DecisionLog"]
 DECISION_LOG = DocumentFormat(
     "a decision log", "subnetact.decision_log", 1, "give a file that Batcher(decision_log=path) wrote"
 )
+
+
+_log = logging.getLogger(__name__)
+
+
+def _line(entry: Mapping[str, Any]) -> str | None:
+    """Return an entry as a line of JSON. If a policy or a client made it impossible, that is logged."""
+    try:
+        return json.dumps(entry, separators=(",", ":")) + "\n"
+    except (TypeError, ValueError, OverflowError) as error:
+        _log.warning("an entry of the decision log is left out: %s", error)
+        return None
 
 
 class DecisionLog:
@@ -46,10 +60,16 @@ class DecisionLog:
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
         self._start_ms = start_ms
+        self._path = path
         self._entries: deque[dict[str, Any]] = deque()
         self._writing = Lock()
         self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
-        self._file.write(json.dumps({**DECISION_LOG.header, **header}, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps({**DECISION_LOG.header, **header}, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError:
+            self._end()
+            raise
 
     def batch(self, job: BatchJob, requests: Sequence[Request], took_ms: float, met: int) -> None:
         """Record a part of a job that ran.
@@ -82,22 +102,34 @@ class DecisionLog:
         self._entries.append({"o": outcome, **self._described([request])})
 
     def flush(self) -> None:
-        """Write the collected entries."""
+        """Write the collected entries.
+
+        If the file cannot be written, because the disk is full for example, that is logged once and the log
+        ends there. The batcher goes on.
+        """
         with self._writing:
             collected = self._entries  # other threads append meanwhile
             entries = [collected.popleft() for _ in range(len(collected))]
             if self._file is not None and entries:
-                lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
-                self._file.write("\n".join(lines) + "\n")
-                self._file.flush()
+                lines = [line for entry in entries if (line := _line(entry)) is not None]
+                try:
+                    self._file.write("".join(lines))
+                    self._file.flush()
+                except (OSError, ValueError) as error:
+                    _log.warning("the decision log %s ends here: %s", self._path, error)
+                    self._end()
 
     def close(self) -> None:
-        """Write the remaining entries and close the file."""
+        """Write the remaining entries and close the file. This never raises; see `flush`."""
         self.flush()
         with self._writing:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._end()
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError, ValueError):
+                file.close()
 
     def _described(self, requests: Sequence[Request]) -> dict[str, Any]:
         start_ms = self._start_ms

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _replay(options)
         else:
             _compare(options)
+    except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
+        raise
     except (SubnetActError, OSError) as error:
         print(f"error: {error}")
         return 2

@@ -1,0 +1,65 @@
+"""Commands end quietly when the user or the reader of their output has had enough."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from subnetact.command import INTERRUPTED, NOBODY_READS
+
+PRINTS = "import sys; from subnetact.command import run_command\n"
+COMMANDS = [
+    ["-m", "ofa_adapters"],
+    ["-m", "subnetact.simulate", "--policy", "fixed:0", "--duration-s", "1"],
+    ["-m", "subnetact.profile", "--help"],
+    ["-m", "subnetact.demo", "--help"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[1])
+def test_a_closed_pipe_ends_a_command_quietly(command: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as `head -1` does when it has its line
+    done = subprocess.run(
+        [sys.executable, *command],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode == NOBODY_READS or "--help" in command  # argparse ignores a closed pipe
+
+
+def test_an_interrupt_ends_a_command_quietly(tmp_path: Path) -> None:
+    script = PRINTS + "import time\ndef main():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    script += "run_command(main)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (INTERRUPTED, "")
+
+
+@pytest.mark.parametrize("module", ["subnetact.simulate", "ofa_adapters"])
+def test_an_interrupt_at_work_leaves_no_traceback(module: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", module], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) in ((INTERRUPTED, ""), (0, ""))
