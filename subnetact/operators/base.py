@@ -59,7 +59,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators.segments import Kept, Segments
-from subnetact.operators.tensor_version import tensor_version
+from subnetact.operators.tensor_version import storage_id, tensor_version
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
@@ -378,8 +378,8 @@ class Operator(nn.Module):
     def _frozen(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
         given = self.tensors(sizes)
-        own = {_storage(t) for t in (*self.parameters(), *self.buffers())}
-        apart = {name for name, t in given.items() if t is not None and _storage(t) not in own}
+        own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
+        apart = {name for name, t in given.items() if t is not None and storage_id(t) not in own}
         made: dict[str, Tensor | None] = {
             name: None if t is None else nn.Parameter(t, requires_grad=False) for name, t in given.items()
         }
@@ -428,8 +428,3 @@ class Operator(nn.Module):
         """Return the error that says why this operator cannot make its template elastic."""
         kind = type(self.template).__name__
         return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return a number that tells storages apart; it exists for tensors on the meta device as well."""
-    return int(tensor.untyped_storage()._cdata)

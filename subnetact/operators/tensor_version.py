@@ -1,8 +1,8 @@
-"""The version counter of a tensor, which tells whether the tensor has changed in place."""
+"""The version counter of a tensor, which tells whether the tensor has changed in place, and its storage."""
 
 from torch import Tensor
 
-__all__ = ["tensor_version"]
+__all__ = ["storage_id", "tensor_version"]
 
 
 def tensor_version(tensor: Tensor) -> int:
@@ -11,3 +11,8 @@ def tensor_version(tensor: Tensor) -> int:
     Tensors made in inference mode have no such counter; for them the number is always 0.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that tells storages apart; it exists for tensors on the meta device as well."""
+    return int(tensor.untyped_storage()._cdata)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
@@ -20,7 +21,7 @@ def bind(
     row: SizeRow,
     norm: Callable[[SubnetNorm], nn.Module],
     trainable: bool = False,
-    frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    frozen: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
     """Return the network of one subnet: modules of the same classes, over slices of the same weights.
 
@@ -29,8 +30,8 @@ def bind(
         row: the size row of the subnet (`SubnetSpace.resolve`).
         norm: a function that makes the BatchNorm of the subnet from its operator.
         trainable: whether the parameters are slices that carry gradients to the full ones.
-        frozen: a function that makes the subnet's parameter from a parameter that no operator slices. If
-            None, the subnet has that parameter itself.
+        frozen: a function that makes the subnet's tensor from a parameter or buffer that no operator slices.
+            If None, the subnet has that parameter or buffer itself.
 
     Returns:
         The network. A module that occurs several times in the supernet's network is one module in it, too.
@@ -61,7 +62,7 @@ def bind_module(
     child: Callable[[str], nn.Module | None],
     norm: Callable[[SubnetNorm], nn.Module],
     trainable: bool = False,
-    frozen: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    frozen: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
     """Return one module of a subnet, made of the subnet's submodules.
 
@@ -86,11 +87,20 @@ def bind_module(
                 object.__setattr__(bound, "training", module.training)
         if modules:
             object.__setattr__(bound, "_modules", modules)
+        if frozen is not None and bound._buffers and bound._buffers is module._buffers:
+            object.__setattr__(bound, "_buffers", _each(module._buffers, frozen))
         return bound
-    own = module._parameters
-    if frozen is not None and own:
-        own = {n: None if p is None else frozen(p) for n, p in own.items()}
-    view = view_module(module, parameters=own, modules=modules)
+    own: dict[str, Any] = module._parameters
+    buffers: dict[str, Any] = module._buffers
+    if frozen is not None:
+        own, buffers = _each(own, frozen), _each(buffers, frozen)
+    view = view_module(module, parameters=own, buffers=buffers, modules=modules)
     if trainable:
         object.__setattr__(view, "training", module.training)
     return view
+
+
+def _each(tensors: dict[str, Any], function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    if not tensors:
+        return tensors
+    return {name: None if tensor is None else function(tensor) for name, tensor in tensors.items()}

@@ -29,6 +29,8 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.replacements import Replacements, substituted
+from subnetact.supernet.storage import renew_storage_
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
@@ -107,18 +109,22 @@ class Supernet(nn.Module):
         self._norms = NormTable(space.id)
         self._active = space.largest()
         self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
-        self._frozen_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
         self._weights_generation = 0
         self._lock = threading.Lock()
+        self._exchange = threading.RLock()  # Held while weights are exchanged, and while a view is bound.
+        self._watch()
         self._warned = False
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_views": OrderedDict(), "_frozen_parameters": {}}
+        unshared = {"_lock": None, "_exchange": None, "_replacements": None}
+        return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
+        self._lock, self._exchange = threading.Lock(), threading.RLock()
+        self._watch()
 
     @property
     def norms(self) -> NormTable:
@@ -127,14 +133,7 @@ class Supernet(nn.Module):
 
     @norms.setter
     def norms(self, table: NormTable) -> None:
-        given: Any = table
-        if not isinstance(given, NormTable):
-            raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
-        if table.space != self.space.id:
-            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
-        home = next(iter(self.norm_operators().values()), None)
-        like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
-        self._norms = table.to_like(like)
+        self._norms = self._own(table)
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
@@ -158,13 +157,18 @@ class Supernet(nn.Module):
             spec: the subnet.
 
         Returns:
-            The view, in evaluation mode. It follows changes of the supernet's weights in place.
+            The view, in evaluation mode. It follows changes of the supernet's weights in place. After
+            `load_state_dict` and `to`, which move the supernet to other storage, a view that was returned
+            before keeps the former weights and their memory; call this method again.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
+        if self._replacements.writes != self._noticed and self._substituted():
+            with self._exchange:
+                return self._bind(spec, self._norms.get(spec), fresh=True)
         return self._ready(spec) or self._build(self.space.check(spec))
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
@@ -181,10 +185,12 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.check(spec)
-        statistics = self._norms.get(spec)
+        with self._exchange:
+            statistics = self._norms.get(spec)
+            view = self._bind(spec, statistics)
         if statistics is None:
             self._warn_uncalibrated(spec)
-        return self._bind(spec, statistics), statistics
+        return view, statistics
 
     @property
     def weights_generation(self) -> int:
@@ -193,6 +199,8 @@ class Supernet(nn.Module):
         It grows whenever cached views are invalidated. A private view from an older generation must be
         made again, because it reads tensors that the supernet no longer uses.
         """
+        if self._replacements.writes != self._noticed:
+            self._substituted()
         return self._weights_generation
 
     def actuate(self, spec: SubnetSpec) -> None:
@@ -228,9 +236,9 @@ class Supernet(nn.Module):
         spec = self._active if subnet is None else subnet
         if self.training:
             row = self.space.resolve(spec)
-            return bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)(
-                *args, **kwargs
-            )
+            with self._exchange:
+                bound = bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
+            return bound(*args, **kwargs)
         return self.subnet(spec)(*args, **kwargs)
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
@@ -247,7 +255,7 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.check(spec)
-        with torch.no_grad():
+        with torch.no_grad(), self._exchange:
             return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
 
     def check(self, x: Any, compare: bool = True) -> CheckReport:
@@ -331,22 +339,24 @@ class Supernet(nn.Module):
         """
         spec = self.space.check(spec)
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        self._bind(spec, self._norms.get(spec), note=found)
+        with self._exchange:
+            self._bind(spec, self._norms.get(spec), note=found)
         return found
 
     def refresh(self) -> None:
-        """Drop all cached views, after the storage of weights was replaced without the supernet's methods.
+        """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        Call this method after `parameter.data = ...` and after moving `supernet.network` itself. Changes of
-        weights in place, `supernet.load_state_dict` and `supernet.to` need no call.
+        Call this method after `parameter.data = ...`, and after values were changed through `parameter.data`,
+        through NumPy, or in tensors that were made in inference mode. Other changes in place, replaced
+        modules and parameters, `supernet.load_state_dict` and `supernet.to` need no call.
         """
-        with self._lock:
+        with self._exchange, self._lock:
             self._weights_generation += 1
             self._views.clear()
-            self._frozen_parameters.clear()
-            for module in self.network.modules():
-                if isinstance(module, Operator):
-                    module.forget()
+            self._frozen.clear()
+            self._forget()
+            self._replacements.note(self)
+            self._noticed = self._replacements.writes
 
     def packed_bytes(self) -> int:
         """Return the bytes of all packed copies: slices that are no views of the weights.
@@ -364,7 +374,7 @@ class Supernet(nn.Module):
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
         digest = hashlib.sha256(self.space.id.encode())
-        for name, tensor in self.network.state_dict().items():
+        for name, tensor in self.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
@@ -373,12 +383,25 @@ class Supernet(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
-        return self.network.state_dict(*args, **kwargs)
+        with self._exchange:
+            return self.network.state_dict(*args, **kwargs)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        *,
+        norms: NormTable | None = None,
     ) -> Any:
-        """Load a state_dict of the network. The statistics rows of subnets stay.
+        """Load a state_dict of the network, atomically for everybody who runs subnets meanwhile.
+
+        The weights are loaded into new storage, to which the parameters move; they stay the same objects, so
+        optimizers keep them. A forward pass (in evaluation mode) that has begun ends on the former weights,
+        and later ones run on the new weights; none sees a mixture, and engines change all subnets at once.
+        While former weights are in use there are two copies in memory. If there is no room for two, use
+        `supernet.network.load_state_dict`, which loads in place while nothing runs. Parameters in shared
+        memory, and those of subclasses of `nn.Parameter`, are loaded in place as well.
 
         Args:
             state_dict: tensors by the names of the network.
@@ -386,13 +409,17 @@ class Supernet(nn.Module):
                 nothing is loaded.
             assign: whether to use the given tensors themselves instead of copying them, as in
                 `nn.Module.load_state_dict`.
+            norms: the statistics rows that belong to these weights; they replace those of `norms` at the same
+                moment. If None, the statistics rows of subnets stay.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
 
         Raises:
             CheckpointError: `strict` is True, and tensors are missing, extra, or of another shape.
+            ForeignSpec: the norm table is of another space.
         """
+        table = None if norms is None else self._own(norms)
         own = self.network.state_dict()
         wrong = [f"{n} is missing" for n in own if n not in state_dict]
         wrong += [f"{n} is extra" for n in state_dict if n not in own]
@@ -403,20 +430,68 @@ class Supernet(nn.Module):
         ]
         if strict and wrong:
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all)")
-        try:
-            return self.network.load_state_dict(state_dict, strict, assign)
-        finally:
-            self.refresh()
+        with self._exchange:
+            self._forget()  # Packed copies must not follow weights that are half loaded.
+            moved = [] if assign else renew_storage_(self.network)
+            try:
+                result = self.network.load_state_dict(state_dict, strict, assign)
+                if table is not None:
+                    self._norms = table
+                return result
+            except BaseException:
+                for tensor, former in moved:
+                    tensor.data = former
+                raise
+            finally:
+                self.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            self._norms.apply(fn)
-        finally:
-            self.refresh()
+        with self._exchange:
+            self._forget()
+            try:
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+                self._norms.apply(fn)
+            finally:
+                self.refresh()
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
+
+    def _own(self, table: NormTable) -> NormTable:
+        """Return a copy of a norm table for this supernet, in the dtype and on the device of its weights."""
+        given: Any = table
+        if not isinstance(given, NormTable):
+            raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
+        if table.space != self.space.id:
+            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
+        home = next(iter(self.norm_operators().values()), None)
+        like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
+        return table.to_like(like)
+
+    def _watch(self) -> None:
+        self._replacements = Replacements()
+        self._replacements.note(self)
+        self._noticed = self._replacements.writes
+
+    def _substituted(self) -> bool:
+        """Find out what the writes into registries did, and drop cached views if something was replaced.
+
+        Returns:
+            True while `functional_call` runs: given tensors stand in for the parameters.
+        """
+        with self._exchange:
+            writes = self._replacements.writes
+            if self._replacements.replaced(self):
+                if substituted(self):
+                    return True  # The next call looks again.
+                self.refresh()
+            self._noticed = writes
+        return False
+
+    def _forget(self) -> None:
+        for module in self.network.modules():
+            if isinstance(module, Operator):
+                module.forget()
 
     def _ready(self, spec: SubnetSpec) -> nn.Module | None:
         with self._lock:
@@ -431,8 +506,9 @@ class Supernet(nn.Module):
 
     def _build(self, spec: SubnetSpec) -> nn.Module:
         while True:
-            generation = self._weights_generation
-            view, statistics = self.private_view(spec)
+            with self._exchange:
+                generation = self._weights_generation
+                view, statistics = self.private_view(spec)
             with self._lock:
                 cached = self._cached(spec)
                 if cached is not None:
@@ -462,17 +538,22 @@ class Supernet(nn.Module):
                 note[norm.path] = mean, var
             return norm.bind_with(row, mean, var, fresh)
 
-        return bind(self.network, row, bind_norm, fresh, None if fresh else self._frozen)
+        with self._exchange:
+            return bind(self.network, row, bind_norm, fresh, None if fresh else self._freeze)
 
-    def _frozen(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a frozen parameter on its storage, one for all views; a subclass is returned as it is."""
-        if type(parameter) is not nn.Parameter:
-            return parameter
-        known = self._frozen_parameters.get(id(parameter))
-        if known is None or known[0] is not parameter or known[1].data_ptr() != parameter.data_ptr():
-            known = parameter, nn.Parameter(parameter, requires_grad=False)
-            known[1].__dict__.update(parameter.__dict__)
-            self._frozen_parameters[id(parameter)] = known
+    def _freeze(self, tensor: Tensor) -> Tensor:
+        """Return a frozen tensor on the storage of a parameter or buffer, one for all views.
+
+        A parameter of a subclass is returned as it is.
+        """
+        if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
+            return tensor
+        known = self._frozen.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1].data_ptr() != tensor.data_ptr():
+            plain = type(tensor) is Tensor
+            frozen = tensor.detach() if plain else nn.Parameter(tensor, requires_grad=False)
+            frozen.__dict__.update(tensor.__dict__)
+            known = self._frozen[id(tensor)] = tensor, frozen
         return known[1]
 
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:

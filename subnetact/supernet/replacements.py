@@ -1,0 +1,105 @@
+"""Replacements: notices modules, parameters and buffers of a network that are replaced by others.
+
+`network.fc = nn.Linear(...)`, `del network.fc` and `torch.func.functional_call` write into the registries of
+`nn.Module`. The registries of a watched network count these writes, so that a supernet can compare one number
+per call instead of walking over its modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from subnetact.operators.base import Operator
+
+__all__ = ["Replacements", "substituted"]
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class _Registry(dict[str, Any]):
+    """The parameters, the buffers or the submodules of one module; it counts every write."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, entries: dict[str, Any], count: Replacements) -> None:
+        super().__init__(entries)
+        self.count = count
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # A copy is watched again by the supernet that it belongs to.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        copied: dict[str, Any] = {}
+        memo[id(self)] = copied
+        copied.update({name: deepcopy(entry, memo) for name, entry in self.items()})
+        return copied
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def write(self: _Registry, *args: Any, **kwargs: Any) -> Any:
+        self.count.writes += 1
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            self.count.writes += 1
+
+    write.__name__ = name
+    return write
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(_Registry, _name, _counting(_name))
+
+
+class Replacements:
+    """Counts the writes into the registries of a network, and remembers what the registries held.
+
+    Attributes:
+        writes: a number that grows with every write.
+    """
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self._members: list[Callable[[], Any]] = []
+
+    def note(self, network: nn.Module) -> None:
+        """Remember the modules, parameters and buffers that a network has now, and watch all of them."""
+        for module in list(network.modules()):
+            for name in _REGISTRIES:
+                entries = module.__dict__[name]
+                if not isinstance(entries, _Registry) or entries.count is not self:
+                    watched = _Registry(entries, self)
+                    object.__setattr__(module, name, watched)
+                    template = module.template if isinstance(module, Operator) else None
+                    if template is not None and template.__dict__[name] is entries:
+                        object.__setattr__(template, name, watched)
+        self._members = [weakref.ref(entry) for entry in _members(network)]
+
+    def replaced(self, network: nn.Module) -> bool:
+        """Tell whether a network has other modules, parameters or buffers now than at the last `note`."""
+        present = _members(network)
+        return len(present) != len(self._members) or any(
+            known() is not entry for known, entry in zip(self._members, present, strict=True)
+        )
+
+
+def substituted(network: nn.Module) -> bool:
+    """Tell whether plain tensors stand in for parameters, as while `functional_call` runs."""
+    parameters = (p for module in network.modules() for p in module._parameters.values())
+    return any(p is not None and not isinstance(p, nn.Parameter) for p in parameters)
+
+
+def _members(network: nn.Module) -> list[Any]:
+    return [
+        entry
+        for module in network.modules()
+        for entry in (module, *module._parameters.values(), *module._buffers.values())
+        if entry is not None
+    ]

@@ -1,0 +1,68 @@
+"""Storage: the memory behind the tensors of a network, exchanged as a whole, and the sums of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.operators.tensor_version import storage_id
+
+__all__ = ["checksum", "renew_storage_"]
+
+
+def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Move the parameters and buffers of a network to new storage with the same values, in place.
+
+    The parameters stay the same objects, so optimizers keep them. Tensors that share storage share their new
+    storage as well. Tensors in shared memory, tensors that are not dense, and tensors of subclasses other
+    than `nn.Parameter` keep their storage.
+
+    Args:
+        network: the network.
+
+    Returns:
+        Every tensor that was moved, with a tensor on its former storage.
+    """
+    tensors = {id(t): t for t in (*network.parameters(), *network.buffers()) if _movable(t)}.values()
+    with torch.inference_mode(False), torch.no_grad():
+        copies = {storage_id(t): t.untyped_storage() for t in tensors}
+        copies = {number: storage.clone() for number, storage in copies.items()}  # type: ignore[no-untyped-call]
+        moved = []
+        for tensor in tensors:
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            moved.append((tensor, tensor.data, empty.set_(copies[storage_id(tensor)], *place)))
+        for tensor, _, new in moved:
+            tensor.data = new
+    return [(tensor, former) for tensor, former, _ in moved]
+
+
+def _movable(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return (
+        plain
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not (tensor.device.type == "cpu" and tensor.untyped_storage().is_shared())
+    )
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensors: Iterable[Tensor]) -> list[int]:
+    """Return one number per tensor, which changes with any single value of the tensor.
+
+    Args:
+        tensors: dense tensors of any dtype. All values are read once.
+    """
+    sums = []
+    with torch.no_grad():
+        for tensor in tensors:
+            real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            sums.append(real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
+        return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
