@@ -271,7 +271,7 @@ class Operator(nn.Module):
         return tuple(f"{part}.{i}" for i in range(count))
 
     def length(self, name: str) -> int:
-        """Return the size of a part, or of a segment of a part, in the full network."""
+        """Return the size of the part or segment of this `name` in the full network."""
         part, _, index = name.rpartition(".")
         return self.lengths(part)[int(index)] if part in self.parts else self.full(name)
 
