@@ -5,7 +5,8 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
 - `kind`, `schema`, `subnetact`: `"subnetact.bundle"`, the version of this format, and of the package.
 - `space`: the id of the search space.
 - `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network.
-- `example`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, or null.
+- `example`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, `{"list": [...]}` of one
+  input per shape, or null; `padding`: a number, a list of `[name or position of an input, value]`, or null.
 - `allow_uncalibrated`: whether subnets without BatchNorm statistics of their own are accepted.
 - `subnets`, `accuracy`, `removed`: the specifications in id order, their accuracy in percent or null, and
   the ids that are not served any more.
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from subnetact import __version__
 from subnetact.documents import FolderFormat
+from subnetact.engine.input_shapes import Padding
 from subnetact.engine.origins import rebuild_supernet
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable
@@ -57,10 +59,12 @@ class Bundle:
         specs: every subnet that was registered, in id order.
         accuracy: of each subnet, in percent, or None if it is not known.
         removed: ids of subnets that are not served any more.
-        example: one input without a batch dimension, or None if it is not known.
+        example: one input without a batch dimension, a list of inputs with one per shape, or None if it is
+            not known.
         tables: latency tables by name.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
         norms: the statistics rows of the subnets.
+        padding: the padding of the engine, as given.
     """
 
     supernet: Supernet
@@ -71,6 +75,7 @@ class Bundle:
     tables: Mapping[str, LatencyTable]
     allow_uncalibrated: bool
     norms: NormTable
+    padding: Padding = None
 
 
 def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
@@ -89,7 +94,7 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 
 
 def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
-    supernet = bundle.supernet
+    supernet, padding = bundle.supernet, bundle.padding
     tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
     write_tensors(folder / WEIGHTS, tensors)
     bundle.norms.save(folder / NORMS)
@@ -101,6 +106,7 @@ def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
         "space": supernet.space.id,
         "family": _portable(supernet.origin),
         "example": _described_example(bundle.example),
+        "padding": list(map(list, padding.items())) if isinstance(padding, Mapping) else padding,
         "allow_uncalibrated": bundle.allow_uncalibrated,
         "subnets": [spec.to_json() for spec in bundle.specs],
         "accuracy": list(bundle.accuracy),
@@ -155,6 +161,9 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
             raise FileFormatError(message) if built else ForeignSpec(message)
         specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
         example = _example(document["example"])
+        padding = document.get("padding")
+        if isinstance(padding, list):
+            padding = dict(padding)
         norms = NormTable.load(folder / NORMS)
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
         accuracy = [_percent(value) for value in document["accuracy"]]
@@ -163,7 +172,7 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
             raise ValueError(f"removed ids {removed!r}, allow_uncalibrated {allow!r}")
         if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
             raise ValueError("subnets, accuracy and removed ones do not belong together")
-        return Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms), tensors
+        return Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms, padding), tensors
 
 
 def _percent(value: Any) -> float | None:
@@ -219,8 +228,9 @@ def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dty
 
 def _described_example(example: Any) -> Any:
     """Return `[dtype, shape]` of a tensor, `{"tuple": [...]}` or `{"dict": {...}}` of parts, or None."""
-    if isinstance(example, tuple):
-        return {"tuple": [_described_example(part) for part in example]}
+    if isinstance(example, tuple | list):
+        kind = "tuple" if isinstance(example, tuple) else "list"
+        return {kind: [_described_example(part) for part in example]}
     if isinstance(example, dict):
         return {"dict": {name: _described_example(part) for name, part in example.items()}}
     return None if example is None else [str(example.dtype), list(example.shape)]
@@ -232,6 +242,8 @@ def _example(described: Any) -> Any:
     if isinstance(described, dict):
         if "tuple" in described:
             return tuple(_example(part) for part in described["tuple"])
+        if "list" in described:
+            return [_example(part) for part in described["list"]]
         return {name: _example(part) for name, part in described["dict"].items()}
     dtype, shape = described
     if math.prod(shape) > LARGEST_EXAMPLE or not all(type(size) is int for size in shape):

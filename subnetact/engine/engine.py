@@ -20,6 +20,7 @@ from subnetact.engine.bundle import Bundle, load_bundle, save_bundle
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.compiler import Compiler
 from subnetact.engine.cuda_graphs import GraphBackend, Graphs, cuda_graphs
+from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import (
     Stager,
     call_with,
@@ -70,7 +71,11 @@ class Engine:
         example: one input without a batch dimension, (C, H, W) for images: `x[0]`, not the batch `x`. (The
             `example` of `to_torchscript` has the batch dimension.) It fixes the shape and dtype that
             requests must have. A tuple of tensors holds the network's positional arguments, a dictionary its
-            named arguments. If None, the first tensor that runs becomes the example.
+            named arguments. A list of such inputs gives several shapes, for example sequence lengths. If
+            None, the first tensor that runs becomes the example.
+        padding: how to pad inputs to the smallest shape of the examples that they fit in: a number if an
+            input is one tensor, otherwise a dictionary from the names or positions of the inputs to numbers,
+            for example `{"input_ids": 0, "attention_mask": 0}`. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
         memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table. A
             quarter of it, on the CPU also 32 MiB for compiled kernels, but together at most half, stays free
@@ -91,6 +96,7 @@ class Engine:
         supernet: the supernet.
         device: where subnets run.
         fingerprint: the hash of the weights at the time the engine was made.
+        input_shapes: the shapes that are served, if `example` was a list; otherwise None.
         tables: latency tables by name, a dictionary that is empty at first. `Engine.save` writes those that
             were added: `engine.tables["cpu"] = profile_latency(engine)`.
 
@@ -116,6 +122,7 @@ class Engine:
         specs: Sequence[SubnetSpec],
         *,
         example: Any = None,
+        padding: Padding = None,
         device: str | torch.device | None = None,
         memory_budget_mb: float = 0.0,
         accuracy: Sequence[float | None] | None = None,
@@ -147,8 +154,13 @@ class Engine:
         supernet.eval()
         self.tables: dict[str, LatencyTable] = {}
         self.fingerprint = supernet.fingerprint()
-        if example is not None:
-            check_input(example, None, self.device, where="example")
+        for one in example if isinstance(example, list) else [] if example is None else [example]:
+            check_input(one, None, self.device, where="example")
+        self.input_shapes = InputShapes(example, padding) if isinstance(example, list) else None
+        if self.input_shapes is not None:
+            example = self.input_shapes.examples[-1]
+        elif padding is not None:
+            raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
         self._example = None if example is None else detach_example(example)
         self._stager = Stager(self.device)
         self._changing = Lock()
@@ -211,6 +223,26 @@ class Engine:
         if self._example is None:
             raise InvalidRequest("this engine has seen no input yet; give it example=, one input (C, H, W)")
         return self._example
+
+    @property
+    def examples(self) -> list[Any]:
+        """One input per shape that is served, without a batch dimension, the largest last.
+
+        Raises:
+            InvalidRequest: no example was given, and no input was seen yet.
+        """
+        return [self.example] if self.input_shapes is None else list(self.input_shapes.examples)
+
+    def shape_of(self, x: Any) -> int:
+        """Return the position in `examples` of the smallest shape that an input fits in.
+
+        Args:
+            x: one input without a batch dimension.
+
+        Raises:
+            InvalidRequest: the engine serves several shapes, and the input fits in none of them.
+        """
+        return 0 if self.input_shapes is None else self.input_shapes.index(x)
 
     def register(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
         """Make one more subnet ready. Other subnets may be served meanwhile.
@@ -317,7 +349,8 @@ class Engine:
                 to it; other engines run just the inputs.
 
         Returns:
-            One output per input, on the CPU.
+            One output per input, on the CPU. If inputs are padded, outputs per token have the length of the
+            shape that the whole batch was padded to.
 
         Raises:
             SpecError: there is no such id, or the subnet was removed.
@@ -325,6 +358,8 @@ class Engine:
             EngineError: the network's output cannot be split into samples.
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
+        if self.input_shapes is not None:
+            inputs = self.input_shapes.padded(inputs)
         size = len(inputs) if self._compiler is None else batch_size
         return unstack(self(self._stager.stack(inputs, size), subnet), len(inputs))
 
@@ -338,7 +373,10 @@ class Engine:
         Raises:
             InvalidRequest: the message names what is wrong.
         """
-        check_input(x, self._example, self.device, finite)
+        if self.input_shapes is not None:
+            self.input_shapes.check(x, self.device, finite)
+        else:
+            check_input(x, self._example, self.device, finite)
 
     def enter_worker(self, threads: int | None) -> None:
         """Set up the calling thread to run batches. A `Batcher` calls this method in each of its workers.
@@ -414,8 +452,9 @@ class Engine:
         if not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
             raise EngineError(f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1, as (1, 8)")
         chosen = [self.ready(i) for i in (self.ids if subnets is None else subnets)]
-        for size in sorted(map(int, sizes), reverse=True):
-            x = self._stager.stack([self.example], size)
+        shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.examples[::-1]]
+        for size, example in shaped:
+            x = self._stager.stack([example], size)
             for subnet in chosen:
                 if self._compiler is not None:
                     with self._compiler.allowed():
@@ -472,10 +511,11 @@ class Engine:
             self.specs,
             self.accuracy,
             removed,
-            self._example,
+            self._example if self.input_shapes is None else self.input_shapes.examples,
             self.tables,
             self._allow_uncalibrated,
             self.supernet.norms,
+            None if self.input_shapes is None else self.input_shapes.given,
         )
         save_bundle(bundle, directory)
 
@@ -504,6 +544,7 @@ class Engine:
         found = load_bundle(directory, supernet)
         served: Mapping[str, Any] = {
             "example": found.example,
+            "padding": found.padding,
             "accuracy": found.accuracy,
             "allow_uncalibrated": found.allow_uncalibrated,
         }

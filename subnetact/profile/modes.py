@@ -137,9 +137,11 @@ class TimedRunner:
             that of `supernet.actuate(spec)` after another subnet was active, in other modes that of the
             engine's look-up. With `h2d` the time of copying the input from pinned memory to the device
             counts.
+        example: one input without a batch dimension. If None, the engine's example.
 
     Attributes:
         engine: the engine.
+        example: the input that batches resemble.
         device: the engine's device.
         keys: the keys of the engine's subnets.
         mode: the mode.
@@ -150,15 +152,23 @@ class TimedRunner:
         DeviceError: the mode or an addition does not exist on this device.
     """
 
-    def __init__(self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = ()) -> None:
+    def __init__(
+        self, engine: Engine, mode: str = "zero-copy", include: Sequence[str] = (), example: Any = None
+    ) -> None:
         check_mode(mode, include, engine.device)
         self.engine = engine
+        self._example = example
         self.device = engine.device
         self.keys = engine.keys
         self.mode = mode
         self.facts = run_facts(mode, include)
         self._include = tuple(include)
         self._inputs: dict[int, Any] = {}
+
+    @property
+    def example(self) -> Any:
+        """The input that batches resemble, without a batch dimension."""
+        return self.engine.example if self._example is None else self._example
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[TimedCall]:
@@ -213,6 +223,6 @@ class TimedRunner:
 
     def _input(self, batch_size: int) -> Any:
         if batch_size not in self._inputs:
-            x = batch_like(self.engine.example, batch_size)
+            x = batch_like(self.example, batch_size)
             self._inputs = {batch_size: map_tensors(lambda part: part.to(self.device), x)}
         return self._inputs[batch_size]

@@ -107,7 +107,7 @@ def make_co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
     """
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
-    x = map_tensors(lambda part: part.to(engine.device), batch_like(engine.example, 1))
+    x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.example, 1))
     return CoRunners(network, x, settings.co_runners[-1])
 
 
@@ -255,7 +255,7 @@ def environment(
 def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, Any]:
     engine = runner.engine
     return environment(
-        engine.supernet, engine.device, engine.example, runner.facts, settings, engine.fingerprint
+        engine.supernet, engine.device, runner.example, runner.facts, settings, engine.fingerprint
     )
 
 
@@ -345,6 +345,7 @@ def profile_latency(
     max_windows: int | None = None,
     tolerance: float = 5.0,
     resume: str | PathLike[str] | None = None,
+    shape: int = -1,
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.
 
@@ -374,6 +375,9 @@ def profile_latency(
             of its median is at most this; `table.statistics["stable"]` says which cells are.
         resume: a file that keeps every window as soon as it is measured. If the file exists, its windows are
             not measured again. If None, nothing is kept.
+        shape: which of the shapes of the engine to measure, a position in `engine.examples`. By default the
+            largest, for which a scheduler is safe with all of them. `Batcher(engine, table=tables)` takes one
+            table per shape.
 
     Returns:
         The table, stamped with the machine, the versions, the weights' fingerprint and the settings. Cells
@@ -409,7 +413,10 @@ def profile_latency(
     ]
     LatencyTable.from_arrays(engine.keys, known, batch_sizes, np.ones((len(engine), len(batch_sizes))))
     warn_of_fractions(known)
-    runner = TimedRunner(engine)
+    examples = engine.examples
+    if type(shape) is not int or not -len(examples) <= shape < len(examples):
+        raise TableError(f"shape: {shape!r} is no position among the {len(examples)} examples of the engine")
+    runner = TimedRunner(engine, example=examples[shape])
     journal = None
     if resume is not None:
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}

@@ -45,9 +45,9 @@ class FakeRunner:
             ids=tuple(range(subnets)),
             supernet=new_digits_supernet(),
             device=torch.device("cpu"),
-            example=EXAMPLE,
             fingerprint="made up",
         )
+        self.example = EXAMPLE
         self.keys = tuple(f"s{i}" for i in range(subnets))
         self.device = torch.device("cpu")
         self.times = times

@@ -1,0 +1,151 @@
+"""InputShapes: the shapes that an engine serves; an input is padded to the smallest one that it fits in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subnetact.engine.inputs import check_input, detach_example, shapes
+from subnetact.errors import EngineError, InvalidRequest
+from subnetact.supernet.batches import as_batch, describe_input, tensors_of
+
+__all__ = ["InputShapes", "Padding"]
+
+Padding = float | Mapping[str | int, float] | None
+
+
+class InputShapes:
+    """The shapes that an engine serves, from the smallest to the largest.
+
+    Without padding, an input must have one of the shapes. With padding, an input may be smaller: each of its
+    tensors is padded at the end of every axis. Padding changes what a network computes unless the network is
+    told which entries are padding, for example by an attention mask. Send the mask as one of the inputs, and
+    pad the mask with the value that hides an entry.
+
+    Args:
+        examples: inputs without a batch dimension, of equal structure and dtypes and of different shapes.
+        padding: the value to pad with: a number if an input is one tensor, otherwise a mapping from the
+            names (or positions) of the inputs to their values. An input that the mapping lacks is not
+            padded. If None, nothing is padded.
+
+    Attributes:
+        examples: the examples on the CPU, in ascending order of their number of elements.
+        given: the padding as given.
+        padding: the value of every tensor that may be padded, by the position of the tensor.
+
+    Raises:
+        EngineError: the examples differ in more than their shapes, two are equal, or the padding names an
+            input that the examples lack or is no number.
+    """
+
+    def __init__(self, examples: Sequence[Any], padding: Padding = None) -> None:
+        given = [detach_example(example) for example in examples]
+        if not given:
+            raise EngineError("example: an empty list; give one input, or one per shape")
+        kinds = {tuple((t.dtype, t.dim()) for t in tensors_of(x)) for x in given}
+        if len(kinds) > 1 or len({_structure(x) for x in given}) > 1:
+            raise EngineError(
+                "example: the inputs of a list differ in structure, dtype or number of axes; they may differ "
+                "in their shapes only"
+            )
+        if len({str(shapes(x)) for x in given}) < len(given):
+            raise EngineError("example: two inputs of the list have the same shape; give one per shape")
+        self.examples = sorted(given, key=lambda x: sum(t.numel() for t in tensors_of(x)))
+        self._shapes = [tuple(t.shape for t in tensors_of(x)) for x in self.examples]
+        self.given = padding
+        self.padding = _padding(self.examples[0], padding)
+
+    def index(self, x: Any) -> int:
+        """Return the position of the smallest shape that an input fits in.
+
+        Args:
+            x: one input without a batch dimension, in the structure of the examples.
+
+        Raises:
+            InvalidRequest: the input fits in no shape.
+        """
+        own = [part.shape if isinstance(part, Tensor) else None for part in tensors_of(as_batch(x))]
+        for index, wanted in enumerate(self._shapes):
+            if len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted)):
+                return index
+        served = "; ".join(str(shapes(example)) for example in self.examples)
+        got = shapes(x) if all(isinstance(part, Tensor) for part in tensors_of(x)) else describe_input(x)
+        raise InvalidRequest(
+            f"input: {got} fits in none of the shapes that this engine serves, without a batch dimension: "
+            f"{served}"
+        )
+
+    def _fits(self, position: int, own: Any, wanted: torch.Size) -> bool:
+        if own is None or len(own) != len(wanted) or position not in self.padding:
+            return own is not None and own == wanted
+        return all(size <= most for size, most in zip(own, wanted, strict=True))
+
+    def check(self, x: Any, device: torch.device, finite: bool = False) -> None:
+        """Refuse an input that fits in no shape, or whose structure or dtypes differ from the examples'.
+
+        Args:
+            x: one input without a batch dimension.
+            device: the device that tensors may be on, besides the CPU.
+            finite: whether to refuse NaN and infinite values too.
+
+        Raises:
+            InvalidRequest: the message names what was given and what is served.
+        """
+        check_input(x, None, device, finite)
+        check_input(self.padded([x])[0], self.examples[self.index(x)], device)
+
+    def padded(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return inputs in one shape, the smallest that all of them fit in.
+
+        Args:
+            inputs: inputs without a batch dimension.
+
+        Raises:
+            InvalidRequest: an input fits in no shape, or the inputs have different shapes and no padding
+                was given.
+        """
+        example = self.examples[max(map(self.index, inputs))]
+        return [self._pad(as_batch(x), example, iter(range(len(self._shapes[0])))) for x in inputs]
+
+    def _pad(self, x: Any, example: Any, positions: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self._pad(a, b, positions) for a, b in zip(x, example, strict=True))
+        if isinstance(x, dict):
+            return {name: self._pad(part, example[name], positions) for name, part in x.items()}
+        position = next(positions)
+        if x.shape == example.shape:
+            return x
+        if position not in self.padding:
+            raise InvalidRequest(
+                f"input: inputs of shapes {tuple(x.shape)} and {tuple(example.shape)} cannot run in one "
+                "batch; give Engine(padding=...)"
+            )
+        missing = [most - size for size, most in zip(x.shape, example.shape, strict=True)]
+        return F.pad(x, [n for size in reversed(missing) for n in (0, size)], value=self.padding[position])
+
+
+def _structure(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(_structure, x))
+    return tuple((name, _structure(part)) for name, part in x.items()) if isinstance(x, dict) else None
+
+
+def _padding(example: Any, given: Padding) -> dict[int, float]:
+    """Return the value of every tensor that may be padded, by the position of the tensor."""
+    if given is None:
+        return {}
+    names = list(example) if isinstance(example, dict) else list(range(sum(1 for _ in tensors_of(example))))
+    if not isinstance(given, Mapping):
+        given = {names[0]: given} if isinstance(example, Tensor) else {"": given}
+    wrong = [name for name in given if name not in names]
+    bad = [v for v in given.values() if isinstance(v, bool) or not isinstance(v, int | float)]
+    if wrong or bad or sum(1 for _ in tensors_of(example)) != len(names):
+        raise EngineError(
+            f"padding: {given!r}; give a number for an input that is one tensor, or a dictionary from the "
+            f"inputs {names} to numbers"
+        )
+    return {names.index(name): float(value) for name, value in given.items()}
