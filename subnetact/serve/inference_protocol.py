@@ -134,8 +134,9 @@ class InferenceProtocol:
     def _tensors(self, inputs: Any, raw: memoryview) -> tuple[dict[str, Tensor], int]:
         """Return the tensors by name, each of shape (rows, ...), and the number of rows."""
         parts = {part.name: part for part in self._service.signature.parts}
-        names = [entry.get("name") for entry in inputs if isinstance(entry, dict)] if _is_list(inputs) else []
-        if len(names) != len(inputs if _is_list(inputs) else ()) or sorted(map(str, names)) != sorted(parts):
+        entries = inputs if _is_list(inputs) and all(isinstance(entry, dict) for entry in inputs) else []
+        names = [entry.get("name") for entry in entries]
+        if not all(isinstance(name, str) for name in names) or sorted(names) != sorted(parts):
             raise InvalidRequest(f"inputs: give one tensor for each of {', '.join(parts)}")
         tensors: dict[str, Tensor] = {}
         rows = 0
@@ -175,7 +176,8 @@ class InferenceProtocol:
             raise InvalidRequest(
                 f"{part.name}: the first dimension must be from 1 to {most}; send several requests"
             )
-        if entry.get("datatype") not in NUMPY:
+        datatype = entry.get("datatype")
+        if not isinstance(datatype, str) or datatype not in NUMPY:
             raise InvalidRequest(
                 f"{part.name}: datatype must be one of {', '.join(NUMPY)}; served is {served}"
             )

@@ -1,0 +1,282 @@
+"""The application without a process: outcomes, tokens, limits, and other applications that mount it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import types
+
+import pytest
+import torch
+
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    InvalidRequest,
+    MissingExtra,
+    MissingFile,
+    QueueFull,
+    ServeError,
+)
+from subnetact.serve import Limits, read_tokens
+from subnetact.serve.access import Access
+from subnetact.serve.exchange import refusal_of
+
+TOKEN = "a-token-of-many-characters"
+
+
+def test_a_full_queue_says_when_to_come_back(gated, post, wait_for):
+    async def main():
+        with gated() as (app, runner, batcher):
+            first = asyncio.create_task(post(app, [1, 0, 0, 0]))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+            second = asyncio.create_task(post(app, [0, 1, 0, 0]))
+            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued)
+            status, headers, body = await post(app, [0, 0, 1, 0])
+            assert (status, headers["retry-after"]) == (429, "1")
+            assert json.loads(body)["error"] == "QueueFull"
+            runner.gate.set()
+            answers = [json.loads((await task)[2])["class"] for task in (first, second)]
+            assert answers == [0, 1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/infer", "/v2/models/model/infer"])
+def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, caplog, path):
+    tensor = {"name": "input", "shape": [2, 4], "datatype": "FP32", "data": [0.0] * 8}
+    raw = None if path == "/infer" else json.dumps({"inputs": [tensor]}).encode()
+
+    async def main():
+        with gated(max_queue=9) as (app, runner, batcher):
+            first = asyncio.create_task(post(app, [1, 0, 0, 0]))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+            leave = asyncio.Event()
+            second = asyncio.create_task(post(app, [0, 1, 0, 0], leave, path, raw=raw))
+            rows = 1 if path == "/infer" else 2
+            await asyncio.to_thread(wait_for, lambda: batcher.stats().queued == rows)
+            leave.set()
+            assert (await second)[0] is None
+            assert batcher.stats().queued == 0
+            assert batcher.stats().cancelled == rows
+            assert app.service.bodies.held == len(json.dumps({"input": [1, 0, 0, 0]}))
+            runner.gate.set()
+            assert (await first)[0] == 200
+            assert app.service.bodies.held == 0
+
+    with caplog.at_level(logging.INFO, "subnetact"):
+        asyncio.run(main())
+    assert not caplog.records
+
+
+def test_a_batch_that_fails_is_a_server_error_without_the_servers_secrets(gated, post):
+    async def main():
+        with gated() as (app, runner, _):
+            runner.gate.set()
+            status, _, body = await post(app, [-1, 0, 0, 0])
+            assert (status, json.loads(body)["error"]) == (500, "BatchFailed")
+            assert b"passwd" not in body
+
+    asyncio.run(main())
+
+
+def test_an_unexpected_error_is_logged_and_hidden(gated, post, caplog):
+    async def main():
+        with gated() as (app, runner, batcher):
+            runner.gate.set()
+
+            async def broken(*_):
+                raise KeyError("/etc/passwd")
+
+            batcher.infer = broken
+            status, _, body = await post(app, [0, 0, 0, 0])
+            assert (status, json.loads(body)["error"]) == (500, "InternalError")
+            assert b"passwd" not in body
+
+    asyncio.run(main())
+    assert len(caplog.records) == 1
+
+
+def test_the_application_finishes_what_is_queued_when_it_shuts_down(gated, post):
+    async def main():
+        with gated() as (app, runner, batcher):
+            async with app.router.lifespan_context(app):
+                task = asyncio.create_task(post(app, [0, 0, 0, 1]))
+                assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+                runner.gate.set()
+            assert json.loads((await task)[2])["class"] == 3
+            with pytest.raises(BatcherClosed):
+                batcher.submit(torch.zeros(4), 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (InvalidRequest("x"), 400, False),
+        (MissingExtra("x"), 415, False),
+        (QueueFull("x"), 429, True),
+        (BatcherClosed("x"), 503, True),
+        (DeadlinePassed("x"), 504, False),
+        (BatchFailed("x"), 500, False),
+    ],
+)
+def test_every_error_has_its_status(error, status, retry):
+    refusal = refusal_of(error)
+    assert (refusal.status, refusal.kind) == (status, type(error).__name__)
+    assert ("Retry-After" in refusal.headers) == retry
+
+
+def test_without_a_worker_the_service_is_not_healthy(gated, post):
+    async def main():
+        with gated() as (app, _, batcher):
+            batcher.stats = lambda: types.SimpleNamespace(workers_up=0)
+            for path in ("/healthz", "/readyz", "/v2/health/ready", "/v2/models/model/ready"):
+                assert (await post(app, None, path=path, method="GET", raw=b""))[0] == 503
+            assert (await post(app, None, path="/v2/health/live", method="GET", raw=b""))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_a_token_opens_everything_but_health(gated, post):
+    async def main():
+        with gated(tokens={TOKEN: "someone"}) as (app, runner, _):
+            runner.gate.set()
+
+            async def status(path, authorization=None, method="GET"):
+                headers = [(b"authorization", authorization.encode())] if authorization else []
+                got = await post(app, [0, 0, 0, 1], path=path, headers=headers, method=method)
+                return got[0]
+
+            basic = "Basic " + base64.b64encode(f"me:{TOKEN}".encode()).decode()
+            for path in ("/", "/metrics", "/openapi.json", "/v2", "/status/events", "/nothing"):
+                assert await status(path) == 401
+                assert await status(path, "Bearer wrong") == 401
+            for path in ("/healthz", "/readyz", "/v2/health/live"):
+                assert await status(path) == 200
+            for good in (f"Bearer {TOKEN}", f"bearer {TOKEN}", basic):
+                assert await status("/infer", good, "POST") == 200
+                assert await status("/metrics", good) == 200
+            for bad in (
+                f"Bearer {TOKEN}x",
+                "Bearer",
+                "Basic !!",
+                "Basic " + TOKEN,
+                "Digest x",
+                f"Bearer  {TOKEN}é",
+            ):
+                assert await status("/infer", bad, "POST") == 401
+
+    asyncio.run(main())
+
+
+def test_tokens_of_several_clients_come_from_a_file(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text(f"alice {TOKEN}1\n\n{TOKEN}2\n")
+    access = Access(read_tokens(file))
+    assert access.client(f"Bearer {TOKEN}1", "") == "alice"
+    assert access.client(f"Bearer {TOKEN}2", "") == "token 3"
+    assert access.client(f"Bearer {TOKEN}", "") is None
+    assert Access({}).client(None, "10.0.0.1") == "10.0.0.1"
+    for text in ("", "a b c", f"a {TOKEN}\nb {TOKEN}"):
+        file.write_text(text)
+        with pytest.raises(ServeError, match="token file"):
+            read_tokens(file)
+    with pytest.raises(ServeError, match="16"):
+        Access({"short": "someone"})
+    with pytest.raises(MissingFile):
+        read_tokens(tmp_path / "none")
+
+
+def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
+    async def main():
+        limits = Limits(body_bytes=100, bodies_bytes=100)
+        with gated(max_queue=9, limits=limits) as (app, runner, _):
+            body = json.dumps({"input": [0, 0, 0, 1]}).encode().ljust(60)
+            first = asyncio.create_task(post(app, None, raw=body))
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+            status, headers, _ = await post(app, None, raw=body)
+            assert (status, headers["retry-after"]) == (503, "1")
+            runner.gate.set()
+            assert (await first)[0] == 200
+            assert (await post(app, None, raw=body))[0] == 200
+            assert (await post(app, None, raw=b" " * 101))[0] == 413
+            assert app.service.bodies.held == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([(b"content-length", b"5"), (b"content-length", b"6")], 400),
+        ([(b"content-length", b"5"), (b"transfer-encoding", b"chunked")], 400),
+        ([(b"content-length", b"-5")], 400),
+        ([(b"content-length", b"9" * 30)], 400),
+        ([(b"content-length", b"1" + b"0" * 15)], 413),
+        ([(b"content-encoding", b"gzip")], 415),
+        ([(b"host", b"a"), (b"host", b"b")], 400),
+        ([(b"x-deadline-ms", b"nan")], 400),
+        ([(b"x-deadline-ms", b"1e308")], 400),
+        ([(b"x-deadline-ms", b"-1")], 400),
+        ([(b"x-min-accuracy", b"many")], 400),
+        ([(b"x-priority", b"1.5")], 400),
+    ],
+)
+def test_headers_that_cannot_be_are_refused(gated, post, headers, status):
+    async def main():
+        with gated() as (app, _, _):
+            got = await post(app, [0, 0, 0, 1], headers=headers)
+            assert got[0] == status
+            assert got[1]["connection"] == "close"
+
+    asyncio.run(main())
+
+
+def test_a_slow_body_ends(gated):
+    async def main():
+        with gated(limits=Limits(body_s=0.05)) as (app, _, _):
+            sent = []
+
+            async def receive():
+                await asyncio.sleep(0.02)
+                return {"type": "http.request", "body": b"x", "more_body": True}
+
+            async def send(message):
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": "/infer", "headers": [], "query_string": b""}
+            await app(scope, receive, send)
+            assert sent[0]["status"] == 408
+            assert app.service.bodies.held == 0
+
+    asyncio.run(main())
+
+
+def test_the_application_can_be_mounted(gated, post):
+    from fastapi import FastAPI
+
+    async def main():
+        with gated() as (app, runner, _):
+            runner.gate.set()
+            outer = FastAPI()
+            outer.mount("/digits", app)
+            status, _, body = await post(outer, [0, 0, 1, 0], path="/digits/infer")
+            assert (status, json.loads(body)["class"]) == (200, 2)
+            assert (await post(outer, None, path="/digits/healthz", method="GET"))[0] == 200
+            assert (await post(outer, None, path="/infer"))[0] == 404
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"body_s": 0}, {"idle_s": float("nan")}, {"rows": 1.5}, {"connections": -1}, {"write_s": "x"}],
+)
+def test_limits_are_positive_numbers(settings):
+    with pytest.raises(ServeError, match=next(iter(settings))):
+        Limits(**settings)

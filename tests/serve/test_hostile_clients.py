@@ -1,0 +1,360 @@
+"""Clients that send too much, too slowly, or two requests as one: real sockets, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ZEROS = [0.0] * 256
+GOOD = json.dumps({"input": ZEROS, "deadline_ms": 60_000}).encode()
+
+
+@pytest.fixture(scope="module")
+def strict(start, digits):
+    """A server with short limits, whose log has to stay empty."""
+    limits = "--header-s 1 --body-s 1 --idle-s 1 --write-s 1 --max-connections 400"
+    server = start("--bundle", str(digits[1]), "--name", "digits", "--max-body-mb", "16", *limits.split())
+    yield server
+    assert server.call("GET", "/healthz")[0] == 200
+    assert server.stop() == ""
+
+
+@contextlib.contextmanager
+def connected(server):
+    with socket.create_connection(server.address, timeout=30) as connection:
+        yield connection
+
+
+def read_all(connection):
+    """Everything until the server closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+def statuses(received):
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+
+
+def head(path, *headers, method="POST"):
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+
+
+def memory_mb(server):
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
+
+
+# -- too much ------------------------------------------------------------------------------------
+
+
+def test_a_body_of_100_mb_is_refused_by_its_length(strict):
+    with connected(strict) as connection:
+        connection.sendall(head("/infer", "Content-Length: 104857600"))
+        assert statuses(read_all(connection)) == [413]
+
+
+def test_a_body_without_a_length_is_refused_once_it_is_too_long(strict):
+    before = memory_mb(strict)
+    with connected(strict) as connection:
+        connection.sendall(head("/infer", "Transfer-Encoding: chunked"))
+        piece = b"100000\r\n" + b"[" * 2**20 + b"\r\n"
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 100:
+                connection.sendall(piece)
+                sent += 1
+        assert 16 <= sent < 100
+        assert statuses(read_all(connection)) in ([413], [])  # the reset may overtake the answer
+    assert memory_mb(strict) < before + 120
+
+
+def test_a_head_without_end_is_refused(strict):
+    with connected(strict) as connection, contextlib.suppress(OSError):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"x-name: value\r\n" * 10_000)
+        found = statuses(read_all(connection))
+        assert found in ([431], [400], [])
+
+
+def test_bodies_of_15_mb_do_not_keep_others_waiting(server):
+    """Two clients send JSON of 15 MB again and again, another one asks for digits."""
+    numbers = ",".join(f"{i % 1000 / 1000:.3f}" for i in range(2_500_000))
+    large = f'{{"input": [{numbers}]}}'.encode()
+    assert len(large) > 14e6
+    stop = threading.Event()
+    seen = []
+
+    def flood():
+        while not stop.is_set():
+            seen.append(server.call("POST", "/infer", large)[0])
+
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in floods:
+        thread.start()
+    waits = []
+    try:
+        time.sleep(0.3)
+        while len(waits) < 40 or not seen:
+            started = time.perf_counter()
+            assert server.call("POST", "/infer", GOOD)[0] == 200
+            waits.append(time.perf_counter() - started)
+    finally:
+        stop.set()
+        for thread in floods:
+            thread.join()
+    assert set(seen) == {400}
+    assert sorted(waits)[len(waits) // 2] < 0.15
+    assert max(waits) < 1.0  # with json.loads on the event loop: 1 to 4 s
+
+
+# -- two requests as one -------------------------------------------------------------------------
+
+SMUGGLED = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "allowed"),
+    [
+        # What is behind such a head may be read as a body or not at all, but never as a request.
+        (head("/nothing", f"Content-Length: {len(SMUGGLED)}"), [404]),
+        (head("/infer", f"Content-Length: {len(SMUGGLED)}"), [400]),
+        (head("/infer", f"Content-Length: {len(SMUGGLED)}", method="GET"), [405]),
+        (head("/healthz", f"Content-Length: {len(SMUGGLED)}", method="GET"), [200]),
+        (head("/infer", "Content-Length: 0", "Transfer-Encoding: chunked") + b"0\r\n\r\n", [400]),
+        (
+            head("/healthz", "Content-Length: 4", "Transfer-Encoding: chunked", method="GET") + b"0\r\n\r\n",
+            [400],
+        ),
+        (head("/infer", "Content-Length: 0", f"Content-Length: {len(SMUGGLED)}"), [400]),
+        (head("/healthz", "Content-Length: 0", f"Content-Length: {len(SMUGGLED)}", method="GET"), [400]),
+        (head("/infer", "Content-Length: +0"), [400]),
+        (head("/infer", "Content-Length : 0"), [400]),
+        (head("/infer", "Transfer-Encoding: xchunked"), [400, 501]),
+        (head("/infer", "Transfer-Encoding: chunked", "Transfer-Encoding: identity"), [400, 501]),
+        (head("/infer", "Transfer-Encoding:\x0bchunked"), [400, 501]),
+    ],
+)
+def test_no_request_is_smuggled(strict, first, allowed):
+    with connected(strict) as connection:
+        connection.sendall(first + SMUGGLED)
+        received = read_all(connection)
+        found = statuses(received)
+    assert len(found) == 1
+    assert found[0] in allowed
+    assert received.count(b'"status":"ok"') == (200 in allowed)
+
+
+def test_pipelined_requests_are_answered_in_order(strict):
+    with connected(strict) as connection:
+        one = head("/infer", f"Content-Length: {len(GOOD)}") + GOOD
+        connection.sendall(one + SMUGGLED + one + head("/nothing", "Connection: close", method="GET"))
+        assert statuses(read_all(connection)) == [200, 200, 200, 404]
+
+
+def test_malformed_heads_are_refused(strict):
+    rng = random.Random(0)
+    good = head("/infer", f"Content-Length: {len(GOOD)}", "Content-Type: application/json")
+    for _ in range(100):
+        bad = bytearray(good)
+        for _ in range(rng.randint(1, 6)):
+            bad[rng.randrange(len(bad))] = rng.randrange(256)
+        with connected(strict) as connection:
+            connection.sendall(bytes(bad) + GOOD)
+            connection.shutdown(socket.SHUT_WR)
+            found = statuses(read_all(connection))
+        assert all(status in (200, 400, 404, 405, 408, 411, 413, 415, 431, 501) for status in found), bytes(
+            bad
+        )
+
+
+# -- too slow ------------------------------------------------------------------------------------
+
+
+def cut_off(server, count, first, drip, seconds):
+    """Open connections, send a first part and then bytes now and then; how many the server closed in time."""
+    connections = []
+    for _ in range(count):
+        connection = socket.create_connection(server.address, timeout=30)
+        connection.setblocking(True)
+        with contextlib.suppress(OSError):
+            connection.sendall(first)
+        connections.append(connection)
+    end = time.monotonic() + seconds
+    open_ = set(connections)
+    while open_ and time.monotonic() < end:
+        time.sleep(0.2)
+        for connection in list(open_):
+            connection.settimeout(0)
+            try:
+                if drip:
+                    connection.send(drip)
+                if connection.recv(65536) == b"":
+                    open_.discard(connection)
+            except BlockingIOError:
+                pass
+            except OSError:
+                open_.discard(connection)
+    for connection in connections:
+        connection.close()
+    return count - len(open_)
+
+
+@pytest.mark.parametrize(
+    ("first", "drip"),
+    [
+        (b"", b""),
+        (b"POST /infer HTTP/1.1\r\n", b"x: y\r\n"),
+        (head("/infer", "Content-Length: 1000"), b"x"),
+        (head("/infer", "Transfer-Encoding: chunked"), b"1\r\nx\r\n"),
+        (SMUGGLED, b""),
+    ],
+    ids=["silent", "slow head", "slow body", "slow chunks", "idle after an answer"],
+)
+def test_slow_and_idle_clients_are_cut_off(strict, first, drip):
+    assert cut_off(strict, 30, first, drip, 6) == 30
+
+
+def test_a_thousand_slow_clients_do_not_lock_others_out(strict):
+    done = []
+
+    def attack():
+        done.append(cut_off(strict, 1000, b"POST /infer HTTP/1.1\r\n", b"", 15))
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    answered = 0
+    while thread.is_alive():
+        assert strict.call("POST", "/infer", GOOD)[0] == 200
+        answered += 1
+        time.sleep(0.05)
+    thread.join()
+    assert done == [1000]
+    assert answered > 10
+
+
+def test_a_client_that_never_reads_is_cut_off(strict):
+    with connected(strict) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        request = head("/openapi.json", method="GET") * 50
+        connection.settimeout(0.5)
+        end = time.monotonic() + 20
+        closed = False
+        while not closed and time.monotonic() < end:
+            try:
+                connection.sendall(request)
+            except TimeoutError:
+                pass
+            except OSError:
+                closed = True
+        assert closed
+
+
+def test_clients_that_leave_make_no_noise(strict):
+    body = head("/infer", f"Content-Length: {len(GOOD)}") + GOOD
+    for cut in (0, 10, len(body) - 700, len(body)):
+        for _ in range(10):
+            with connected(strict) as connection:
+                connection.sendall(body[:cut])
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    assert strict.infer(torch.zeros(256))[0] == 200
+    # The fixture looks at the log.
+
+
+def test_watchers_are_few_and_do_not_keep_the_server_from_ending(start, digits):
+    server = start("--bundle", str(digits[1]))
+    connections = []
+    for _ in range(16):
+        connection = http.client.HTTPConnection(*server.address, timeout=10)
+        connection.request("GET", "/status/events")
+        assert connection.getresponse().status == 200
+        connections.append(connection)
+    assert server.call("GET", "/status/events")[0] == 503
+    started = time.monotonic()
+    server.process.terminate()
+    server.process.wait(10)
+    assert time.monotonic() - started < 5
+    for connection in connections:
+        connection.close()
+
+
+# -- nonsense ------------------------------------------------------------------------------------
+
+
+def mutated(rng, body):
+    """A body with bytes changed, removed, repeated or put in."""
+    body = bytearray(body)
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(len(body)) if body else 0
+        kind = rng.randrange(5)
+        if kind == 0 and body:
+            body[at] = rng.randrange(256)
+        elif kind == 1:
+            del body[at : at + rng.randint(1, 40)]
+        elif kind == 2:
+            body[at:at] = body[at : at + rng.randint(1, 40)]
+        elif kind == 3:
+            body[at:at] = rng.choice(
+                [b"[", b"]", b"{", b"nan", b"1e999", b"null", b'"', b"-", b"\xff", b"9" * 400]
+            )
+        else:
+            body = body[: rng.randrange(len(body) + 1)]
+    return bytes(body)
+
+
+def malformed_bodies(server, numpy_file, count, seed=0):
+    """Send malformed bodies; return the statuses and how many MB of memory the server took."""
+    import numpy as np
+
+    rng = random.Random(seed)
+    protocol = json.dumps(
+        {"inputs": [{"name": "input", "shape": [1, 1, 16, 16], "datatype": "FP32", "data": ZEROS}]}
+    ).encode()
+    image = b"\x89PNG\r\n\x1a\n" + bytes(range(200))
+    seeds = [
+        ("/infer", GOOD),
+        ("/infer", numpy_file(np.zeros((1, 16, 16), np.float32))),
+        ("/infer", image),
+        ("/infer", b'{"input": [' + b"0," * 20_000 + b"0]}"),
+        ("/v2/models/digits/infer", protocol),
+    ]
+    connection = http.client.HTTPConnection(*server.address, timeout=60)
+    found = set()
+    before = None
+    for i in range(count):
+        if i == min(500, count // 4):
+            before = memory_mb(server)
+        path, body = seeds[i % len(seeds)]
+        try:
+            connection.request("POST", path, mutated(rng, body), {"x-deadline-ms": "60000"})
+            response = connection.getresponse()
+            response.read()
+            found.add(response.status)
+        except (http.client.HTTPException, OSError):
+            connection.close()
+    connection.close()
+    return found, memory_mb(server) - before
+
+
+def test_malformed_bodies_are_only_refused_and_cost_no_memory(server, numpy_file):
+    found, grown_mb = malformed_bodies(server, numpy_file, 800)
+    assert found <= {200, 400, 413, 415}
+    assert grown_mb < 10
+
+
+@pytest.mark.slow
+def test_ten_thousand_malformed_bodies(server, numpy_file):
+    found, grown_mb = malformed_bodies(server, numpy_file, 10_000, seed=1)
+    assert found <= {200, 400, 413, 415}
+    assert grown_mb < 10

@@ -1,0 +1,159 @@
+"""The Open Inference Protocol, by hand and with Triton's client."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+MODEL = "/v2/models/digits"
+
+
+def tensor(images, **more):
+    return {"name": "input", "shape": list(images.shape), "datatype": "FP32", **more}
+
+
+def infer(server, request, raw=b"", headers=None):
+    text = json.dumps(request).encode()
+    sent = {**({"Inference-Header-Content-Length": str(len(text))} if raw else {}), **(headers or {})}
+    status, _, answer = server.call("POST", f"{MODEL}/infer", text + raw, sent)
+    return status, json.loads(answer)
+
+
+def test_metadata(server):
+    model = json.loads(server.call("GET", MODEL)[2])
+    assert model["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, 1, 16, 16]}]
+    assert model["outputs"] == [{"name": "output", "datatype": "FP32", "shape": [-1, 10]}]
+    assert json.loads(server.call("GET", "/v2")[2])["extensions"] == ["binary_tensor_data"]
+    assert json.loads(server.call("GET", "/v2/models")[2]) == {"models": ["digits"]}
+    version = model["versions"][0]
+    for path in (
+        "/v2/health/live",
+        "/v2/health/ready",
+        f"{MODEL}/ready",
+        f"{MODEL}/versions/{version}/ready",
+    ):
+        assert server.call("GET", path)[0] == 200
+    status, _, text = server.call("GET", "/v2/models/other")
+    assert (status, list(json.loads(text))) == (404, ["error"])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_json_tensors_with_parameters(server, digits, images, nested):
+    x = images[:3]
+    data = x.tolist() if nested else x.flatten().tolist()
+    request = {
+        "id": "42",
+        "parameters": {"deadline_ms": 60_000, "min_accuracy": 82},
+        "inputs": [tensor(x, data=data)],
+    }
+    status, answer = infer(server, request)
+    assert (status, answer["id"], answer["model_name"]) == (200, "42", "digits")
+    assert answer["parameters"]["subnet"] == "2,2,2"
+    assert answer["parameters"]["accuracy"] == 82.0
+    [output] = answer["outputs"]
+    assert (output["name"], output["datatype"], output["shape"]) == ("output", "FP32", [3, 10])
+    found = torch.tensor(output["data"]).reshape(3, 10)
+    assert torch.allclose(found, digits[0](x, subnet=2), atol=1e-3)
+
+
+def test_the_deadline_may_be_a_header(server, images):
+    request = {"inputs": [tensor(images[:1], data=images[:1].flatten().tolist())]}
+    assert infer(server, request, headers={"x-deadline-ms": "60000", "x-min-accuracy": "82"})[0] == 200
+    assert infer(server, request, headers={"x-deadline-ms": "0.001"})[0] == 504
+
+
+def test_binary_tensors_of_other_types(server, digits, images):
+    x = images[:2]
+    for datatype, dtype in (("FP32", "<f4"), ("FP64", "<f8"), ("FP16", "<f2")):
+        raw = x.numpy().astype(dtype).tobytes()
+        entry = tensor(x, parameters={"binary_data_size": len(raw)})
+        entry["datatype"] = datatype
+        request = {"inputs": [entry], "parameters": {"deadline_ms": 60_000, "min_accuracy": 82}}
+        status, answer = infer(server, request, raw)
+        assert status == 200, answer
+        found = torch.tensor(answer["outputs"][0]["data"]).reshape(2, 10)
+        assert torch.allclose(found, digits[0](x, subnet=2), atol=0.05)
+
+
+GOOD = {"name": "input", "shape": [1, 1, 16, 16], "datatype": "FP32", "data": [0.0] * 256}
+BAD = {
+    "no inputs": {},
+    "inputs of another kind": {"inputs": 5},
+    "no tensor": {"inputs": []},
+    "a tensor too many": {"inputs": [GOOD, GOOD]},
+    "another name": {"inputs": [{**GOOD, "name": "x"}]},
+    "a name that cannot be": {"inputs": [{**GOOD, "name": {"a": 1}}]},
+    "a tensor that is none": {"inputs": [5]},
+    "without a batch dimension": {"inputs": [{**GOOD, "shape": [1, 16, 16]}]},
+    "no row": {"inputs": [{**GOOD, "shape": [0, 1, 16, 16], "data": []}]},
+    "a million rows": {"inputs": [{**GOOD, "shape": [10**6, 1, 16, 16]}]},
+    "a shape of words": {"inputs": [{**GOOD, "shape": ["1", 1, 16, 16]}]},
+    "another datatype": {"inputs": [{**GOOD, "datatype": "BYTES"}]},
+    "a datatype that cannot be": {"inputs": [{**GOOD, "datatype": {"a": 1}}]},
+    "too little data": {"inputs": [{**GOOD, "data": [0.0] * 255}]},
+    "no data": {"inputs": [{k: v for k, v in GOOD.items() if k != "data"}]},
+    "binary data that is not there": {"inputs": [{**GOOD, "parameters": {"binary_data_size": 1024}}]},
+    "negative binary data": {"inputs": [{**GOOD, "parameters": {"binary_data_size": -4}}]},
+    "parameters of another kind": {"inputs": [GOOD], "parameters": 5},
+    "an endless deadline": {"inputs": [GOOD], "parameters": {"deadline_ms": 1e308}},
+    "an output that is not there": {"inputs": [GOOD], "outputs": [{"name": "logits"}]},
+    "outputs of another kind": {"inputs": [GOOD], "outputs": 5},
+    "classification": {
+        "inputs": [GOOD],
+        "outputs": [{"name": "output", "parameters": {"classification": 3}}],
+    },
+    "an id that is no text": {"inputs": [GOOD], "id": 5},
+    "another field": {"inputs": [GOOD], "pixels": []},
+}
+
+
+@pytest.mark.parametrize("request_", BAD.values(), ids=BAD)
+def test_bad_requests_are_told_so(server, request_):
+    status, answer = infer(server, request_)
+    assert (status, list(answer)) == (400, ["error"])
+
+
+def test_bad_binary_requests_are_told_so(server):
+    text = json.dumps({"inputs": [{**GOOD, "parameters": {"binary_data_size": 1024}}]}).encode()
+    for length, raw in (
+        (len(text), b"x" * 1023),
+        (len(text), b"x" * 1025),
+        (10**9, b""),
+        (-1, b""),
+        (3, b""),
+    ):
+        headers = {"Inference-Header-Content-Length": str(length)}
+        status, _, answer = server.call("POST", f"{MODEL}/infer", text + raw, headers)
+        assert (status, list(json.loads(answer))) == (400, ["error"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("binary", [True, False])
+def test_tritons_client_gets_right_answers(server, digits, images, binary):
+    client_module = pytest.importorskip("tritonclient.http")
+    client = client_module.InferenceServerClient("{}:{}".format(*server.address))
+    try:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("digits")
+        assert client.get_server_metadata()["name"] == "subnetact"
+        assert client.get_model_metadata("digits")["inputs"][0]["shape"] == [-1, 1, 16, 16]
+        x = images[:4].numpy()
+        given = client_module.InferInput("input", list(x.shape), "FP32")
+        given.set_data_from_numpy(x, binary_data=binary)
+        wanted = client_module.InferRequestedOutput("output", binary_data=binary)
+        parameters = {"deadline_ms": 60_000, "min_accuracy": 82}
+        result = client.infer("digits", [given], outputs=[wanted], parameters=parameters, request_id="7")
+        output = result.as_numpy("output")
+        assert np.allclose(output, digits[0](images[:4], subnet=2).numpy(), atol=1e-3)
+        assert result.get_response()["id"] == "7"
+        assert np.argmax(
+            client.infer("digits", [given], headers={"x-deadline-ms": "60000"}).as_numpy("output"), 1
+        ).shape == (4,)
+        with pytest.raises(Exception, match="min_accuracy"):
+            client.infer("digits", [given], parameters={"min_accuracy": 99})
+    finally:
+        client.close()
