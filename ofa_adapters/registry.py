@@ -34,6 +34,7 @@ _MODULES = (
     "attentivenas",
     "slimmable_resnet50",
     "us_mobilenet_v2",
+    "hydravit",
 )
 LARGEST = 2**22
 """No whole number in constructor arguments, such as a number of classes or of tokens, may be larger."""

@@ -40,6 +40,15 @@ WITHOUT_GOLDEN: dict[str, dict[str, Any]] = {
         "width_mult_list": [0.5, 0.75, 1.0],
         "width_mult_range": [0.25, 0.5],
     },
+    "hydravit": {
+        "img_size": 32,
+        "patch_size": 8,
+        "num_classes": 5,
+        "embed_dim": 192,
+        "num_heads": 3,
+        "depth": 2,
+        "heads": [1, 2, 3],
+    },
 }
 """Constructor arguments of the families that have no golden files."""
 
@@ -73,5 +82,5 @@ def small_inputs(family: str, n: int = 2) -> dict[str, Tensor]:
         tokens = torch.randint(1, 90, (n, 9), generator=generator)
         lengths = torch.tensor([9, 5]).repeat(n)[:n, None]
         return {"input_ids": tokens, "attention_mask": (torch.arange(9) < lengths).long()}
-    size = 32 if family == "autoformer" else 64
+    size = 32 if family in ("autoformer", "hydravit") else 64
     return {"x": torch.randn(n, 3, size, size, generator=generator)}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ofa_adapters import encode, families, load
 from ofa_adapters.registry import family_of
 from subnetact.errors import SpecError
-from subnetact.operators import CALIBRATION_RULES, ElasticKernel
+from subnetact.operators import CALIBRATION_RULES, Operator
 from subnetact.space import SubnetSpace
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -35,6 +35,7 @@ def test_the_registry() -> None:
         "attentivenas",
         "slimmable_resnet50",
         "us_mobilenet_v2",
+        "hydravit",
     )
     with pytest.raises(SpecError, match="unknown family 'resnet'; choose from ofa_resnet50, ofa_mbv3"):
         load("resnet")
@@ -61,10 +62,11 @@ def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str, 
     for seed in range(3):
         view = supernet.subnet(supernet.space.sample(seed))
         made = {
-            kernel.untyped_storage().data_ptr()
+            tensor.untyped_storage().data_ptr()
             for operator in supernet.network.modules()
-            if isinstance(operator, ElasticKernel)
-            for kernel in operator.computed_kernels().values()
+            if isinstance(operator, Operator)
+            for packed in operator.packed_copies()
+            for tensor in packed.tensors.values()
         }
         for name, tensor in [*view.named_parameters(), *view.named_buffers()]:
             assert tensor.untyped_storage().data_ptr() in shared | made, name
@@ -177,6 +179,7 @@ NOTATION = {
     },
     "slimmable_resnet50": {"width_mult": "width"},
     "us_mobilenet_v2": {"width_mult": "width"},
+    "hydravit": {"heads": "heads"},
 }
 VALUES = st.one_of(
     st.integers(-50, 2000),
@@ -311,6 +314,9 @@ def test_elastic_compofa_has_a_kernel_axis(constructor_of: Any) -> None:
         ("compofa_mbv3", {"width_mult_list": [1.0, 1.2]}, "not elastic, give one"),
         ("compofa_mbv3", {"depth_list": [2, 3]}, "cannot be paired"),
         ("compofa_mbv3", {"depth_list": [3, 4, 5]}, "known for 4 blocks"),
+        ("hydravit", {"embed_dim": 760}, "a head has 64 features"),
+        ("hydravit", {"heads": [3, 13]}, "whole numbers from 1 to 12"),
+        ("hydravit", {"heads": [3.5]}, "whole numbers from 1 to 12"),
         ("ofa_proxyless", {"base_stage_width": "huge"}, "neither None, 'google' nor nine widths"),
     ],
 )

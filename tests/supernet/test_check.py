@@ -196,7 +196,7 @@ def test_the_families_pass(family: str) -> None:
     supernet = load_digits_supernet() if family == "digits" else small_supernet(family)
     x: Any = {"x": torch.zeros(1, 1, 16, 16)} if family == "digits" else small_inputs(family, 1)
     report = supernet.check(x)
-    assert len(report.compared) >= (0 if family == "slimmable_resnet50" else 1), report
+    assert len(report.compared) >= (0 if family in ("slimmable_resnet50", "hydravit") else 1), report
 
 
 def test_the_copy_has_the_value_everywhere_but_in_the_weights_of_the_subnet() -> None:
