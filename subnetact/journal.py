@@ -2,11 +2,13 @@
 
 The file has one JSON object per line. The first line holds the environment in which the work is done. Every
 record is one further line that is appended at once, so the cost of a record does not grow with their number.
-A last line that was cut short counts as not written.
+A last line that was cut short counts as not written. Every record has a checksum of itself and of the records
+before it, so that an edited journal is refused; checksums find accidents and edits, they are no signature.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from subnetact.documents import DocumentFormat
-from subnetact.errors import ResumeMismatch
+from subnetact.errors import FileFormatError, ResumeMismatch
 
 __all__ = ["Journal"]
 
@@ -58,9 +60,10 @@ class Journal:
         self.path = Path(path)
         self._removable = f"the folder {folder}" if folder else "the file"
         self.environment = json.loads(json.dumps(dict(environment)))
+        self._sum: str | None = _chained("", self.environment)
         self._records = self._read(resume) if self.path.exists() else []
         if not self._records:
-            JOURNAL.write(self.path, {"environment": self.environment})
+            JOURNAL.write(self.path, {"environment": self.environment, "checksums": True})
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(list(self._records))
@@ -90,8 +93,12 @@ class Journal:
             OSError: the file cannot be written.
         """
         line = {"record": record, **facts}
+        written = line
+        if self._sum is not None:
+            written = {**line, "sum": _chained(self._sum, line)}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(written) + "\n")
+        self._sum = written.get("sum")
         self._records.append(line)
 
     def _read(self, resume: bool) -> list[dict[str, Any]]:
@@ -100,8 +107,9 @@ class Journal:
             before = header["environment"]
             if not all(isinstance(found["record"], str) for found in records):
                 raise TypeError("the name of a record is not a string")
-        if not records:
-            return []
+            if not records:
+                return []
+            self._sum = self._checked(before, records) if "checksums" in header else None
         if not resume:
             raise ResumeMismatch(
                 f"{self.path}: holds {len(records)} records of an earlier run; resume it, or remove "
@@ -115,6 +123,24 @@ class Journal:
             )
         os.truncate(self.path, length)
         return records
+
+    def _checked(self, environment: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
+        """Take the checksums out of the records, and return the last."""
+        known = _chained("", environment)
+        for number, record in enumerate(records, start=2):
+            found = record.pop("sum", None)
+            known = _chained(known, record)
+            if found != known:
+                raise FileFormatError(
+                    f"{self.path}, line {number}: changed since it was written; restore the file, or remove "
+                    f"{self._removable} to begin anew"
+                )
+        return known
+
+
+def _chained(before: str, facts: Mapping[str, Any]) -> str:
+    """Return the checksum of facts and of everything before them."""
+    return hashlib.sha256(f"{before} {json.dumps(facts)}".encode()).hexdigest()[:16]
 
 
 def _differing(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.journal import Journal
+from subnetact.profile.measurements import Measurements
 
 
 def test_a_journal_cut_at_any_byte_goes_on_with_whole_records(tmp_path: Path) -> None:
@@ -71,3 +73,48 @@ def test_a_newer_journal_is_refused(tmp_path: Path) -> None:
     path.write_text("\n".join([json.dumps({**json.loads(lines[0]), "schema": 2}), *lines[1:], ""]))
     with pytest.raises(FileFormatError, match="schema 2"):
         Journal(path, {})
+
+
+def test_an_edited_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    journal = Journal(path, {"threads": 1})
+    for i in range(3):
+        journal.append("window", cell=[0, i, 1], host_ms=[0.5, float("nan")])
+    whole = path.read_text().splitlines(keepends=True)
+    edited = {
+        3: [*whole[:2], whole[2].replace("0.5", "0.4"), whole[3]],
+        4: [*whole[:3], whole[3].replace("[0, 2, 1]", "[0, 0, 1]")],
+        2: [whole[0], *whole[2:]],
+    }
+    for line, lines in edited.items():
+        path.write_text("".join(lines))
+        with pytest.raises(FileFormatError, match=rf"j\.jsonl, line {line}: changed since it was written"):
+            Journal(path, {"threads": 1})
+
+
+def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    header = {"kind": "subnetact.journal", "schema": 1, "environment": {"threads": 1}}
+    path.write_text(json.dumps(header) + '\n{"record": "window", "cell": [0, 0, 1]}\n')
+    Journal(path, {"threads": 1}).append("window", cell=[0, 1, 1])
+    assert [line["cell"][1] for line in Journal(path, {"threads": 1})] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"cell": [0, 0]},
+        {"cell": [0, 0, "1"]},
+        {"cell": [0, -1, 1]},
+        {"cell": [0, 0, 1], "host_ms": "x"},
+        {"cell": [0, 0, 1], "host_ms": [[1.0], [1.0, 2.0]]},
+        {"cell": [0, 0, 1], "host_ms": [float("inf")]},
+        {"cell": [0, 0, 1], "host_ms": []},
+        {"cell": [0, 0, 1], "host_ms": [10**400]},
+    ],
+)
+def test_impossible_measurements_are_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    journal = Journal(tmp_path / "j.jsonl", {})
+    journal.append("window", **facts)
+    with pytest.raises(FileFormatError, match=r"j\.jsonl: damaged"):
+        Measurements(journal)

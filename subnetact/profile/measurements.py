@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from subnetact.journal import Journal
+from subnetact.journal import JOURNAL, Journal
 from subnetact.profile.stability import CLOCKS, Window, is_stable
 
 __all__ = ["Cell", "Measurements"]
@@ -37,9 +38,19 @@ class Measurements:
         self._stable: dict[Cell, tuple[int, bool]] = {}
         self._journal = journal
         self._record = record
-        for line in journal.of(record) if journal else ():
+        if journal is not None:
+            with JOURNAL.fields(journal.path):
+                self._read(journal.of(record))
+
+    def _read(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
             co_runners, subnet, batch_size = line["cell"]
-            window = {clock: np.array(line[clock]) for clock in CLOCKS if clock in line}
+            if not all(type(n) is int and n >= 0 for n in line["cell"]):
+                raise ValueError(f"a cell {line['cell']!r}")
+            window = {clock: np.array(line[clock], np.float64) for clock in CLOCKS if clock in line}
+            for times in window.values():
+                if times.ndim != 1 or not times.size or not np.isfinite(times).all() or times.min() < 0:
+                    raise ValueError("times in ms that are not finite numbers >= 0")
             self._put((co_runners, subnet, batch_size), window or None)
 
     def add(self, cell: Cell, window: Window | None) -> None:

@@ -139,6 +139,8 @@ def check_job(job: ProfileJob, source: ProfileSource) -> None:
     """
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
+    if not 0 <= job.memory_budget_mb < math.inf:
+        raise TableError(f"memory_budget_mb: {job.memory_budget_mb} must be finite and at least 0")
     _check_co_runner_subnet(job, expected_count(source, job.request))
     known = given_accuracies(source, job.request)
     if known is not None:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
-from subnetact.journal import Journal
+from subnetact.journal import JOURNAL, Journal
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
@@ -235,10 +235,12 @@ def select_subnets(
     space = source.supernet.space
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
-        specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
+        with JOURNAL.fields(journal.path):
+            specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
+            accuracy, facts = list(line["accuracy"]), dict(line["facts"])
         if statistics.exists():
             source.supernet.norms = NormTable.load(statistics)
-        return Selection(specs, line["accuracy"], line["facts"])
+        return Selection(specs, accuracy, facts)
     if source.specs and request.subnets == "all":
         known = list(source.accuracy)
         if request.accuracy:

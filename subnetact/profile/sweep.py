@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 
+MOST_CO_RUNNERS = 256
+
+
 @dataclass(frozen=True)
 class SweepSettings:
     """How the cells of a table are measured.
@@ -92,6 +95,8 @@ class SweepSettings:
             raise TableError("co_runner_subnet: there are no co-runners; give --co-runners too")
         if list(self.co_runners) != sorted(set(self.co_runners)) or any(n < 1 for n in self.co_runners):
             raise TableError(f"co_runners: {list(self.co_runners)} must be ascending numbers >= 1")
+        if any(n > MOST_CO_RUNNERS for n in self.co_runners):
+            raise TableError(f"co_runners: {max(self.co_runners)} processes; start at most {MOST_CO_RUNNERS}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain lists, strings and numbers."""

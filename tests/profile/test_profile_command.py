@@ -397,7 +397,11 @@ def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supern
     assert run(tmp_path, *arguments) == 0
     measured = table_in(tmp_path).stamp["measured"]
     journal = tmp_path / "t.json.work" / "journal.jsonl"
-    journal.write_text(journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"'))
+    changed = journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"')
+    journal.write_text(changed)
+    assert run(tmp_path, *arguments, "--resume") == 2
+    assert "changed since it was written" in capsys.readouterr().err
+    journal.write_text(changed.replace(', "checksums": true', ""))
     assert run(tmp_path, *arguments, "--resume") == 0
     assert table_in(tmp_path).stamp["measured"] == "long ago"
     listed.write_text(json.dumps([space.format(space.largest())]))
@@ -423,7 +427,8 @@ def test_another_search_is_not_taken_up(tmp_path: Path) -> None:
     (first,) = work.glob("search-*.json")
     lines = (work / "journal.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines[1:] if json.loads(line)["record"] == "window"]
-    (work / "journal.jsonl").write_text("".join([lines[0], *kept]))  # the fit is measured again
+    header = lines[0].replace(', "checksums": true', "")
+    (work / "journal.jsonl").write_text("".join([header, *kept]))  # the fit is measured again
     assert run(tmp_path, *arguments, "--resume") == 0
     assert set(work.glob("search-*.json")) > {first}
 
@@ -610,3 +615,21 @@ def test_text_families_have_token_ids_for_input(tmp_path: Path, capsys: pytest.C
     chosen = ("--family", "dynabert", "--constructor", json.dumps(constructor), "--subnets", "random:1")
     assert run(tmp_path, *chosen, "--input-dtype", "float32", "--input-shape", "3") == 2
     assert "see --input-shape and --input-dtype" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--memory-budget-mb", "nan"), "memory_budget_mb: nan must be finite"),
+        (("--memory-budget-mb", "inf"), "memory_budget_mb: inf must be finite"),
+        (("--memory-budget-mb", -1), "memory_budget_mb: -1.0 must be finite"),
+        (("--batch-sizes", 99999999999), "larger than 65536"),
+        (("--co-runners", 99999), "99999 processes; start at most 256"),
+    ],
+)
+def test_impossible_numbers_are_refused_at_once(
+    tmp_path: Path, capsys: Any, option: tuple[Any, ...], words: str
+) -> None:
+    assert run(tmp_path, "--subnets", "random:2", *option) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
