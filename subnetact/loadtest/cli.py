@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.documents import replacing
+from subnetact.atomic_files import replacing
 from subnetact.errors import ServeError, SubnetActError
 from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.open_loop import Sent, summary
