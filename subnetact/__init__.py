@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from subnetact.costs.model import Cost, CostModel, cost
     from subnetact.engine.engine import Engine
     from subnetact.insertion.description import Description
-    from subnetact.insertion.insert import insert_
+    from subnetact.insertion.insert import describe, insert_
     from subnetact.latency.table import LatencyTable
     from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
@@ -108,6 +108,7 @@ _HOME = {
     "LatencyPredictor": "nas.latency_predictor",
     "SearchResult": "nas.search",
     "cost": "costs.model",
+    "describe": "insertion.insert",
     "evaluate": "nas.evaluation",
     "hypervolume": "pareto",
     "UsedWhen": "space",
@@ -176,6 +177,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "cost",
+    "describe",
     "errors",
     "evaluate",
     "hypervolume",

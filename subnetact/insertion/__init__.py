@@ -1,7 +1,10 @@
-"""Make an ordinary model elastic: find out what can be, describe it, insert the operators.
+"""Make an ordinary model elastic: find out what can be, describe it, try it on copies, insert the operators.
 
 Which file answers which question:
 
+- `insert.py`: `describe` and `insert_`; which models are refused at once.
 - `description.py`: what was found, in one form for every source: `Group`, `Member`, `Stage`, `Description`.
-- `insert.py`: `insert_`.
+- `analysis.py`: what the traced graph of a model tells (torch-kirigami).
+- `blocks.py`: blocks that a subnet may skip, and their importance.
+- `proof.py`: what is tried on copies before the model is touched.
 """

@@ -74,8 +74,6 @@ class Group:
         unit: every size is a multiple of this number.
         sizes: choice of the slot -> size, from the smallest to the full one. A choice is a share of the full
             size (0.5 for example) or a size.
-        exact: whether a subnet equals the model with everything unused set to zero. Normalisation over the
-            features of a group (LayerNorm) makes this False.
     """
 
     name: str
@@ -84,7 +82,6 @@ class Group:
     members: tuple[Member, ...]
     unit: int = 1
     sizes: Mapping[float, int] = field(default_factory=dict)
-    exact: bool = True
 
     def dimension(self, member: Member) -> str:
         """Return the name of the dimension that a member follows."""
@@ -127,7 +124,11 @@ class Stage:
 
 
 def sizes_of_choices(
-    full: int, choices: Sequence[float], unit: int = 1, smallest: int | None = None
+    full: int,
+    choices: Sequence[float],
+    unit: int = 1,
+    smallest: int | None = None,
+    divisor: int | None = None,
 ) -> dict[float, int]:
     """Turn choices into sizes.
 
@@ -138,6 +139,7 @@ def sizes_of_choices(
             multiples of `unit`, to the smaller one in case of a tie. The full size is added if it is missing.
         unit: see `choices`.
         smallest: the smallest size; if None, `unit`.
+        divisor: a multiple of `unit`; if None, `unit`.
 
     Returns:
         Choice -> size, in ascending order of size.
@@ -158,7 +160,8 @@ def sizes_of_choices(
         shares = sorted({*map(float, choices), 1.0})
         wrong = [share for share in shares if not 0 <= share <= 1]
         allowed = "shares from 0.0 to 1.0"
-        rounded = {} if wrong else {s: math.ceil(s * full / unit - 0.5) * unit for s in shares}
+        step = divisor or unit
+        rounded = {} if wrong else {s: math.ceil(s * full / step - 0.5) * step for s in shares}
         found = {share: min(full, max(least, size)) for share, size in rounded.items()} | {1.0: full}
     if wrong:
         raise InsertError(f"{wrong[0]!r} is not a choice; choose {allowed}")
@@ -268,7 +271,7 @@ class Description:
         Raises:
             InsertError: no group or stage has such a name, or a choice is not legal for one of them.
         """
-        names = self._matching(pattern)
+        names = self.matching(pattern)
         return self._edited(lambda slot: _resized(slot, choices) if slot.name in names else slot)
 
     def without(self, pattern: str, reason: str = "left out by the user") -> Description:
@@ -281,7 +284,7 @@ class Description:
         Raises:
             InsertError: no group or stage has such a name.
         """
-        names = self._matching(pattern)
+        names = self.matching(pattern)
         return self._edited(lambda slot: None if slot.name in names else slot, dict.fromkeys(names, reason))
 
     def merged(self, other: Description) -> Description:
@@ -309,6 +312,22 @@ class Description:
         return Description(
             self.name, self.groups.values(), self.stages.values(), self.refused, {**self.overrides, **elastic}
         )
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the names of the groups and stages that a pattern means.
+
+        Args:
+            pattern: a name, a pattern with `*`, `?` and `[...]`, or an axis.
+
+        Raises:
+            InsertError: there is none.
+        """
+        names = [s.name for s in self.slots.values() if pattern == s.axis or fnmatchcase(s.name, pattern)]
+        if not names:
+            raise InsertError(
+                f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"
+            )
+        return names
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -388,14 +407,6 @@ class Description:
                 if whole.count(member.part) > 1 or (member.start is not None and member.part in whole):
                     raise InsertError(f"{self.name}: {module}.{member.part} follows several groups")
 
-    def _matching(self, pattern: str) -> list[str]:
-        names = [s.name for s in self.slots.values() if pattern == s.axis or fnmatchcase(s.name, pattern)]
-        if not names:
-            raise InsertError(
-                f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"
-            )
-        return names
-
     def _edited(self, edit: Callable[[Any], Any], refused: Mapping[str, str] | None = None) -> Description:
         groups = [g for g in map(edit, self.groups.values()) if g is not None]
         stages = [s for s in map(edit, self.stages.values()) if s is not None]
@@ -410,7 +421,6 @@ class Description:
                     "axis": g.axis,
                     "full": g.full,
                     "unit": g.unit,
-                    "exact": g.exact,
                     "sizes": list(g.sizes.items()),
                     "members": [
                         [m.module, m.part, m.operator.__name__, m.multiple, m.start] for m in g.members
@@ -465,8 +475,9 @@ def _followed(members: list[tuple[Group, Member]]) -> Any:
 
 def _resized(slot: Group | Stage, choices: Sequence[float]) -> Group | Stage:
     smallest = 0 if isinstance(slot, Stage) else None
+    divisor = math.lcm(slot.unit, 8) if isinstance(slot, Group) and slot.full >= 32 else None
     try:
-        return replace(slot, sizes=sizes_of_choices(slot.full, choices, slot.unit, smallest))
+        return replace(slot, sizes=sizes_of_choices(slot.full, choices, slot.unit, smallest, divisor))
     except InsertError as error:
         raise InsertError(f"{slot.name}: {error}") from None
 
@@ -491,7 +502,6 @@ def _group(facts: Mapping[str, Any]) -> Group:
         members,
         facts["unit"],
         _read_sizes(facts["sizes"]),
-        facts["exact"],
     )
 
 

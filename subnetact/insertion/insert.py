@@ -1,30 +1,112 @@
-"""insert_: makes an ordinary model elastic in place, from a description that was found, read or written."""
+"""describe and insert_: what can be elastic in an ordinary model, and how the model becomes a supernet."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from subnetact.errors import InsertError
-from subnetact.insertion.description import Description
+from subnetact.insertion.analysis import LAYERS, TracedModel
+from subnetact.insertion.blocks import block_influences, skippable_blocks, stages_of
+from subnetact.insertion.description import AXES, Description, Group, Stage
+from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import Elastic
+from subnetact.operators.base import Operator
+from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.insert import insert_ as put_operators_
+from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["insert_"]
+__all__ = ["describe", "insert_"]
+
+SHARES = (0.5, 0.75, 1.0)
+"""The choices of every group and stage if none are given."""
+
+
+def describe(
+    model: nn.Module,
+    example: Any,
+    *,
+    axes: Sequence[str] = AXES,
+    choices: Mapping[str, Sequence[float]] | Sequence[float] | None = None,
+    only: str | Sequence[str] = "*",
+    fixed: str | Sequence[str] = (),
+    each_block: bool = False,
+    proof: bool = True,
+) -> Description:
+    """Find out what can be elastic in a model. The model is not changed.
+
+    Args:
+        model: an ordinary model, in evaluation mode.
+        example: an input of the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels), "ffn" (neurons
+            between two linear layers) and "heads" (attention heads).
+        choices: axis, or name or pattern of groups -> choices, as shares of the full size (floats) or sizes
+            (integers). A list is meant for all axes. What is not named has the shares 0.5, 0.75 and 1.0.
+        only: a pattern of names of modules, or several, as in "layer[34].*". Only groups whose outputs all
+            belong to such modules, and such blocks, become elastic.
+        fixed: a pattern of names of modules, or several. These modules stay as they are, and so does
+            everything that would change them.
+        each_block: whether every skippable block has a slot of its own, with the choices 0 and 1. If False,
+            a slot per stage says how many blocks are kept, the most important ones.
+        proof: whether to try the description on copies of the model. What fails is left out and listed in
+            `refused`.
+
+    Returns:
+        The description. `refused` has what cannot be elastic, with the reasons.
+
+    Raises:
+        InsertError: the example does not run, the model cannot be traced, is in training mode, already has
+            operators, is wrapped or quantised or has hooks, a choice is not legal, a pattern matches nothing,
+            or nothing can be elastic.
+        MissingExtra: torch-kirigami (the extra `auto`) is not installed.
+
+    Example:
+        >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
+    """
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown or not axes:
+        raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
+    _check_model(model)
+    patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
+    expected = _runs(model, example)
+    found = _found(model, example, "depth" in axes, each_block)
+    kept, stages, refused = _selected(found, axes, *patterns)
+    given = choices if isinstance(choices, Mapping) else dict.fromkeys(axes, choices or SHARES)
+    description = Description(type(model).__name__, kept, stages, refused)
+    for pattern in given:
+        if pattern not in axes:
+            description.matching(pattern)
+    description = _chosen(description, given)
+    if not description.slots:
+        raise InsertError(_nothing(model, description))
+    return _proved(model, description, example, expected) if proof else description
 
 
 def insert_(
     model: nn.Module,
     description: Description | SubnetSpace | None = None,
     elastic: Mapping[str, Elastic] | None = None,
+    *,
+    example: Any = None,
+    **options: Any,
 ) -> Supernet:
     """Make a model elastic in place and return the supernet around it.
 
-    There are two ways to call this function: `insert_(model, description)` with a `Description`,
-    and `insert_(model, space, elastic)` with a space and an elastic description written by hand.
+    There are three ways to call this function: `insert_(model, example=x)` finds out what can be elastic;
+    `insert_(model, description, example=x)` takes a `Description`, which may have been edited or read; and
+    `insert_(model, space, elastic)` takes a space and an elastic description written by hand.
+
+    With an example, everything is tried on copies of the model first: the largest subnet equals the model,
+    subnets do not read weights that they do not use, and they equal the model in which everything that they
+    do not use is zero and skipped blocks are identities.
 
     A hand-written elastic description names every module that consumes a narrowed output as well: the
     BatchNorm after a narrowed convolution (`channels=`) and the next convolution or linear layer (`in_=`).
@@ -33,31 +115,213 @@ def insert_(
 
     Args:
         model: an ordinary model. Its modules are replaced; its parameters keep their names.
-        description: a description, or a search space.
+        description: a description, or a search space. If None, `describe` finds one.
         elastic: name of a module -> operator, with the dimension of the space that each of its parts
-            follows. It is given with a space only.
+            follows. With an example and without a space, these entries replace what `describe` finds.
+        example: an input of the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        options: the further arguments of `describe`.
 
     Returns:
-        The supernet. Its `report` says what became elastic and which modules with weights stayed fixed.
+        The supernet. Its `report` says what became elastic and which modules with weights stayed fixed. The
+        largest subnet is calibrated: its BatchNorm statistics are those of the model.
 
     Raises:
-        InsertError: a module or a dimension does not exist, a module cannot be made elastic, or a size of
-            the largest subnet exceeds it. The model is then unchanged.
+        InsertError: a module or a dimension does not exist, a module cannot be made elastic, a size of the
+            largest subnet exceeds it, the proof fails, or for the reasons that `describe` names. The model is
+            then unchanged.
+        MissingExtra: torch-kirigami (the extra `auto`) is not installed and no description is given.
 
     Example:
-        >>> elastic = {
-        ...     "conv1": WeightSlice.on(out="width"),
-        ...     "bn1": SubnetNorm.on(channels="width"),
-        ...     "conv2": WeightSlice.on(in_="width"),
-        ... }
-        >>> supernet = insert_(model, space, elastic)
+        >>> supernet = insert_(torchvision.models.resnet18().eval(), example=torch.randn(1, 3, 224, 224))
         >>> print(supernet.report)
     """
-    if isinstance(description, SubnetSpace) and elastic is not None:
+    if isinstance(description, SubnetSpace) and elastic is not None and not options:
         return put_operators_(model, description, elastic)
-    if not isinstance(description, Description) or elastic is not None:
+    if description is None and example is not None:
+        description = describe(model, example, **options)
+        if elastic is not None:
+            description = _tried(model, description.override(elastic), example)
+    elif isinstance(description, Description) and elastic is None and not options:
+        _check_model(model)
+        if example is not None:
+            description = _tried(model, description, example)
+    else:
         raise InsertError(
-            "insert_ takes a model and a description (insert_(model, description)), or a model, a "
-            "space and an elastic description (insert_(model, space, elastic))"
+            "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
+            "(insert_(model, description, example=x)), or a model, a space and an elastic description "
+            "(insert_(model, space, elastic))"
         )
-    return put_operators_(model, description.space, description.elastic)
+    supernet = put_operators_(model, description.space, description.elastic)
+    _adopt_statistics(supernet)
+    return supernet
+
+
+# -- finding ----------------------------------------------------------------------------------------
+
+_Found = tuple[list[Group], list[Stage], dict[str, str]]
+
+
+def _found(model: nn.Module, example: Any, depth: bool, each_block: bool) -> _Found:
+    """Return groups and stages without choices, and what is refused."""
+    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
+    traced = TracedModel(model, args, example if isinstance(example, dict) else {})
+    graph = traced.graph()
+    groups: list[Group] = []
+    refused: dict[str, str] = {}
+    for item in traced.groups(_layers(model, graph)):
+        if isinstance(item, Group):
+            groups.append(item)
+        else:
+            refused[item[0]] = item[1]
+    stages: list[Stage] = []
+    if depth:
+        blocks = skippable_blocks(model, graph)
+        influence = block_influences(model, example, list(blocks))
+        stages = (
+            [Stage(f"{block}.depth", (block,)) for block in blocks]
+            if each_block
+            else stages_of(blocks, influence)
+        )
+    return groups, stages, refused
+
+
+def _layers(model: nn.Module, graph: Any) -> list[str]:
+    """Return the names of the layers that the graph calls, in this order."""
+    modules = dict(model.named_modules())
+    called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    inside = [n for path in called for n in modules if n == path or n.startswith(f"{path}.")]
+    return [n for n in dict.fromkeys(inside) if isinstance(modules[n], LAYERS)]
+
+
+def _selected(found: _Found, axes: Sequence[str], only: list[str], fixed: list[str]) -> _Found:
+    """Return what the axes and the patterns leave."""
+
+    def allowed(inner: Sequence[str], all_: Sequence[str]) -> bool:
+        wanted = all(any(fnmatchcase(name, p) for p in only) for name in inner)
+        return wanted and not any(fnmatchcase(name, p) for name in all_ for p in fixed)
+
+    groups, stages, refused = found
+    kept = [
+        group
+        for group in groups
+        if group.axis in axes
+        and allowed([m.module for m in group.members if m.part == "out"], [m.module for m in group.members])
+    ]
+    left = []
+    for stage in stages:
+        blocks = tuple(block for block in stage.blocks if allowed([f"{block}."], [block, f"{block}."]))
+        if blocks:
+            left.append(replace(stage, blocks=blocks))
+    return kept, left, {n: why for n, why in refused.items() if allowed([n], [n])}
+
+
+def _chosen(description: Description, choices: Mapping[str, Sequence[float]]) -> Description:
+    """Return a description with choices; later patterns count more, the shares of all others are `SHARES`."""
+    for axis in AXES:
+        if any(slot.axis == axis for slot in description.slots.values()):
+            description = description.with_choices(axis, choices.get(axis, SHARES))
+    for pattern, given in choices.items():
+        if pattern not in AXES:
+            description = description.with_choices(pattern, given)
+    return description
+
+
+def _nothing(model: nn.Module, description: Description) -> str:
+    reasons = "; ".join(f"{name}: {why}" for name, why in list(description.refused.items())[:5])
+    return f"nothing in {type(model).__name__} can be elastic; {reasons or 'no layer or block is in reach'}"
+
+
+# -- proof ------------------------------------------------------------------------------------------
+
+
+def _proved(model: nn.Module, description: Description, example: Any, expected: list[Tensor]) -> Description:
+    """Return the description without what fails its proof."""
+    while True:
+        trial = Proof(model, description, example, expected)
+        failure = trial.failure()
+        if failure is None:
+            return description
+        culprits = trial.culprits()
+        if not culprits:
+            raise InsertError(f"{type(model).__name__}: {failure}")
+        for name, why in culprits.items():
+            description = description.without(name, why)
+        if not description.slots:
+            raise InsertError(_nothing(model, description))
+
+
+def _tried(model: nn.Module, description: Description, example: Any) -> Description:
+    """Return the description if it passes its proof."""
+    trial = Proof(model, description, example, _runs(model, example))
+    failure = trial.failure()
+    if failure is not None:
+        named = trial.culprits()
+        raise InsertError("; ".join(f"{name}: {why}" for name, why in named.items()) or failure)
+    return description
+
+
+def _adopt_statistics(supernet: Supernet) -> None:
+    """Give the largest subnet the BatchNorm statistics that the model came with."""
+    if supernet.norm_operators():
+        largest = supernet.space.largest()
+        supernet.norms.update({largest: NormRow.of(supernet.statistics(largest))})
+
+
+# -- bad input --------------------------------------------------------------------------------------
+
+
+def _runs(model: nn.Module, example: Any) -> list[Tensor]:
+    try:
+        return outputs_of(model, example)
+    except Exception as error:
+        raise InsertError(
+            f"{type(model).__name__} does not run on the example: {error}; give what you would give to the "
+            "model: a tensor, a tuple of arguments or a dictionary of named arguments"
+        ) from error
+
+
+def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[str]:
+    patterns = [given] if isinstance(given, str) else list(given)
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InsertError(
+                f"{what}: no module matches {pattern!r}; the model has {', '.join(names[1:8])}, ..."
+            )
+    return patterns
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse models that cannot become supernets, before anything is done.
+
+    Raises:
+        InsertError: see `describe`.
+    """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise InsertError(f"expected a model, got {type(given).__name__}; give an nn.Module")
+    name = type(model).__name__
+    if isinstance(model, Supernet) or any(isinstance(m, Operator) or is_view(m) for m in model.modules()):
+        raise InsertError(f"{name} already has operators; give the ordinary model (supernet.remove())")
+    wrapped = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule)
+    for path, module in model.named_modules():
+        where = f"{name}.{path}" if path else name
+        if isinstance(module, wrapped):
+            inner = "_orig_mod" if isinstance(module, wrapped[2]) else "module"
+            raise InsertError(
+                f"{where} is wrapped in {type(module).__name__}; give the model inside, .{inner}, and wrap "
+                "the supernet instead"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InsertError(f"{where} is a scripted module; give the model that it was made from")
+        if "quantized" in type(module).__module__ or any(t.is_quantized for t in module.buffers(False)):
+            raise InsertError(f"{where} is quantised; insert operators first and quantise subnets afterwards")
+        if parametrize.is_parametrized(module):
+            raise InsertError(
+                f"{where} has parametrised weights; make them permanent first, with remove_parametrizations"
+            )
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if any(hooks):
+            raise InsertError(f"{where} has hooks, which subnets would run as well; remove them first")
+    if any(module.training for module in model.modules()):
+        raise InsertError(f"{name} is in training mode; call model.eval() first")

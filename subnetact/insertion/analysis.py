@@ -1,0 +1,363 @@
+"""Analysis of the traced graph: which parts of which modules have to be narrowed together, and why not.
+
+This is the only module that knows the package behind it (torch-kirigami, the extra `auto`). The package
+captures the forward of a model with torch.fx and relates the coordinates of all tensors. Here the upper half
+of the outputs of a layer is removed, and what goes with it is read off: if a suffix of one axis goes in every
+tensor, what stays is a prefix, and a group is found. If something else goes, the layer is refused with the
+reason.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from subnetact.errors import InsertError, MissingExtra
+from subnetact.insertion.description import Group, Member
+from subnetact.operators import (
+    AttentionSlice,
+    ElasticAttribute,
+    LayerNormSlice,
+    Operator,
+    SubnetNorm,
+    WeightSlice,
+)
+from subnetact.operators.subnet_norm import BATCH_NORMS
+
+__all__ = ["TracedModel"]
+
+INPUTS_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (*CONVOLUTIONS, nn.Linear, *INPUTS_FIRST)
+MOST_SEGMENTS = 256
+"""If more segments than these would be kept of one part, its channels are interleaved."""
+
+WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
+"""Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
+
+SILENT_IN_EVALUATION = ("stochastic_depth", "drop_path", "drop_block_2d", "drop_block_fast_2d")
+"""Functions that return their first argument outside of training."""
+
+
+@dataclass(frozen=True)
+class _Removed:
+    """What goes with a removed half, per part of a module: (start, stop) of the removed runs."""
+
+    runs: Mapping[tuple[str, str], tuple[tuple[int, int], ...]]
+    operators: Mapping[str, type[Operator]]
+
+
+class _Refused(Exception):
+    """A layer cannot be narrowed; the message is the reason."""
+
+
+class TracedModel:
+    """The graph of a model's forward, with the relations between its tensors.
+
+    Args:
+        model: the model; it is not changed.
+        args: the inputs by position.
+        kwargs: the inputs by name.
+
+    Raises:
+        MissingExtra: torch-kirigami is not installed.
+        InsertError: the model cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        kirigami = _package()
+        self._span = kirigami.IndexSet.span
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._graph = kirigami.DependencyGraph.build(
+                    model, args=args, kwargs=dict(kwargs), operators=_rules()
+                )
+        except Exception as error:
+            raise InsertError(
+                f"{type(model).__name__} cannot be traced: {_first_line(error)}; describe its elastic "
+                "modules by hand, or make its forward free of branches on values"
+            ) from error
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
+        self._parameters = dict(model.named_parameters())
+
+    def graph(self) -> Graph:
+        """Return a copy of the traced graph, whose nodes know their shapes."""
+        found: Graph = self._graph.fx_graph
+        return found
+
+    def groups(self, layers: Sequence[str]) -> Iterator[Group | tuple[str, str]]:
+        """Yield what follows the outputs of each layer.
+
+        Args:
+            layers: the names of convolutions, linear layers and embeddings, in the order of the forward.
+
+        Yields:
+            A group without choices, named after its first layer, or the name of a refused layer and the
+            reason. A layer whose outputs follow an earlier group is left out.
+        """
+        known: set[tuple[str, str]] = set()
+        refused: dict[str, str] = {}
+        checked = self._graph._queries_checked.set(True)  # nothing changes the model between these queries
+        try:
+            found = []
+            for layer in layers:
+                if (layer, "out") in known:
+                    continue
+                try:
+                    group = self._group(layer)
+                except _Refused as reason:
+                    refused[layer] = str(reason)
+                    continue
+                known |= {(member.module, member.part) for member in group.members}
+                found.append(group)
+        finally:
+            self._graph._queries_checked.reset(checked)
+        yield from found
+        yield from ((layer, why) for layer, why in refused.items() if (layer, "out") not in known)
+
+    # -- inner parts -------------------------------------------------------------------------------
+
+    def _group(self, layer: str) -> Group:
+        module = self._modules[layer]
+        axis = 1 if isinstance(module, INPUTS_FIRST) else 0
+        reference = self._graph.parameter(f"{layer}.weight")
+        full = int(reference.shape[axis])
+        if full < 2:
+            raise _Refused("it has one output only")
+        kept = full // 2
+        impact = self._graph.propagate(remove=[reference.axis(axis).select(self._span(kept, full))])
+        unit = self._unit(impact)
+        if unit > full // 2 or full % unit:
+            raise _Refused(f"its outputs come in units of {unit}, of which it has {full / unit:g}")
+        if kept % unit:
+            kept = kept // unit * unit
+            impact = self._graph.propagate(remove=[reference.axis(axis).select(self._span(kept, full))])
+        removed = self._removed(impact)
+        members = [
+            member
+            for (path, part), runs in removed.runs.items()
+            for member in self._members(path, part, removed.operators[path], runs, kept, full)
+        ]
+        if not any((m.module, m.part) == (layer, "out") for m in members):
+            raise _Refused("its outputs are not sliced on their own")
+        members += self._numbers(impact, full)
+        kind = _kind(self._modules, members)
+        return Group(f"{layer}.{kind}", kind, full, tuple(members), unit)
+
+    def _removed(self, impact: Any) -> _Removed:
+        for diagnostic in impact.diagnostics:
+            if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
+                raise _Refused(_reason(diagnostic))
+        if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
+            raise _Refused("its outputs are inputs or outputs of the model")
+        runs: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
+        operators: dict[str, type[Operator]] = {}
+        for selection in (*impact.parameters, *impact.buffers):
+            if len(selection.tensor.paths) > 1:
+                raise _Refused(f"{' and '.join(selection.tensor.paths)} are one tied tensor")
+            path, _, name = selection.tensor.paths[0].rpartition(".")
+            whole = 1
+            for dim, length in enumerate(selection.tensor.shape):
+                indices = selection.fully_selected_indices(dim)
+                whole *= length - len(indices)
+                if not indices:
+                    continue
+                if self._is_free(path, name, dim):
+                    continue
+                operators[path], part = _part(self._modules[path], path, name, dim)
+                found = tuple((int(a), int(b)) for a, b in indices.intervals)
+                if runs.setdefault((path, part), found) != found:
+                    raise _Refused(f"different channels of the tensors of {path} go with it")
+            if selection.count != math.prod(selection.tensor.shape) - whole:
+                raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
+        return _Removed(runs, operators)
+
+    def _unit(self, impact: Any) -> int:
+        """Return the number of channels that only go together, because grouped layers drop whole groups."""
+        unit = 1
+        for selection in impact.parameters:
+            module = self._modules[selection.tensor.paths[0].rpartition(".")[0]]
+            groups = int(getattr(module, "num_groups" if isinstance(module, nn.GroupNorm) else "groups", 1))
+            if groups > 1 and isinstance(module, (*LAYERS, nn.GroupNorm)):
+                rows = selection.tensor.shape[0]
+                unit = math.lcm(unit, rows // groups)
+        return unit
+
+    def _members(
+        self,
+        path: str,
+        part: str,
+        kind: type[Operator],
+        runs: tuple[tuple[int, int], ...],
+        kept: int,
+        full: int,
+    ) -> Iterator[Member]:
+        """Yield the members that keep a prefix of each of their segments."""
+        length = self._length(path, part, kind)
+        if len(runs) > MOST_SEGMENTS:
+            raise _Refused(f"the channels of {path} are interleaved")
+        end = 0
+        for start, stop in runs:
+            multiple, rest = divmod(stop - start, full - kept)
+            begin = stop - multiple * full
+            if rest or not multiple or begin < end:
+                raise _Refused(f"{path} keeps no prefix of its channels: {start} to {stop} go with it")
+            end = stop
+            yield Member(path, part, kind, multiple, None if (begin, stop) == (0, length) else begin)
+
+    def _is_free(self, path: str, name: str, dim: int) -> bool:
+        """Tell whether an axis is the heads of a MultiheadAttention, which need not follow the width."""
+        owner = path.removesuffix(".out_proj") if dim == 1 else path if name.startswith("in_proj") else ""
+        return (
+            dim < 2
+            and owner != ""
+            and isinstance(self._modules.get(owner), nn.MultiheadAttention)
+            and (path != owner or dim == 0)
+        )
+
+    def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
+        """Yield the numbers that a forward reads to reshape what goes: attributes that hold the full size.
+
+        The graph has the values of these numbers and not their names. The proof of the insertion shows
+        whether the right ones were found.
+        """
+        for requirement in impact.requirements:
+            if getattr(requirement, "kind", "") != "shape_arguments":
+                continue
+            if requirement.tensors[0].id not in impact.selections:
+                continue
+            node = self._nodes[requirement.target]
+            if full not in node.args[1:] and full not in node.kwargs.values():
+                continue
+            stack = node.meta.get("nn_module_stack") or {}
+            path = next((p for p, _ in reversed(stack.values())), "")
+            names = {
+                name
+                for cls in type(self._modules[path]).__mro__
+                for key, method in vars(cls).items()
+                if key != "__init__" and hasattr(method, "__code__")
+                for name in method.__code__.co_names
+            }
+            for name, value in vars(self._modules[path]).items():
+                if name in names and type(value) is int and value == full:
+                    yield Member(path, name, ElasticAttribute)
+
+    def _length(self, path: str, part: str, kind: type[Operator]) -> int:
+        try:
+            made = kind(self._modules[path], path, {part: 0})
+            made.check()
+            return made.full(part)
+        except InsertError as error:
+            raise _Refused(str(error)) from None
+
+
+def _part(module: nn.Module, path: str, name: str, axis: int) -> tuple[type[Operator], str]:
+    """Return the operator, and the part of it, that slices an axis of a tensor of a module."""
+    if isinstance(module, BATCH_NORMS):
+        return SubnetNorm, "channels"
+    if isinstance(module, nn.MultiheadAttention) and name.startswith("in_proj"):
+        return AttentionSlice, ("out", "in_")[axis]
+    if isinstance(module, LAYERS) and name in ("weight", "bias"):
+        inputs = (0, 1)[not isinstance(module, INPUTS_FIRST)]
+        if name == "weight" and axis > 1:
+            raise _Refused(f"axis {axis} of {path}.weight goes with it")
+        return WeightSlice, "in_" if name == "weight" and axis == inputs else "out"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+        return LayerNormSlice, "features"
+    if name not in module._parameters:
+        raise _Refused(f"the buffer {path}.{name} goes with it")
+    return ElasticAttribute, f"{name}.{axis}"
+
+
+def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:
+    """Return the axis of a group: feed-forward neurons lie between linear layers, without anything else."""
+    linear = all(isinstance(modules[m.module], nn.Linear) for m in members)
+    return "ffn" if linear and sum(m.part == "out" for m in members) <= 2 else "width"
+
+
+def _reason(diagnostic: Any) -> str:
+    where = f" at {diagnostic.node}" if diagnostic.node else ""
+    return f"the analysis cannot see through the model{where}: {diagnostic.message}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+# -- the package ------------------------------------------------------------------------------------
+
+
+def _package() -> Any:
+    try:
+        import torch_kirigami
+    except ImportError as error:
+        raise MissingExtra(
+            "finding what can be elastic needs torch-kirigami; pip install 'subnetact[auto]', or describe "
+            "the model by hand"
+        ) from error
+    return torch_kirigami
+
+
+@cache
+def _rules() -> Any:
+    """Return the rules of the package, with some for calls that compute no tensor or change none."""
+    import torch.nn.functional as F
+    from torch_kirigami.dep_graph.operation import OperatorRule, OperatorSpec
+    from torch_kirigami.dep_graph.registry import OperatorRegistry
+    from torch_kirigami.errors import UnsupportedOperation
+
+    class WithoutTensors(OperatorRule):
+        """A call with neither tensors in nor out, such as a comparison of sizes, relates nothing."""
+
+        def __init__(self, inner: Any = None) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def build_spec(self, operation: Any) -> Any:
+            if not operation.inputs and not operation.outputs:
+                return OperatorSpec()
+            if self.inner is None:
+                raise UnsupportedOperation("No semantics registered")
+            return self.inner.build_spec(operation)
+
+        def tensor_effects(self, node: Any, module: Any) -> Any:
+            if self.inner is None:
+                return super().tensor_effects(node, module)
+            return self.inner.tensor_effects(node, module)
+
+    class Rules(OperatorRegistry):
+        """The rules of the package, and those of this module."""
+
+        def copy(self) -> Any:
+            copied = super().copy()
+            copied.__class__ = Rules
+            return copied
+
+        def lookup(self, node: Any, module: Any) -> Any:
+            if node.op == "call_function":
+                if node.target in comparisons:
+                    return comparisons[node.target]
+                if getattr(node.target, "__name__", "") in SILENT_IN_EVALUATION:
+                    return dropout
+            return super().lookup(node, module)
+
+    rules = OperatorRegistry.default()
+    rules.__class__ = Rules
+    dropout = rules.functions[F.dropout]
+    compared = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+    scalars = (*compared, operator.and_, operator.or_, operator.not_, torch._assert, int, bool, max, min)
+    comparisons = {target: WithoutTensors(rules.functions.get(target)) for target in scalars}
+    return rules

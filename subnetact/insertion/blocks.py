@@ -1,0 +1,161 @@
+"""Blocks that a subnet may skip: residual blocks in stacks, found in a traced graph, and their importance.
+
+A block is skippable if the identity can stand in its place: it is a layer of a `Sequential` or a
+`ModuleList`, takes one tensor and returns one of the same shape and type, and there is a way from its input
+to its output that passes additions and otherwise nothing but activations, norms and dropout. A block without
+such a shortcut, a convolution of equal widths for example, computes something that its successors rely on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from subnetact.insertion.description import Stage
+from subnetact.supernet.batches import call_with
+
+__all__ = ["block_influences", "skippable_blocks", "stages_of"]
+
+STACKS = (nn.Sequential, nn.ModuleList)
+ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+TRANSPARENT_MODULES = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU)
+TRANSPARENT_FUNCTIONS = (
+    F.relu,
+    torch.relu,
+    F.gelu,
+    F.silu,
+    F.dropout,
+    F.layer_norm,
+    "relu",
+    "relu_",
+    "clone",
+)
+"""What may lie on the way from the input of a block to its output, beside additions."""
+
+
+def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]:
+    """Return the blocks that the identity can replace, with the shape of their input, in the order they run.
+
+    Args:
+        model: the model.
+        graph: its traced graph, whose nodes know their modules and shapes.
+    """
+    modules = dict(model.named_modules())
+    nodes: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            nodes.setdefault(path, []).append(node)
+    found: dict[str, torch.Size] = {}
+    for path, inside in nodes.items():
+        stack = modules.get(path.rpartition(".")[0]) if "." in path else None
+        if isinstance(stack, STACKS) and not isinstance(modules.get(path), STACKS[1]):
+            shape = _residual_shape(inside, modules)
+            if shape is not None:
+                found[path] = shape
+    outer = {path for path in found for other in found if other.startswith(f"{path}.")}
+    return {path: shape for path, shape in found.items() if path not in outer}
+
+
+def stages_of(blocks: Mapping[str, torch.Size], influence: Mapping[str, float]) -> list[Stage]:
+    """Return the stages, without choices: runs of blocks of one stack whose inputs have one shape.
+
+    Args:
+        blocks: what `skippable_blocks` returned.
+        influence: block -> its importance.
+    """
+    runs = [list(run) for _, run in groupby(blocks, lambda path: (path.rpartition(".")[0], blocks[path]))]
+    stacks = [run[0].rpartition(".")[0] for run in runs]
+    return [
+        Stage(
+            f"{stack if stacks.count(stack) == 1 else run[0]}.depth",
+            tuple(sorted(run, key=lambda path: -influence.get(path, 0.0))),
+        )
+        for stack, run in zip(stacks, runs, strict=True)
+    ]
+
+
+def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[str, float]:
+    """Run the model and return how much every block changes the direction of its input, from 0 to 2.
+
+    Args:
+        model: the model.
+        x: an input.
+        blocks: the names of the blocks.
+
+    Returns:
+        One minus the cosine similarity of the input and the output, averaged over the batch.
+
+    Source:
+        The "block influence" of ShortGPT (Men et al., 2024).
+    """
+    found: dict[str, float] = {}
+    handles = []
+    modules = dict(model.named_modules())
+    for path in blocks:
+
+        def measure(_: nn.Module, args: Any, output: Any, path: str = path) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                a, b = (t.detach().float().flatten(1) for t in (args[0], output))
+                found[path] = 1.0 - float(F.cosine_similarity(a, b).mean())
+
+        handles.append(modules[path].register_forward_hook(measure))
+    try:
+        with torch.no_grad():
+            call_with(model, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _residual_shape(inside: list[fx.Node], modules: Mapping[str, nn.Module]) -> torch.Size | None:
+    """Return the shape of the input of a residual block that consists of some nodes, or None for others."""
+    members = set(inside)
+    inputs = {n for node in inside for n in node.all_input_nodes if n not in members and _shape(n)}
+    outputs = {node for node in inside if any(user not in members for user in node.users)}
+    if len(inputs) != 1 or len(outputs) != 1:
+        return None
+    (entry,), (end,) = inputs, outputs
+    shape = _shape(entry)
+    if shape is None or shape != _shape(end):
+        return None
+    return shape[0] if _shortcut(end, entry, members, modules) else None
+
+
+def _shape(node: fx.Node) -> tuple[torch.Size, torch.dtype] | None:
+    facts = node.meta.get("tensor_meta")
+    shape = getattr(facts, "shape", None)
+    return None if shape is None else (shape, facts.dtype)  # type: ignore[union-attr]
+
+
+def _shortcut(end: fx.Node, entry: fx.Node, members: set[fx.Node], modules: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a way leads from the entry to the end, with an addition and nothing that computes."""
+    ways: list[tuple[fx.Node, bool]] = [(end, False)]
+    seen: set[tuple[fx.Node, bool]] = set()
+    while ways:
+        node, added = ways.pop()
+        if node is entry and added:
+            return True
+        if node not in members or (node, added) in seen:
+            continue
+        seen.add((node, added))
+        if node.target in ADDITIONS:
+            ways += [(source, True) for source in node.all_input_nodes]
+        elif _transparent(node, modules):
+            ways += [(source, added) for source in node.all_input_nodes[:1]]
+    return False
+
+
+def _transparent(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        module = modules.get(str(node.target))
+        return isinstance(module, TRANSPARENT_MODULES) or type(module).__name__ == "DropPath"
+    target: str | Callable[..., Any] = node.target
+    return target in TRANSPARENT_FUNCTIONS

@@ -1,0 +1,234 @@
+"""Proof at insertion: what a description says of a model is tried before the model is touched.
+
+All that follows runs on copies. The structure of the model is copied and shares its weights; operators are
+put into the copy.
+
+1. The largest subnet equals the model.
+2. Subnets equal their extraction if all weights that they do not use are NaN.
+3. Subnets equal the model in which everything that they do not use is zero and skipped blocks are identities.
+   A slice of the wrong rows passes the first two tests and not this one.
+
+For the second and the third test, small random numbers are added to all vectors of weights. Otherwise a scale
+that training begins at zero, such as that of the last BatchNorm of a residual block, would hide the block.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from subnetact.errors import InsertError
+from subnetact.insertion.description import Description
+from subnetact.operators import LayerNormSlice, LayerSelect
+from subnetact.operators.view_module import owned
+from subnetact.space import SizeRow, SubnetSpace
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.check import difference
+from subnetact.supernet.insert import insert_ as put_operators_
+from subnetact.supernet.unused_weights import (
+    fill_unused_,
+    loud_operators,
+    masked_reference,
+    private_copy,
+    shared_view,
+)
+
+__all__ = ["Proof", "outputs_of"]
+
+EXACT = 1e-5
+"""The largest difference of outputs that should be equal, as a share of the largest output."""
+COMPARED = 1e-3
+"""The same for the masked model, which sums over more numbers."""
+RANDOM_SUBNETS = 2
+ENOUGH_S = 1.5
+"""After so many seconds no further random subnets are tried."""
+
+
+def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
+    """Run a model and return all floating-point tensors of its output, copied."""
+    with torch.no_grad():
+        found = call_with(model, map_tensors(_copied, x))
+    return [t.clone() for t in tree_leaves(found) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+class Proof:
+    """Tries a description on copies of a model.
+
+    Args:
+        model: the model, in evaluation mode; it is only read.
+        description: the description.
+        x: an input of the model.
+        expected: what `outputs_of` returned for the model.
+
+    Raises:
+        InsertError: the operators cannot be put in.
+    """
+
+    def __init__(self, model: nn.Module, description: Description, x: Any, expected: list[Tensor]) -> None:
+        self.description = description
+        self.x = x
+        self.expected = expected
+        trial = _structure(model)
+        self.network = put_operators_(trial, description.space, description.elastic).network
+        self.space: SubnetSpace = description.space
+        self.largest = self.space.resolve(self.space.largest())
+        self._weights: tuple[nn.Module, nn.Module] | None = None
+
+    def failure(self) -> str | None:
+        """Run all tests and return what is wrong with the description; if nothing is, None."""
+        start = time.perf_counter()
+        try:
+            full = outputs_of(shared_view(self.network, self.largest), self.x)
+        except Exception as error:
+            return f"the largest subnet does not run: {_line(error)}"
+        if not _close(full, self.expected, EXACT):
+            return "the largest subnet differs from the model"
+        rng = random.Random(0)
+        drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
+        every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
+        for spec in dict.fromkeys([self.space.smallest(), every_block, *drawn]):
+            if spec in drawn and time.perf_counter() - start > ENOUGH_S:
+                break
+            wrong = self._wrong(spec)
+            if wrong is not None:
+                return wrong
+        return None
+
+    def culprits(self) -> dict[str, str]:
+        """Return the groups and stages that are wrong on their own, each with what is wrong with it."""
+        found: dict[str, str] = {}
+        self._search(list(self.description.slots), found)
+        return found
+
+    # -- inner parts -------------------------------------------------------------------------------
+
+    def _search(self, slots: Sequence[str], found: dict[str, str]) -> None:
+        wrong = self._wrong(self._narrowed(slots))
+        if wrong is None:
+            return
+        if len(slots) == 1:
+            found[slots[0]] = wrong
+            return
+        before = len(found)
+        for half in (slots[: len(slots) // 2], slots[len(slots) // 2 :]):
+            self._search(half, found)
+        if len(found) == before:
+            found.update(dict.fromkeys(slots, wrong))
+
+    def _narrowed(self, slots: Iterable[str]) -> SubnetSpec:
+        narrowed = set(slots)
+        return self.space.spec(
+            **{
+                axis.name: [slot.choices[0 if slot.name in narrowed else -1] for slot in axis.slots]
+                for axis in self.space.axes
+            }
+        )
+
+    def _wrong(self, spec: SubnetSpec) -> str | None:
+        """Return what is wrong with one subnet, or None."""
+        row = self.space.resolve(spec)
+        network, spare = self._perturbed()
+        try:
+            extracted = outputs_of(owned(shared_view(network, row)).eval(), self.x)
+        except Exception as error:
+            return f"a subnet does not run: {_line(error)}"
+        fill_unused_(spare, network, row, float("nan"))
+        if not _close(outputs_of(shared_view(spare, row), self.x), extracted, EXACT):
+            return "a subnet reads weights that it should not use"
+        reference = masked_reference(spare, network, row, self.largest)
+        if not self._comparable(network, reference, row):
+            return None
+        try:
+            masked = outputs_of(reference, self.x)
+        except Exception as error:
+            return f"the model does not run with unused weights at zero: {_line(error)}"
+        if not _close(masked, extracted, COMPARED):
+            where = difference(shared_view(network, row), reference, self.x) or "its output"
+            return f"a subnet differs from the model with unused weights at zero, first at {where}"
+        return None
+
+    def _perturbed(self) -> tuple[nn.Module, nn.Module]:
+        if self._weights is None:
+            network = private_copy(self.network)
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for name, tensor in network.state_dict(keep_vars=True).items():
+                    if tensor.is_floating_point() and tensor.numel() == max(tensor.shape, default=1):
+                        noise = 0.1 + 0.2 * torch.rand(tensor.shape, generator=generator)
+                        tensor.add_(
+                            noise.to(tensor) if "running_mean" not in name else noise.to(tensor) - 0.2
+                        )
+            self._weights = network, private_copy(network)
+        return self._weights
+
+    def _comparable(self, network: nn.Module, reference: nn.Module, row: SizeRow) -> bool:
+        """Let the norms of the reference see the kept features only; tell whether that was possible."""
+        stacks = [module for module in network.modules() if isinstance(module, LayerSelect)]
+        skipped = any(len(stack.kept(row)) < len(stack._modules) for stack in stacks)
+        for loud in loud_operators(network, row, self.largest):
+            path, _, name = loud.path.rpartition(".")
+            if skipped:
+                return False
+            if not isinstance(loud, LayerNormSlice) or getattr(loud, "segments", None):
+                return False
+            narrow = _PaddedNorm(loud.bind(row), loud.full("features"))
+            reference.get_submodule(path)._modules[name] = narrow
+        return True
+
+
+class _PaddedNorm(nn.Module):
+    """A norm over the first features of its input, which fills the other features with zeros."""
+
+    def __init__(self, norm: nn.Module, full: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.full = full
+        weight: Any = norm.weight
+        self.kept = len(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the first features of the axis that has as many as the norm."""
+        axis = 1 if x.dim() == 4 and x.shape[1] == self.full else x.dim() - 1
+        y: Tensor = self.norm(x.narrow(axis, 0, self.kept))
+        padding = [0, 0] * (x.dim() - 1 - axis) + [0, self.full - self.kept]
+        return F.pad(y, padding)
+
+
+def _structure(model: nn.Module) -> nn.Module:
+    """Return a copy of a model's modules that shares all its parameters and buffers."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, dict(tensors))
+    except Exception as error:
+        raise InsertError(
+            f"{type(model).__name__} cannot be copied, which the proof of an insertion needs: {_line(error)}"
+        ) from error
+
+
+def _close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
+    return len(found) == len(expected) and all(
+        a.shape == b.shape
+        and bool(
+            torch.allclose(a, b, rtol=0, atol=tolerance * max(1e-30, float(b[b.isfinite()].abs().max())))
+            if b.numel() and bool(b.isfinite().any())
+            else torch.equal(a, b)
+        )
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,233 @@
+"""insert_ with ordinary models: what becomes elastic, and what subnets compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import subnetact
+from subnetact.errors import InsertError
+from subnetact.insertion.proof import Proof, outputs_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+torchvision = pytest.importorskip("torchvision")
+timm = pytest.importorskip("timm")
+pytest.importorskip("torch_kirigami")
+
+
+def make(name: str, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if name.startswith("timm:"):
+        model: nn.Module = timm.create_model(name.removeprefix("timm:"), **options)
+    else:
+        model = torchvision.models.get_model(name, **options)
+    return model.eval()
+
+
+QUICK = {
+    "resnet18": (64, {}, {"depth", "width"}),
+    "mobilenet_v3_small": (64, {}, {"depth", "width", "ffn"}),
+    "regnet_y_400mf": (64, {}, {"depth", "width"}),
+    "timm:convnext_atto": (64, {}, {"depth", "width"}),
+    "timm:vit_tiny_patch16_224": (64, {"img_size": 64, "depth": 4}, {"depth", "width", "ffn"}),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_ordinary_model_becomes_a_supernet(name: str) -> None:
+    size, options, axes = QUICK[name]
+    model = make(name, **options)
+    keys = list(model.state_dict())
+    x = torch.randn(2, 3, size, size)
+    full = outputs_of(model, x)[0]
+    supernet = subnetact.insert_(model, example=x)
+    assert axes <= {axis.name for axis in supernet.space.axes}
+    assert list(supernet.state_dict()) == keys
+    storages = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
+    with torch.no_grad():
+        assert (supernet(x) - full).abs().max() <= 1e-5 * full.abs().max()
+        for spec in supernet.space.sample(0, 6):
+            view, extracted = supernet.subnet(spec), supernet.extract(spec)
+            assert torch.allclose(view(x), extracted(x), rtol=0, atol=1e-5)
+            assert all(p.untyped_storage().data_ptr() in storages for p in view.parameters())
+    smallest = supernet.extract(supernet.space.smallest())
+    share = sum(p.numel() for p in smallest.parameters()) / sum(p.numel() for p in supernet.parameters())
+    assert share <= (0.7 if "vit" in name else 0.5)
+
+
+class Hidden(nn.Module):
+    """Two convolutions, of which the second reads `pick` of the first one's channels."""
+
+    def __init__(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+        self.pick = pick
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.pick(self.first(x))).mean((2, 3)))
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_plain_network_is_elastic_in_all_hidden_widths() -> None:
+    description = subnetact.describe(Hidden(torch.relu).eval(), X)
+    assert {name: group.full for name, group in description.groups.items()} == {
+        "first.width": 16,
+        "second.width": 8,
+    }
+    assert list(description.refused) == ["head"]
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda t: t.flip(1),
+        lambda t: torch.sort(t, 1).values,
+        lambda t: t.softmax(1),
+        lambda t: t / t.std(1, keepdim=True),
+    ],
+    ids=["flipped", "sorted", "softmax", "normalised"],
+)
+def test_widths_that_a_prefix_does_not_describe_are_refused(pick: Any) -> None:
+    description = subnetact.describe(Hidden(pick).eval(), X)
+    assert list(description.groups) == ["second.width"]
+    assert set(description.refused) & {"first", "first.width"}
+
+
+def test_axes_choices_only_and_fixed() -> None:
+    model = make("resnet18")
+    x = torch.randn(1, 3, 64, 64)
+    found = subnetact.describe(model, x, axes=("width",), only="layer[34].*", proof=False)
+    assert list(found.groups) == [
+        *("layer3.0.conv1.width", "layer3.0.conv2.width", "layer3.1.conv1.width"),
+        *("layer4.0.conv1.width", "layer4.0.conv2.width", "layer4.1.conv1.width"),
+    ]
+    assert not found.stages
+    chosen = {"width": (0.25, 1.0), "layer3.*": (0.5, 1.0), "layer4.1.conv1.width": (64, 512)}
+    found = subnetact.describe(model, x, choices=chosen, fixed="layer4.0*", proof=False)
+    assert "layer4.0.conv1.width" not in found.groups
+    assert found.groups["layer3.0.conv1.width"].sizes == {0.5: 128, 1.0: 256}
+    assert found.groups["layer2.0.conv1.width"].sizes == {0.25: 32, 1.0: 128}
+    assert found.groups["layer4.1.conv1.width"].sizes == {64: 64, 512: 512}
+    assert found.stages["layer1.depth"].sizes == {0.5: 1, 0.75: 1, 1.0: 2}
+    each = subnetact.describe(model, x, axes=("depth",), choices=(0, 1), each_block=True, proof=False)
+    assert [stage.blocks for stage in each.stages.values()][:2] == [("layer1.0",), ("layer1.1",)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axes": ("widths",)}, "choose from depth, width, ffn, heads"),
+        ({"only": "nothing.*"}, "only: no module matches 'nothing.*'"),
+        ({"fixed": ["first", "4"]}, "fixed: no module matches '4'"),
+        ({"choices": {"width": (0.5, 2.0)}}, r"first.width: 2.0 is not a choice"),
+        ({"choices": {"width": (32,)}}, r"first.width: 32 is not a choice"),
+        ({"choices": {"third.width": (0.5,)}}, "no group or stage matches 'third.width'"),
+        ({"only": "head"}, "nothing in Hidden can be elastic; head: its outputs are inputs or outputs"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InsertError, match=message):
+        subnetact.describe(Hidden(torch.relu).eval(), X, **options)
+
+
+def branching(t: torch.Tensor) -> torch.Tensor:
+    return t if t.sum() > 0 else -t
+
+
+def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
+    def plain() -> Hidden:
+        return Hidden(torch.relu).eval()
+
+    def hooked() -> nn.Module:
+        model = plain()
+        model.first.register_forward_hook(lambda *_: None)
+        return model
+
+    def parametrised() -> nn.Module:
+        model = plain()
+        nn.utils.parametrizations.weight_norm(model.second)
+        return model
+
+    def inserted() -> nn.Module:
+        return subnetact.insert_(plain(), example=X).network
+
+    def quantised() -> nn.Module:
+        return torch.ao.quantization.quantize_dynamic(plain(), {nn.Linear})
+
+    return {
+        "training": (lambda: plain().train(), r"call model.eval\(\) first"),
+        "hooks": (hooked, "Hidden.first has hooks"),
+        "parametrised": (parametrised, "Hidden.second has parametrised weights"),
+        "inserted": (inserted, "already has operators"),
+        "quantised": (quantised, "is quantised"),
+        "parallel": (lambda: nn.DataParallel(plain()).eval(), r"give the model inside, .module"),
+        "compiled": (lambda: torch.compile(plain()), r"give the model inside, ._orig_mod"),
+        "scripted": (lambda: torch.jit.trace(plain(), X), "scripted module"),
+        "branching": (lambda: Hidden(branching).eval(), "cannot be traced"),
+        "another input": (lambda: nn.Linear(4, 2).eval(), "does not run on the example"),
+        "no model": (lambda: torch.relu, "expected a model"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", refused_models())
+def test_models_that_are_refused_stay_as_they_are(case: str) -> None:
+    factory, message = refused_models()[case]
+    model = factory()
+    before = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    with pytest.raises(InsertError, match=message):
+        subnetact.insert_(model, example=X)
+    if before:
+        assert dict(model.named_modules()) == before
+
+
+def test_a_wrong_description_is_refused_with_its_name_and_the_model_is_untouched() -> None:
+    model = Hidden(torch.relu).eval()
+    modules = dict(model.named_modules())
+    description = subnetact.describe(model, X)
+    group = description.groups["first.width"]
+    wrong = subnetact.Description(
+        "wrong", [group.__class__(group.name, "width", 16, group.members[:1], sizes=group.sizes)]
+    )
+    with pytest.raises(InsertError, match=r"first\.width: a subnet does not run"):
+        subnetact.insert_(model, wrong, example=X)
+    flipped = Hidden(lambda t: t.flip(1)).eval()
+    with pytest.raises(
+        InsertError, match=r"first\.width: a subnet differs from the model with unused weights"
+    ):
+        subnetact.insert_(flipped, description, example=X)
+    assert dict(model.named_modules()) == modules
+
+
+def test_the_proof_sees_through_scales_that_begin_at_zero() -> None:
+    class Residual(Hidden):
+        def __init__(self) -> None:
+            super().__init__(lambda t: t.flip(1))
+            self.norm = nn.BatchNorm2d(8)
+            self.stem = nn.Conv2d(3, 8, 1)
+            nn.init.zeros_(self.norm.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(self.second(self.pick(self.first(x))))
+            return self.head((self.stem(x) + y).mean((2, 3)))
+
+    torch.manual_seed(0)
+    good = subnetact.describe(Hidden(torch.relu).eval(), X, only="first")
+    model = Residual().eval()
+    trial = Proof(model, good, X, outputs_of(model, X))
+    assert list(trial.culprits()) == ["first.width"]
+
+
+def test_the_largest_subnet_keeps_the_statistics_of_the_model() -> None:
+    supernet = subnetact.insert_(make("resnet18"), example=torch.randn(1, 3, 64, 64))
+    assert supernet.calibrated(supernet.space.largest())
+    assert not supernet.calibrated(supernet.space.smallest())
