@@ -215,7 +215,8 @@ class TracedModel:
             if rest or not multiple or begin < end:
                 raise _Refused(f"{path} keeps no prefix of its channels: {start} to {stop} go with it")
             end = stop
-            yield Member(path, part, kind, multiple, None if (begin, stop) == (0, length) else begin)
+            alone = (begin, stop) == (0, length)
+            yield Member(path, part, kind, multiple, *((None, None) if alone else (begin, length)))
 
     def _is_free(self, path: str, name: str, dim: int) -> bool:
         """Tell whether an axis is the heads of a MultiheadAttention, which need not follow the width."""

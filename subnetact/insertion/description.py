@@ -25,6 +25,7 @@ from subnetact import operators
 from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.operators import Elastic, LayerSelect, Operator
+from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
 from subnetact.spec import Value
 
@@ -53,6 +54,8 @@ class Member:
         start: if the part consists of several segments, the position in the full part at which the segment
             of this group begins. It is as long as the full size of the group times `multiple`, and a subnet
             keeps the beginning of it. If None, the part consists of this group alone.
+        total: the full size of a part that consists of several segments. If None, it ends with its last
+            segment that belongs to a group.
     """
 
     module: str
@@ -60,6 +63,7 @@ class Member:
     operator: type[Operator]
     multiple: int = 1
     start: int | None = None
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -423,7 +427,8 @@ class Description:
                     "unit": g.unit,
                     "sizes": list(g.sizes.items()),
                     "members": [
-                        [m.module, m.part, m.operator.__name__, m.multiple, m.start] for m in g.members
+                        [m.module, m.part, m.operator.__name__, m.multiple, m.start, m.total]
+                        for m in g.members
                     ],
                 }
                 for g in self.groups.values()
@@ -434,7 +439,7 @@ class Description:
             ],
             "refused": self.refused,
             "overrides": {
-                module: None if e is None else [e.operator.__name__, dict(e.follows)]
+                module: None if e is None else [e.operator.__name__, _written(e)]
                 for module, e in self.overrides.items()
             },
         }
@@ -465,12 +470,22 @@ def _slot(slot: Group | Stage) -> Slot:
     return Slot(slot.name, tuple(first[size] for size in sorted(first)), aliases=aliases)
 
 
-def _followed(members: list[tuple[Group, Member]]) -> Any:
-    """Return what a part follows: the name of a dimension, or segments."""
+def _followed(members: list[tuple[Group, Member]]) -> str | Segments:
+    """Return what a part follows: the name of a dimension, or segments, of which some are always whole."""
     group, member = members[0]
     if member.start is None:
         return group.dimension(member)
-    raise InsertError(f"{member.module}: segments are not supported yet")
+    segments: list[tuple[str | None, int]] = []
+    end = 0
+    for group, member in sorted(members, key=lambda pair: pair[1].start or 0):
+        start, length = member.start or 0, group.full * member.multiple
+        if start < end:
+            raise InsertError(f"{member.module}.{member.part}: segments of {group.name} and another overlap")
+        segments += [(None, start - end)] if start > end else []
+        segments.append((group.dimension(member), length))
+        end = start + length
+    rest = max((m.total or 0) for _, m in members) - end
+    return Segments(*segments, *([(None, rest)] if rest > 0 else []))
 
 
 def _resized(slot: Group | Stage, choices: Sequence[float]) -> Group | Stage:
@@ -494,7 +509,7 @@ def _read_sizes(pairs: Iterable[Sequence[float]]) -> dict[float, int]:
 
 
 def _group(facts: Mapping[str, Any]) -> Group:
-    members = tuple(Member(m[0], m[1], _operator(m[2]), m[3], m[4]) for m in facts["members"])
+    members = tuple(Member(m[0], m[1], _operator(m[2]), m[3], m[4], m[5]) for m in facts["members"])
     return Group(
         facts["name"],
         facts["axis"],
@@ -506,4 +521,11 @@ def _group(facts: Mapping[str, Any]) -> Group:
 
 
 def _entry(facts: Any) -> Elastic | None:
-    return None if facts is None else Elastic(_operator(facts[0]), dict(facts[1]))
+    if facts is None:
+        return None
+    follows = {p: f if isinstance(f, str) else Segments.from_json(f) for p, f in facts[1].items()}
+    return Elastic(_operator(facts[0]), follows)
+
+
+def _written(entry: Elastic) -> dict[str, Any]:
+    return {part: f.to_json() if isinstance(f, Segments) else f for part, f in entry.follows.items()}

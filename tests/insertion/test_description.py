@@ -12,6 +12,7 @@ import subnetact
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.insertion.description import Description, Group, Member, Stage, sizes_of_choices
 from subnetact.operators import ElasticAttribute, SubnetNorm, WeightSlice
+from subnetact.operators.segments import Segments
 
 
 def block() -> nn.Sequential:
@@ -119,6 +120,18 @@ def test_it_prints_as_a_table() -> None:
         "0.0.2.in_",
     ]
     assert lines[3] == "refused: 0.2.width: it is the output"
+
+
+def test_segments_follow_groups_and_the_rest_stays_whole() -> None:
+    members = (Member("0", "out", WeightSlice, 2, 4, 16), Member("0", "out", WeightSlice, 1, 12, 16))
+    group = Group("width", "width", 3, members, sizes={0.5: 1, 1.0: 3})
+    found = Description("model", [group], overrides={"1": WeightSlice.on(in_=Segments(("width", 3)))})
+    segments = Segments((None, 4), ("width*2", 6), (None, 2), ("width", 3), (None, 1))
+    assert found.elastic["0"].follows == {"out": segments}
+    assert Description.from_json(found.to_json()).elastic == found.elastic
+    overlap = Group("other", "width", 4, (Member("0", "out", WeightSlice, 1, 3),))
+    with pytest.raises(InsertError, match="overlap"):
+        _ = Description("model", [group, overlap]).elastic
 
 
 def test_contradictions_are_refused() -> None:
