@@ -202,8 +202,8 @@ def build(
     if embed_dim != HEAD_FEATURES * num_heads or img_size % patch_size:
         raise SpecError(
             f"hydravit: a head has {HEAD_FEATURES} features, so embed_dim must be {HEAD_FEATURES} * "
-            f"num_heads, got {embed_dim} and {num_heads}; img_size {img_size} must be a multiple of patch_size "
-            f"{patch_size}"
+            f"num_heads, got {embed_dim} and {num_heads}; img_size {img_size} must be a multiple of "
+            f"patch_size {patch_size}"
         )
     trained = choices(range(min(FEWEST_HEADS, num_heads), num_heads + 1) if heads is None else heads)
     if any(type(h) is not int or not 1 <= h <= num_heads for h in trained):
