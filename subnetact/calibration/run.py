@@ -13,6 +13,7 @@ from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.shared_forward import NotShareable, SharedForward
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import SubnetNorm
+from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input, map_tensors
 from subnetact.supernet.bind import bind
@@ -38,7 +39,9 @@ class _Alone:
 
     @property
     def layers(self) -> int:
-        return sum(not module._modules for module in self.view.modules())
+        return sum(
+            not module._modules and not isinstance(module, SkippedLayer) for module in self.view.modules()
+        )
 
 
 class CalibrationRun:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.skipped_layer import returns_tuple, skipped
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
@@ -15,13 +16,19 @@ __all__ = ["LayerSelect"]
 
 
 class LayerSelect(Operator):
-    """Keeps any subset of the layers of an `nn.Sequential` or `nn.ModuleList`, in order.
+    """Keeps any subset of the layers of an `nn.Sequential` or `nn.ModuleList`, in their places.
 
-    Which layers are kept is up to the size rows of the space: OFA keeps the first ones, DynaBERT every n-th.
+    In the place of a skipped layer a subnet has the identity, so that networks may index their layers, masks
+    and position embeddings by position. Which layers are kept is up to the size rows of the space: OFA keeps
+    the first ones, DynaBERT every n-th.
 
     Source:
         SuperServe, section 3.1.
     """
+
+    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
+        super().__init__(template, path, dims)
+        self._stand_ins: dict[str, nn.Module] = {}
 
     @classmethod
     def on(cls, **follows: str) -> Elastic:
@@ -47,6 +54,13 @@ class LayerSelect(Operator):
         missing = [name for name in self.dims if name not in self._modules]
         if missing:
             raise self.refuse(f"it has no layers {missing}; choose from {list(self._modules)}")
+        for name in self.dims:
+            layer = self._modules[name]
+            if layer is not None and returns_tuple(layer):
+                raise self.refuse(
+                    f"layer {name} ({type(layer).__name__}) returns a tuple, and the identity in its place "
+                    "would return a tensor; let the layer return one tensor, or keep it in every subnet"
+                )
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return 1, the size of a layer that is kept."""
@@ -78,10 +92,23 @@ class LayerSelect(Operator):
         return self.select(layers)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return a container of the kept layers, bound already; names that are numbers restart at 0."""
-        numbered = all(name.isdigit() for name in self._modules)
-        modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
+        """Return a container of the kept layers, bound already, with identities in the places of the others."""
+        modules = {
+            name: layers[name] if name in layers else view_module(self._stand_in(name))
+            for name in self._modules
+        }
         return view_module(self.template, modules=modules)
+
+    def _stand_in(self, name: str) -> nn.Module:
+        found = self._stand_ins.get(name)
+        if found is None:
+            layer = self._modules[name]
+            found = skipped(nn.Identity() if layer is None else layer)
+            self._stand_ins[name] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_stand_ins": {}}
 
     def bind(self, row: SizeRow, trainable: bool = False) -> Any:
         """Not implemented: `subnetact.supernet.bind` binds the kept layers and calls `select`."""

@@ -153,7 +153,7 @@ class WeightSlice(Operator):
 
     def silent(self, part: str) -> bool:  # noqa: ARG002
         """Return True for PyTorch's own forwards; another one may normalise weights or order outputs anew."""
-        return type(self.template).forward.__module__.startswith("torch.nn.")
+        return str(type(self.template).forward.__module__).startswith("torch.nn.")
 
     def full(self, part: str) -> int:
         """Return the number of output or input channels (or features) of the full network."""

@@ -12,6 +12,7 @@ from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
+from subnetact.supernet.key_value_cache import guard_cache
 
 __all__ = ["bind", "bind_module"]
 
@@ -76,7 +77,9 @@ def bind_module(
         frozen: as for `bind`.
     """
     if isinstance(module, LayerSelect):
-        return module.select({name: child(name) for name in module.kept(row)})
+        stack = module.select({name: child(name) for name in module.kept(row)})
+        guard_cache(module, stack)
+        return stack
     modules = {name: child(name) for name in module._modules}
     if isinstance(module, Operator):
         if isinstance(module, SubnetNorm):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
+from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.view_module import mix_in_, mix_out_
 
 __all__ = ["RecordedCall", "trace_"]
@@ -58,6 +59,7 @@ def trace_(
     inside = ""
     for path, module in view.named_modules():
         wanted = _is_leaf(module) or (is_leaf is not None and is_leaf(module))
+        wanted = wanted and not isinstance(module, SkippedLayer)  # The identity leaves no call in a graph.
         if path and wanted and not (inside and path.startswith(inside)):
             leaves[path] = module
             inside = f"{path}."  # named_modules() yields a module, then the modules in it, then all others

@@ -27,6 +27,15 @@ def space_of(**choices: list[int]) -> SubnetSpace:
     return SubnetSpace("test", axes, lambda v: {name: v[name][0] for name in choices})
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
 class Mixed(nn.Module):
     """A network with every kind of convolution and a stack of linear layers."""
 
@@ -37,7 +46,7 @@ class Mixed(nn.Module):
         self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.grouped = nn.Conv2d(8, 16, 1, groups=4, bias=False)
         self.over_time = nn.Conv1d(16, 12, 3)
-        self.stack = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
+        self.stack = nn.ModuleList([Residual() for _ in range(4)])
         self.head = nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +54,7 @@ class Mixed(nn.Module):
         x = self.grouped(self.depthwise(x)).flatten(2)
         x = self.over_time(x).mean(2)
         for layer in self.stack:
-            x = x + torch.tanh(layer(x))
+            x = layer(x)
         return self.head(x)
 
 
@@ -68,7 +77,7 @@ def mixed() -> Supernet:
         "grouped": WeightSlice.on(in_="c", out="2c"),
         "over_time": WeightSlice.on(in_="2c", out="t"),
         "stack": LayerSelect.on(**{str(i): f"keep{i}" for i in range(4)}),
-        **{f"stack.{i}": WeightSlice.on(in_="t", out="t") for i in range(4)},
+        **{f"stack.{i}.linear": WeightSlice.on(in_="t", out="t") for i in range(4)},
         "head": WeightSlice.on(in_="t"),
     }
     return insert_(network, space, elastic)
@@ -85,7 +94,7 @@ def reference(supernet: Supernet, x: torch.Tensor, c: int, t: int, keep: tuple[i
     x = F.conv1d(x, w["over_time.weight"][:t, : 2 * c], w["over_time.bias"][:t]).mean(2)
     for i in range(4):
         if keep[i]:
-            x = x + torch.tanh(F.linear(x, w[f"stack.{i}.weight"][:t, :t], w[f"stack.{i}.bias"][:t]))
+            x = x + torch.tanh(F.linear(x, w[f"stack.{i}.linear.weight"][:t, :t], w[f"stack.{i}.linear.bias"][:t]))
     return F.linear(x, w["head.weight"][:, :t], w["head.bias"])
 
 
@@ -98,7 +107,7 @@ def test_every_subnet_equals_functions_of_the_full_weights() -> None:
         torch.testing.assert_close(supernet.extract(spec)(x), expected, rtol=1e-5, atol=1e-6)
     view = supernet.subnet(supernet.space.spec(c=4, t=6, keep=[0, 1, 0, 1]))
     assert (view.depthwise.groups, view.grouped.groups, view.grouped.out_channels) == (4, 2, 8)
-    assert (view.head.in_features, len(view.stack), view.norm.num_features) == (6, 2, 4)
+    assert (view.head.in_features, len(view.stack), view.norm.num_features) == (6, 4, 4)
     assert type(view.plain).__name__ == "Conv2d"
     assert isinstance(view.plain, nn.Conv2d)
 

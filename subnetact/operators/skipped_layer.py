@@ -1,0 +1,116 @@
+"""SkippedLayer: the identity in the place of a layer that a subnet skips."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from torch import Tensor, nn
+
+from subnetact.operators.base import Operator
+
+__all__ = ["SkippedLayer", "skipped", "returns_tuple"]
+
+_INNER = frozenset(nn.Module().__dict__)
+
+
+class SkippedLayer(nn.Module):
+    """Returns its first argument. It has the settings of the layer that it stands for, but no weights.
+
+    Networks read settings of their layers, and index lists of settings by the position of a layer. A subnet
+    therefore has this module in the place of every layer that it skips.
+
+    Args:
+        layer: the layer that is skipped.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: v for name, v in layer.__dict__.items() if name not in _INNER})
+        self.__dict__["stands_for"] = type(layer)
+        self.__dict__["first_name"] = next(
+            (n for n in inspect.signature(type(layer).forward).parameters if n != "self"), ""
+        )
+        self.__dict__["inner"] = {
+            name: None if child is None else skipped(child) for name, child in layer._modules.items()
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument, given by position or by the name that the layer has for it.
+
+        Raises:
+            TypeError: there is no argument.
+        """
+        if args:
+            return args[0]
+        if kwargs:
+            return kwargs[self.first_name] if self.first_name in kwargs else next(iter(kwargs.values()))
+        raise TypeError(f"{self.stands_for.__name__}.forward() was called without an input")
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("inner", {})
+        if name in inner:
+            return inner[name]
+        cls = self.__dict__.get("stands_for")
+        value = inspect.getattr_static(cls, name, None) if cls is not None else None
+        if isinstance(value, property) and value.fget is not None:
+            return value.fget(self)
+        if value is not None:
+            return value.__get__(self, type(self)) if hasattr(value, "__get__") else value
+        raise AttributeError(
+            f"{getattr(cls, '__name__', 'the layer')} has no attribute {name!r} here: this subnet skips the "
+            "layer, and the module in its place has its settings, but no weights"
+        )
+
+    def extra_repr(self) -> str:
+        """Return the class of the layer that is skipped, for the printed network."""
+        return str(self.stands_for.__name__)
+
+
+class SkippedUnary(SkippedLayer):
+    """A SkippedLayer for a layer that takes one tensor; `torch.jit.script` compiles this one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass one argument on by position, also if it was given by name."""
+        return super().__call__(*args, *kwargs.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the argument."""
+        return x
+
+
+def skipped(layer: nn.Module) -> SkippedLayer:
+    """Return what stands in the place of a layer that a subnet skips.
+
+    Args:
+        layer: the layer.
+    """
+    layer = layer.template if isinstance(layer, Operator) else layer
+    taken = list(inspect.signature(type(layer).forward).parameters.values())[1:]
+    one = len(taken) == 1 and taken[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return (SkippedUnary if one else SkippedLayer)(layer)
+
+
+def returns_tuple(layer: nn.Module) -> bool:
+    """Tell whether the code of a layer returns a tuple, so that no identity can stand for the layer.
+
+    Args:
+        layer: the layer. Its return statements decide, because annotations are often wrong.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    tuples = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return bool(found) and all(
+        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in tuples) for value in found
+    )
