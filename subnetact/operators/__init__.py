@@ -11,7 +11,7 @@ Which file answers which question:
 - `subnet_norm.py`: BatchNorm, whose statistics belong to the subnet; `per_width_norm.py`: US-Nets' BatchNorm.
 - `layer_norm_slice.py`: LayerNorm, RMSNorm, GroupNorm; `parameter_slice.py`: own parameters, and plain
   numbers such as heads.
-- `layer_select.py`: which layers of a stack are kept; `skipped_layer.py`: the identity in the place of others;
+- `layer_select.py`: which layers of a stack are kept; `skipped_layer.py`: what is in the places of others;
   `switch.py`: one of several modules.
 - `elastic_kernel.py`: depthwise convolutions whose kernel size is a choice.
 - `segments.py`: parts that consist of several segments, as in fused layers and behind a concatenation.

@@ -19,8 +19,13 @@ class LayerSelect(Operator):
     """Keeps any subset of the layers of an `nn.Sequential` or `nn.ModuleList`, in their places.
 
     In the place of a skipped layer a subnet has the identity, so that networks may index their layers, masks
-    and position embeddings by position. Which layers are kept is up to the size rows of the space: OFA keeps
-    the first ones, DynaBERT every n-th.
+    and position embeddings by position. An `nn.Sequential` that its network only calls is shortened instead,
+    which computes the same. Residual connections belong inside of the layers: what a network adds or applies
+    between two layers stays. Which layers are kept is up to the size rows of the space: OFA keeps the first
+    ones, DynaBERT every n-th.
+
+    Attributes:
+        shortens: whether views leave skipped layers out; `insert_` decides this.
 
     Source:
         SuperServe, section 3.1.
@@ -28,6 +33,7 @@ class LayerSelect(Operator):
 
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__(template, path, dims)
+        self.shortens = False
         self._stand_ins: dict[str, nn.Module] = {}
 
     @classmethod
@@ -92,11 +98,23 @@ class LayerSelect(Operator):
         return self.select(layers)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return a container of the kept layers, bound already, with identities in the places of the others."""
-        modules = {
-            name: layers[name] if name in layers else view_module(self._stand_in(name))
-            for name in self._modules
-        }
+        """Return a container of the kept layers, bound already.
+
+        Args:
+            layers: the kept layers by name, in order.
+
+        Returns:
+            The container. In the places of the other layers are identities. If the stack `shortens`, the
+            others are left out, and names that are numbers restart at 0.
+        """
+        if self.shortens:
+            numbered = all(name.isdigit() for name in self._modules)
+            modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
+        else:
+            modules = {
+                name: layers[name] if name in layers else view_module(self._stand_in(name))
+                for name in self._modules
+            }
         return view_module(self.template, modules=modules)
 
     def _stand_in(self, name: str) -> nn.Module:

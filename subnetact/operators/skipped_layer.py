@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
 
-__all__ = ["SkippedLayer", "skipped", "returns_tuple"]
+__all__ = ["SkippedLayer", "returns_tuple", "skipped"]
 
 _INNER = frozenset(nn.Module().__dict__)
 
@@ -112,5 +112,6 @@ def returns_tuple(layer: nn.Module) -> bool:
     }
     found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     return bool(found) and all(
-        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in tuples) for value in found
+        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in tuples)
+        for value in found
     )

@@ -31,6 +31,8 @@ def guard_cache(stack: LayerSelect, view: nn.Module) -> None:
         stack: the operator of a stack of layers.
         view: what the operator returned for the subnet, with identities in the places of skipped layers.
     """
+    if stack.shortens:
+        return  # Layers of a Sequential take one tensor, and no cache.
     for name in stack.dims:
         layer, bound = stack._modules.get(name), view._modules.get(name)
         if layer is None or bound is None:

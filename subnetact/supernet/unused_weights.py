@@ -132,9 +132,8 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
             mine.copy_(original)
     else:
         for name, used in _used(operator, sizes).items():
-            mine, original = copy._parameters[name], operator._parameters[name]
-            if mine is not None and original is not None:
-                mine.copy_(torch.where(used, original, mine))
+            parameter = copy.get_parameter(name)
+            parameter.copy_(torch.where(used, operator.get_parameter(name), parameter))
     if isinstance(operator, SubnetNorm) and isinstance(copy, SubnetNorm):
         copy.write_statistics(row, *operator.shared_statistics(row))
 
@@ -150,7 +149,7 @@ def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     reading.__dict__.update(operator.__dict__, _parameters={**operator._parameters, **leaves})
     with torch.enable_grad():
         total = sum(t.sum() for t in reading.tensors(sizes).values() if t is not None)
-        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)  # type: ignore[arg-type]
+        found: Any = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return {
         name: torch.zeros_like(leaf, dtype=torch.bool) if grad is None else grad != 0
         for (name, leaf), grad in zip(leaves.items(), found, strict=True)

@@ -94,7 +94,9 @@ def reference(supernet: Supernet, x: torch.Tensor, c: int, t: int, keep: tuple[i
     x = F.conv1d(x, w["over_time.weight"][:t, : 2 * c], w["over_time.bias"][:t]).mean(2)
     for i in range(4):
         if keep[i]:
-            x = x + torch.tanh(F.linear(x, w[f"stack.{i}.linear.weight"][:t, :t], w[f"stack.{i}.linear.bias"][:t]))
+            x = x + torch.tanh(
+                F.linear(x, w[f"stack.{i}.linear.weight"][:t, :t], w[f"stack.{i}.linear.bias"][:t])
+            )
     return F.linear(x, w["head.weight"][:, :t], w["head.bias"])
 
 

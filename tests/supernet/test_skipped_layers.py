@@ -56,7 +56,10 @@ def supernet_of(model: nn.Module) -> Supernet:
     """A supernet in which every layer can be skipped and the FFNs have one of two widths."""
     space = SubnetSpace(
         "layers",
-        [Axis.uniform("keep", [str(i) for i in range(LAYERS)], [0, 1]), Axis.uniform("ffn", ["it"], [12, 24])],
+        [
+            Axis.uniform("keep", [str(i) for i in range(LAYERS)], [0, 1]),
+            Axis.uniform("ffn", ["it"], [12, 24]),
+        ],
         lambda v: {**{f"keep{i}": k for i, k in enumerate(v["keep"])}, "ffn": v["ffn"][0]},
     )
     elastic = {"model.layers": LayerSelect.on(**{str(i): f"keep{i}" for i in range(LAYERS)})}
@@ -102,9 +105,7 @@ def test_a_skipped_layer_is_an_identity_in_its_place(kind: str, skipped: tuple[i
     supernet = supernet_of(model)
     spec = skipping(supernet, *skipped)
     for network in (supernet.subnet(spec), supernet.extract(spec)):
-        torch.testing.assert_close(
-            network(TOKENS, use_cache=False).logits, expected, rtol=5e-5, atol=5e-5
-        )
+        torch.testing.assert_close(network(TOKENS, use_cache=False).logits, expected, rtol=5e-5, atol=5e-5)
         torch.testing.assert_close(network(TOKENS).logits, expected, rtol=5e-5, atol=5e-5)
     torch.testing.assert_close(supernet(TOKENS, use_cache=False).logits, whole, rtol=0, atol=0)
     assert (whole - expected).abs().max() > 0.1
@@ -133,7 +134,9 @@ def test_a_cache_of_a_subnet_with_other_layers_is_refused() -> None:
     supernet = supernet_of(language_model("llama"))
     full, short = supernet.subnet(supernet.space.largest()), supernet.subnet(skipping(supernet, 2))
     cache = full(TOKENS).past_key_values
-    with pytest.raises(ViewError, match=r"model\.layers\.2: .* kept this layer, and this subnet skips it; give"):
+    with pytest.raises(
+        ViewError, match=r"model\.layers\.2: .* kept this layer, and this subnet skips it; give"
+    ):
         short(TOKENS[:, :1], past_key_values=cache)
     cache = short(TOKENS).past_key_values
     with pytest.raises(ViewError, match=r"model\.layers\.2: .* skipped this layer, and this subnet keeps it"):
@@ -169,13 +172,13 @@ def test_layers_may_be_called_by_name_and_give_their_settings_away() -> None:
         def forward(self, x: Tensor) -> Tensor:
             first, layer = self.layers[0], self.layers[1]
             object.__setattr__(
-                self, "read", (layer.number, layer.doubled, layer.kind, layer.linear.in_features, len(self.layers))
+                self,
+                "read",
+                (layer.number, layer.doubled, layer.kind, layer.linear.in_features, len(self.layers)),
             )
             return layer(hidden=None, mask=first(x)) if len(self.layers) == 3 else x
 
-    space = SubnetSpace(
-        "s", [Axis.uniform("keep", ["1"], [0, 1])], lambda v: {"keep": v["keep"][0]}
-    )
+    space = SubnetSpace("s", [Axis.uniform("keep", ["1"], [0, 1])], lambda v: {"keep": v["keep"][0]})
     supernet = insert_(Stack().eval(), space, {"layers": LayerSelect.on(**{"1": "keep"})})
     x = torch.randn(2, 3)
     for network in (supernet.subnet(space.smallest()), supernet.extract(space.smallest())):

@@ -74,9 +74,9 @@ def to_torchscript(
     On one CPU thread, outputs equal those of `supernet.subnet(spec)(*inputs)` bit for bit. Running the module
     does not change it, so several threads may run different subnets at the same time.
 
-    In the file a skipped layer is the identity. Loops over elastic stacks must therefore be `x = layer(x)`:
-    if the network around a layer does more, the export is refused. Tracing cannot see everything, for example
-    a branch on the type of a value; only the comparison with `example` detects such differences.
+    In the file a skipped layer is the identity, as in a view. If the network around a layer treats the
+    identity in another way than a layer, the export is refused. Tracing cannot see everything, for example a
+    branch on the type of a value; only the comparison with `example` detects such differences.
 
     TorchScript is in maintenance and ends with Python 3.14. Its successor is `to_exported_programs`, which
     writes one `torch.export` program per subnet.

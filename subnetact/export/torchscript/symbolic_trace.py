@@ -198,10 +198,10 @@ class _Scope:
         self.tracer.drop_unused()
 
     def _compare_skipping(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check that skipping layers in this graph does the same as leaving them out, which views do.
+        """Check that skipping layers in this graph does what the identities in the places of views do.
 
-        A loop whose body does more than `x = layer(x)` runs the rest of its body for every layer in this
-        graph, but only for the kept layers in a view.
+        A loop that reads more of a layer than its output may treat the identity in the place of a skipped
+        layer in another way.
 
         Raises:
             ExportError: the two differ; the message names a skipped layer.
@@ -371,11 +371,11 @@ class _Scope:
 
 
 class _Outline(_Scope):
-    """A graph of the same module in which layers are calls by name, and skipped layers are left out.
+    """A graph of the same module in which layers are calls by name, and skipped layers are identities.
 
     Args:
         scope: the scope of the module.
-        skipped: paths of the layers to leave out, as a view leaves them out.
+        skipped: paths of the layers to skip, as a view skips them.
     """
 
     def __init__(self, scope: _Scope, skipped: Sequence[str]) -> None:
