@@ -139,8 +139,8 @@ def test_bundles_keep_the_shapes(supernet: Supernet, tmp_path: Path) -> None:
 
 def test_a_batcher_serves_all_lengths(supernet: Supernet) -> None:
     engine = engine_of(supernet)
-    table = profile_latency(engine, [1, 4], min_time_ms=1.0)
-    with Batcher(engine, policy=Fixed(table, 1), slo_ms=10_000.0) as batcher:
+    tables = [profile_latency(engine, [1, 4], min_time_ms=1.0, shape=i) for i in range(2)]
+    with Batcher(engine, policy=Fixed(tables[-1], 1), table=tables, slo_ms=10_000.0) as batcher:
         inputs = [tokens(1 + i % 9, seed=i) for i in range(30)]
         answers = [batcher.submit(x, 10_000.0) for x in inputs]
         for x, future in zip(inputs, answers, strict=True):

@@ -22,6 +22,7 @@ class BatchJob:
         limit_ms: time on the same clock after which the worker is taken to hang, in ms.
         queued: number of requests that waited at the decision.
         slack_ms: time that was left at the decision until the deadline of the most urgent one, in ms.
+        shape: position of the requests' input shape among the latency tables; -1 if there is one table.
         abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
     """
 
@@ -32,6 +33,7 @@ class BatchJob:
         "limit_ms",
         "part",
         "queued",
+        "shape",
         "size",
         "slack_ms",
         "started_ms",
@@ -45,6 +47,7 @@ class BatchJob:
         self.worker = worker
         self.subnet = subnet
         self.part = requests
+        self.shape = requests[0].shape if requests else -1
         self.queued = queued
         self.slack_ms = slack_ms
         self._todo: list[list[Request]] = []

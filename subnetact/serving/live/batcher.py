@@ -72,7 +72,10 @@ class Batcher:
             worker, and they share the queue. The keys of the subnets must be those of the policy's table.
         policy: chooses the subnet and the batch size. If None, `SlackFit` over `table` with `slo_ms`.
         max_queue: number of waiting requests at which further requests are refused with `QueueFull`.
-        table: the latency table. If None, the policy's.
+        table: the latency table. If None, the policy's. For an engine of several input shapes, a list of one
+            table per shape in the order of `engine.examples`: batches then hold inputs of one shape, and
+            the policy plans with the table of that shape. With one table all inputs are planned with that
+            one; make it of the largest shape.
         workers: number of threads that run batches at the same time on one engine. On CUDA, with two of them
             the copies of one batch overlap with the computation of another.
         expired: what becomes of a request that has expired: `drop` (answered at once with
@@ -110,7 +113,7 @@ class Batcher:
         *,
         policy: Policy | None = None,
         max_queue: int = 10_000,
-        table: LatencyTable | None = None,
+        table: LatencyTable | Sequence[LatencyTable] | None = None,
         workers: int = 1,
         expired: str = "drop",
         slo_ms: float | None = None,
@@ -123,10 +126,11 @@ class Batcher:
         decision_log: str | os.PathLike[str] | None = None,
         hopeless: str | None = None,
     ) -> None:
+        tables = [table] if isinstance(table, LatencyTable) else list(table or ())
         if policy is None:
-            if table is None or slo_ms is None:
+            if not tables or slo_ms is None:
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
-            policy = SlackFit(table, slo_ms=slo_ms)
+            policy = SlackFit(tables[-1], slo_ms=slo_ms)
         check_policy(policy)
         if slo_ms is None:
             slo_ms = getattr(policy, "slo_ms", None)
@@ -136,15 +140,19 @@ class Batcher:
                 )
         slo_ms = check_time(slo_ms, "slo_ms")
         expired = expired_rule(expired, hopeless)
-        table = table or policy.table
-        if table.subnets != policy.table.subnets or table.batch_sizes != policy.table.batch_sizes:
-            raise ProfileMismatch(
-                "table: the policy was made for other subnets or batch sizes; make it from this table"
-            )
+        tables = tables or [policy.table]
+        table = tables[-1]
+        for one in tables:
+            if one.subnets != policy.table.subnets or one.batch_sizes != policy.table.batch_sizes:
+                raise ProfileMismatch(
+                    "table: the policy was made for other subnets or batch sizes; make it from this table"
+                )
         check_count(max_queue, "max_queue")
         engines = _engine_per_worker(engine, workers)
         for runner in engines:
-            _check_runner(runner, table, threads_per_worker, check_finite)
+            for one in tables:
+                _check_runner(runner, one, threads_per_worker, check_finite)
+            _check_shapes(runner, tables)
         if watchdog_ms is not None and not watchdog_ms > 0.0:
             raise PolicyError(f"watchdog_ms: {watchdog_ms} must be > 0; math.inf turns it off")
         check: Any = engines[0].check
@@ -158,7 +166,7 @@ class Batcher:
         clock_ms = clock_ms or _monotonic_ms
         self._core = Core(
             policy,
-            table,
+            tables,
             workers=len(engines),
             max_queue=max_queue,
             expired=expired,
@@ -166,6 +174,7 @@ class Batcher:
             clock_ms=clock_ms,
             watchdog_ms=watchdog_ms,
             learn=learn,
+            shape_of=getattr(engines[0], "shape_of", None),
         )
         self._log: DecisionLog | None = None
         if decision_log is not None:
@@ -442,6 +451,15 @@ def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite:
                 f"check_finite: {type(engine).__name__}.check(x) takes no `finite`; add it, or leave "
                 "check_finite out"
             ) from error
+
+
+def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
+    served = len(getattr(engine, "examples", [None])) if hasattr(engine, "shape_of") else 1
+    if len(tables) > 1 and len(tables) != served:
+        raise ProfileMismatch(
+            f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or one "
+            "per shape: profile_latency(engine, shape=i)"
+        )
 
 
 def _is_number(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import Condition, Lock
 from typing import Any
@@ -49,7 +49,7 @@ class Core:
 
     Args:
         policy: chooses the subnet and the batch size.
-        table: the profile.
+        table: the profile, or one profile per input shape, the largest shape last.
         workers: number of workers.
         max_queue: number of waiting requests from which on requests are refused.
         expired: what becomes of expired requests: `drop`, `defer` or `serve`, as in `Batcher`.
@@ -58,12 +58,13 @@ class Core:
         watchdog_ms: time after which a batch's worker is taken to hang, in ms; if None, 20 times the expected
             latency, but at least 1 s, and 30 s if the worker has not run this subnet at this size before.
         learn: whether the policy plans with learned latencies.
+        shape_of: returns the position among the profiles of an input's shape. Needed only for several.
     """
 
     def __init__(
         self,
         policy: Policy,
-        table: LatencyTable,
+        table: LatencyTable | Sequence[LatencyTable],
         *,
         workers: int,
         max_queue: int,
@@ -72,7 +73,11 @@ class Core:
         clock_ms: Callable[[], float],
         watchdog_ms: float | None,
         learn: bool,
+        shape_of: Callable[[Any], int] | None = None,
     ) -> None:
+        tables = [table] if isinstance(table, LatencyTable) else list(table)
+        table = tables[-1]
+        self._shape_of = shape_of if len(tables) > 1 else None
         self.clock_ms = clock_ms
         self.outcomes = Outcomes()
         self.worker_states = WorkerStates(workers)
@@ -84,7 +89,13 @@ class Core:
         self._expired: list[Request] = []  # taken off the queue by the dispatcher, without an outcome yet
         self._left_to_supervisor: list[Outcome] = []
         self._dispatcher: Dispatcher[Request] = Dispatcher(
-            policy, self.worker_states.free_at_ms, slo_ms, expired, self._expired.extend, table
+            policy,
+            self.worker_states.free_at_ms,
+            slo_ms,
+            expired,
+            self._expired.extend,
+            tables,
+            shape=attrgetter("shape"),
         )
         self._queue = self._dispatcher.queue
         self._inbox: deque[Request] = deque()
@@ -92,7 +103,7 @@ class Core:
         self._drops, self._defers = expired == "drop", expired == "defer"
         self._counters = self.outcomes.counters
         self.pending = PendingRequests(self._dispatcher)
-        self.learner = Learner(table, policy, self._dispatcher, self.lock, clock_ms, learn)
+        self.learner = Learner(tables, policy, self._dispatcher, self.lock, clock_ms, learn)
         self._jobs: dict[int, BatchJob] = {}
         self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
@@ -125,6 +136,8 @@ class Core:
         """
         now = self.clock_ms()
         request = Request(x, now, now + deadline_ms, floor, priority, future, loop)
+        if self._shape_of is not None:
+            request.shape = self._shape_of(x)
         inbox = self._inbox
         if len(self._queue) + len(inbox) + _ROOM < self._max_queue and not self._defers:
             inbox.append(request)
@@ -489,7 +502,7 @@ class Core:
         others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
         while (suspect := self.pending.next_suspect(worker, others)) is not None:
             request, subnet = suspect
-            if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1):
+            if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1, request.shape):
                 outcomes.append(self._drop(request, now))
                 continue
             job = BatchJob(worker, subnet, [request], len(self.pending) + 1, request.deadline_ms - now)
@@ -501,9 +514,9 @@ class Core:
     def _start(self, job: BatchJob, now: float) -> None:
         """Book the job's current part on its worker."""
         count = len(job.part)
-        job.size = self._dispatcher.padded(job.subnet, count)
+        job.size = self._dispatcher.padded(job.subnet, count, job.shape)
         job.started_ms = now
-        expected_ms = self._dispatcher.expected_ms(job.subnet, count)
+        expected_ms = self._dispatcher.expected_ms(job.subnet, count, job.shape)
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
         patience_ms = self._watchdog_ms
@@ -535,7 +548,7 @@ class Core:
         self, request: Request, job: BatchJob, now: float, failure: BatchFailed, outcomes: list[Outcome]
     ) -> None:
         """Give a request whose worker was lost a second try, if this is its first loss and time is left."""
-        if request.deadline_ms < now + self._dispatcher.expected_ms(job.subnet, 1):
+        if request.deadline_ms < now + self._dispatcher.expected_ms(job.subnet, 1, request.shape):
             outcomes.append(self._drop(request, now))
         elif request.retried:
             outcomes.append(self.outcomes.fail(request, failure))
@@ -568,7 +581,7 @@ class Core:
 
     def _drop(self, request: Request, now: float) -> Outcome:
         self.learner.dropping = True
-        return self.outcomes.drop(request, now, self._dispatcher.least_ms(request.floor))
+        return self.outcomes.drop(request, now, self._dispatcher.least_ms(request.floor, request.shape))
 
     def _finished(self) -> bool:
         return self.closing and not self._counters.unfinished and not self._left_to_supervisor

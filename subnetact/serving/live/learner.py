@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock, RLock
 from typing import Any
 
@@ -36,7 +36,8 @@ class Learner:
     request waits for planning.
 
     Args:
-        table: the profile.
+        tables: the profile of every input shape, the largest shape last. The corrections are those of the
+            last table; what a batch of another shape teaches is applied in proportion.
         policy: the policy as the user gave it.
         dispatcher: gets the corrected latencies.
         lock: held by every thread that uses the dispatcher.
@@ -51,19 +52,20 @@ class Learner:
 
     def __init__(
         self,
-        table: LatencyTable,
+        tables: Sequence[LatencyTable],
         policy: Policy,
         dispatcher: Dispatcher[Request],
         lock: Lock,
         clock_ms: Callable[[], float],
         learn: bool,
     ) -> None:
+        table = tables[-1]
         self.corrections = Corrections(table)
         self.dropping = False
         self.replanned = 0
         self._refreshing = RLock()  # the supervisor and a client may refresh at the same time
+        self._tables = list(tables)
         self._table = table
-        self._policy = policy
         self._dispatcher = dispatcher
         self._lock = lock
         self._clock_ms = clock_ms
@@ -84,6 +86,10 @@ class Learner:
             took_ms: time that the part took, in ms.
         """
         self._batches += 1
+        own = self._tables[job.shape]
+        if own is not self._table:
+            column = own.pad_index[job.size]
+            took_ms *= float(self._table.latency_ms[job.subnet, column] / own.latency_ms[job.subnet, column])
         self.corrections.observe(job.subnet, job.size, took_ms)
         if self._observe is not None:
             try:
@@ -161,23 +167,27 @@ class Learner:
         if change < _LEAST_CHANGE and not self._limits_changed:
             return False
         self._limits_changed = False
-        expected = self._corrected(ratios[0])
-        policy = self._policy
+        plans = [self._plan(shape, *ratios) for shape in range(len(self._tables))]
+        with self._lock:
+            for shape, (policy, expected) in enumerate(plans):
+                self._dispatcher.adopt(policy, expected, shape)
+            self.replanned += 1
+        self._applied = logs
+        return True
+
+    def _plan(self, shape: int, typical: Any, slow: Any) -> tuple[Policy, LatencyTable]:
+        """Return the policy and the expected latencies of one input shape."""
+        policy = self._dispatcher.policy_of(shape)
         retabled: Any = getattr(policy, "retabled", None)
         if retabled is not None:
             try:
-                policy = retabled(self._corrected(ratios[1]))
+                policy = retabled(self._corrected(self._tables[shape], slow))
             except SubnetActError as error:  # for example, no subnet is within the SLO any more
                 _log.warning("the policy cannot plan with what was learned, and keeps its plan: %s", error)
-        with self._lock:
-            self._dispatcher.adopt(policy, expected)
-            self.replanned += 1
-        self._policy, self._applied = policy, logs
-        return True
+        return policy, self._corrected(self._tables[shape], typical)
 
-    def _corrected(self, ratios: Any) -> LatencyTable:
-        cells = self._table.latency_ms * ratios
-        table = self._table
+    def _corrected(self, table: LatencyTable, ratios: Any) -> LatencyTable:
+        cells = table.latency_ms * ratios
         for subnet, most in list(self._dispatcher.limits.items()):
             least = max(most, table.batch_sizes[0])
             cells[subnet, [size > least for size in table.batch_sizes]] = np.nan

@@ -109,6 +109,7 @@ class Request:
         loop: the event loop of `future`. If None, `future` is an `AnswerFuture`.
         open: whether the request has no outcome yet. It becomes False exactly once, under the batcher's lock.
         retried: whether a worker has hung or died with this request before.
+        shape: position of the input's shape among the latency tables; -1 if there is one table.
     """
 
     __slots__ = (
@@ -120,6 +121,7 @@ class Request:
         "open",
         "priority",
         "retried",
+        "shape",
         "x",
     )
 
@@ -142,6 +144,7 @@ class Request:
         self.loop = loop
         self.open = True
         self.retried = False
+        self.shape = -1
 
 
 class AnswerFuture(concurrent.futures.Future[Answer]):

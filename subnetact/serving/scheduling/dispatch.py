@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -50,6 +50,27 @@ class Batch(NamedTuple):
     slack_ms: float
 
 
+class _Plan:
+    """A policy and the latencies of one input shape, with what is derived from them.
+
+    Args:
+        policy: decides which subnet runs and how large the batch is.
+        table: the latencies to plan with.
+    """
+
+    def __init__(self, policy: Policy, table: LatencyTable) -> None:
+        self.policy = policy
+        self.latency: list[list[float]] = table.latency_ms.tolist()
+        self.fastest = table.fastest_ms
+        self.largest = [largest_batch(table, subnet) for subnet in range(len(table.subnets))]
+        self.cheapest = cheapest(table)
+        row = self.latency[self.cheapest]
+        self.full = next(
+            (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms
+        )
+        self.floor_cost: dict[int, tuple[float, int]] = {}
+
+
 class Dispatcher(Generic[Item]):
     """Applies the rule for expired requests, asks the policy, and forms the batch.
 
@@ -57,15 +78,23 @@ class Dispatcher(Generic[Item]):
     floor. A batch on a subnet holds the most urgent requests whose floors that subnet meets. If it meets
     none of them, the fastest subnet that meets the floor of the most urgent request runs instead.
 
+    If inputs have several shapes, every shape has its own latencies and its own policy object. The shape of
+    the most urgent request decides which of them plans, and the batch holds requests of that shape only. If
+    there are fewer than the policy planned, the most accurate subnet that takes no longer than planned runs.
+
     Args:
         policy: decides which subnet runs and how large the batch is.
         free_at_ms: when each worker is expected to be free; inf for one that is down. The caller updates it.
         slo_ms: the usual time from arrival to deadline, ms; the context passes it to the policy.
         expired: the rule for expired requests: `drop`, `defer` or `serve`.
         on_drop: called with the requests that were dropped.
-        table: the latencies to plan with. If None, the policy's table.
+        table: the latencies to plan with, or one table per input shape, the largest shape last. If None, the
+            policy's table. For shapes but the last, the policy is made anew by `retabled(table)`, if it has
+            that method.
         priority: returns the priority of a request; higher is more important. If given, and unless the rule
             is `serve`, requests that would make more important ones miss are treated as expired.
+        shape: returns the position of a request's input shape among the tables. If None, all requests have
+            the last one.
 
     Attributes:
         queue: the requests that have not expired.
@@ -87,10 +116,13 @@ class Dispatcher(Generic[Item]):
         slo_ms: float,
         expired: str,
         on_drop: Callable[[list[Item]], None] | None = None,
-        table: LatencyTable | None = None,
+        table: LatencyTable | Sequence[LatencyTable] | None = None,
         priority: Callable[[Item], int] | None = None,
+        shape: Callable[[Item], int] | None = None,
     ) -> None:
-        table = check_accuracy(table or policy.table)
+        given = policy.table if table is None else table
+        tables = [given] if isinstance(given, LatencyTable) else list(given)
+        table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
         self.priority = priority
         self.limits: dict[int, int] = {}
@@ -103,40 +135,43 @@ class Dispatcher(Generic[Item]):
         self._accuracies = sorted(set(self._accuracy))
         self._sizes = table.batch_sizes
         self._pad = table.pad_index
-        self.adopt(policy, table)
+        retabled: Any = getattr(policy, "retabled", None)
+        self._plans = [
+            _Plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
+        ]
+        self._plan = self._plans[-1]
+        self._shape = shape if len(tables) > 1 else None
         self.context = Context(
             self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
         )
 
-    def adopt(self, policy: Policy, table: LatencyTable) -> None:
+    def adopt(self, policy: Policy, table: LatencyTable, shape: int = -1) -> None:
         """Continue with another policy and other latencies.
 
         Args:
             policy: the policy to ask from now on.
             table: the latencies to plan with, of the same subnets and batch sizes as before.
+            shape: the input shape that they are of.
         """
-        self.policy = policy
-        self._latency: list[list[float]] = table.latency_ms.tolist()
-        self._fastest = table.fastest_ms
-        self._largest = [largest_batch(table, subnet) for subnet in range(len(table.subnets))]
-        self._cheapest = cheapest(table)
-        row = self._latency[self._cheapest]
-        self._full = next(
-            (ms, size) for ms, size in zip(row[::-1], self._sizes[::-1], strict=True) if ms == ms
-        )
-        self._floor_cost: dict[int, tuple[float, int]] = {}
+        self._plans[shape] = _Plan(policy, table)
+        self._plan = self._plans[-1]
 
-    def expected_ms(self, subnet: int, k: int) -> float:
-        """Return the latency, ms, of k requests on a subnet; NaN if they cannot run there."""
-        return self._latency[subnet][self._column(subnet, k)]
+    def policy_of(self, shape: int = -1) -> Policy:
+        """Return the policy that plans for an input shape."""
+        return self._plans[shape].policy
 
-    def padded(self, subnet: int, k: int) -> int:
+    def expected_ms(self, subnet: int, k: int, shape: int = -1) -> float:
+        """Return the latency, ms, of k requests of a shape on a subnet; NaN if they cannot run there."""
+        plan = self._plans[shape]
+        return plan.latency[subnet][self._column(plan, subnet, k)]
+
+    def padded(self, subnet: int, k: int, shape: int = -1) -> int:
         """Return the batch size that k requests on a subnet are planned as: the next measured one."""
-        return self._sizes[self._column(subnet, k)]
+        return self._sizes[self._column(self._plans[shape], subnet, k)]
 
-    def _column(self, subnet: int, k: int) -> int:
+    def _column(self, plan: _Plan, subnet: int, k: int) -> int:
         """Return the column of the smallest measured batch size >= k; of the smallest >= k if none is."""
-        row, first = self._latency[subnet], self._pad[k]
+        row, first = plan.latency[subnet], self._pad[k]
         column, last = first, len(row) - 1
         while row[column] != row[column]:
             if column == last:
@@ -144,9 +179,10 @@ class Dispatcher(Generic[Item]):
             column += 1
         return column
 
-    def least_ms(self, floor: float) -> float:
+    def least_ms(self, floor: float, shape: int = -1) -> float:
         """Return the least latency, ms, of the subnets whose accuracy is at least `floor` percent."""
-        return self._fastest if floor <= NO_FLOOR else self._cost_of(floor)[0]
+        plan = self._plans[shape]
+        return plan.fastest if floor <= NO_FLOOR else self._cost_of(plan, floor)[0]
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.deferred)
@@ -173,19 +209,20 @@ class Dispatcher(Generic[Item]):
         if not queued:
             return self.cheapest_batch(now_ms)
         context = self.look(now_ms, worker)
-        choice = self.policy.decide(context)
+        plan = self._turn_to(queue)
+        choice = plan.policy.decide(context)
         if choice is None:
             return None
         try:
             subnet, size = map(index, choice)
         except (TypeError, ValueError) as error:
             raise PolicyError(
-                f"{type(self.policy).__name__} answered {choice!r}; answer (subnet index, batch size), two "
+                f"{type(plan.policy).__name__} answered {choice!r}; answer (subnet index, batch size), two "
                 "whole numbers, or None"
             ) from error
         if not (0 <= subnet < len(self._accuracy) and 1 <= size <= self._sizes[-1]):
             raise PolicyError(
-                f"{type(self.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
+                f"{type(plan.policy).__name__} answered subnet {subnet}, batch size {size}; the table has "
                 f"subnets 0 to {len(self._accuracy) - 1} and batch sizes up to {self._sizes[-1]}"
             )
         return self._form(queue, subnet, size, queued, context.slack_ms)
@@ -209,47 +246,82 @@ class Dispatcher(Generic[Item]):
         Returns:
             The batch, whose requests have left the queue, or None if no request waits.
         """
-        queue, subnet = self.queue if len(self.queue) else self.deferred, self._cheapest
+        queue = self.queue if len(self.queue) else self.deferred
         if not len(queue):
             return None
-        return self._form(queue, subnet, self._largest[subnet], len(queue), queue.deadline() - now_ms)
+        plan = self._turn_to(queue)
+        size = plan.largest[plan.cheapest]
+        return self._form(queue, plan.cheapest, size, len(queue), queue.deadline() - now_ms)
+
+    def _turn_to(self, queue: EDFQueue[Item]) -> _Plan:
+        """Make the plan of the most urgent request's shape the current one, and return it."""
+        if self._shape is not None:
+            self._plan = self._plans[self._shape(queue.item())]
+        return self._plan
 
     def _form(self, queue: EDFQueue[Item], subnet: int, size: int, queued: int, slack_ms: float) -> Batch:
+        plan = self._plan
         if self.limits:
             size = min(size, self.limits.get(subnet, size))
-        if queue.demanding:
+        if self._shape is not None:
+            subnet, deadlines, items = self._take_shape(queue, self._shape, subnet, size)
+        elif queue.demanding:
             deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
             if not items:
-                _, subnet = self._cost_of(queue.floor())
-                size = min(size, self._largest[subnet], self.limits.get(subnet, size))
+                _, subnet = self._cost_of(plan, queue.floor())
+                size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
                 deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
         else:
             deadlines, items = queue.take(size if size < queued else queued)
-        column = self._column(subnet, len(items))
-        expected = self._latency[subnet][column]
+        column = self._column(plan, subnet, len(items))
+        expected = plan.latency[subnet][column]
         if expected != expected:
             self.taken = items
             raise PolicyError(
-                f"{type(self.policy).__name__} answered subnet {subnet} for {len(items)} requests, which "
+                f"{type(plan.policy).__name__} answered subnet {subnet} for {len(items)} requests, which "
                 "cannot run there (NaN in the table)"
             )
         return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
+
+    def _take_shape(
+        self, queue: EDFQueue[Item], shape_of: Callable[[Item], int], subnet: int, size: int
+    ) -> tuple[int, list[float], list[Item]]:
+        """Take requests of the most urgent one's shape; return the subnet, the deadlines and the items."""
+        plan, shape = self._plan, shape_of(queue.item())
+
+        def alike(item: Item) -> bool:
+            return shape_of(item) == shape
+
+        deadlines, items = queue.take_satisfied(size, self._accuracy[subnet], alike)
+        if not items:
+            _, subnet = self._cost_of(plan, queue.floor())
+            size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
+            deadlines, items = queue.take_satisfied(size, self._accuracy[subnet], alike)
+        planned = plan.latency[subnet][self._column(plan, subnet, size)]
+        better = [
+            (accuracy, -row[column], other)
+            for other, (accuracy, row) in enumerate(zip(self._accuracy, plan.latency, strict=True))
+            if row[column := self._column(plan, other, len(items))] <= planned
+            and len(items) <= self.limits.get(other, len(items))
+        ]
+        return max(better, default=(0.0, 0.0, subnet))[2], deadlines, items
 
     def remove_expired(self, now_ms: float) -> None:
         """Drop or defer the expired requests at the head of the queue; the rule must not be `serve`."""
         queue = self.queue
         count, waiting = 0, len(queue)
         while count < waiting:
-            if queue.deadline(count) >= now_ms + self.least_ms(queue.floor(count)):
+            shape = -1 if self._shape is None else self._shape(queue.item(count))
+            if queue.deadline(count) >= now_ms + self.least_ms(queue.floor(count), shape):
                 break
             count += 1
         if count:
             self._expire(count)
 
     def _remove_unaffordable(self, now_ms: float, priority: Callable[[Item], int]) -> None:
-        queue, (full_ms, full_size) = self.queue, self._full
+        queue, (full_ms, full_size) = self.queue, self._plans[-1].full
         positions = unaffordable(
-            queue, now_ms, self.context.free_at_ms, full_ms, full_size, self._fastest, priority
+            queue, now_ms, self.context.free_at_ms, full_ms, full_size, self._plans[-1].fastest, priority
         )
         if positions:
             floors = [queue.floor(at) for at in positions]
@@ -265,21 +337,21 @@ class Dispatcher(Generic[Item]):
         else:
             self.deferred.extend(deadlines, items, floors)
 
-    def _cost_of(self, floor: float) -> tuple[float, int]:
+    def _cost_of(self, plan: _Plan, floor: float) -> tuple[float, int]:
         """Return (least latency in ms, subnet) among the subnets that meet `floor`."""
         at = bisect_left(self._accuracies, floor)  # floors between two accuracies demand the same subnets
-        found = self._floor_cost.get(at)
+        found = plan.floor_cost.get(at)
         if found is None:
             options = [
                 (latency, subnet)
-                for subnet, row in enumerate(self._latency)
+                for subnet, row in enumerate(plan.latency)
                 if self._accuracy[subnet] >= floor
                 for latency in row
                 if not math.isnan(latency)
             ]
             if not options:
                 raise unreachable(floor, max(self._accuracy))
-            found = self._floor_cost[at] = min(options)
+            found = plan.floor_cost[at] = min(options)
         return found
 
 

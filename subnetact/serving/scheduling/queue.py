@@ -106,6 +106,10 @@ class EDFQueue(Generic[Item]):
         """Return the deadlines, ms, at positions start, start + step, start + 2 step and so on."""
         return self._deadlines[self._head + start :: step]
 
+    def item(self, i: int = 0) -> Item:
+        """Return the i-th most urgent request (0-based)."""
+        return self._items[self._head + i]  # type: ignore[return-value]
+
     def entries(self, most: int) -> list[tuple[float, Item]]:
         """Return (deadline, item) of the `most` most urgent requests."""
         cut = slice(self._head, self._head + most)
@@ -124,9 +128,22 @@ class EDFQueue(Generic[Item]):
         self._advance(end)
         return deadlines, items  # type: ignore[return-value]
 
-    def take_satisfied(self, k: int, accuracy: float) -> tuple[list[float], list[Item]]:
-        """Remove the k most urgent requests whose floor is at most `accuracy`; return (deadlines, items)."""
-        return self._take_where(k, lambda at: self._floors[at] <= accuracy)
+    def take_satisfied(
+        self, k: int, accuracy: float, alike: Callable[[Item], bool] | None = None
+    ) -> tuple[list[float], list[Item]]:
+        """Remove the k most urgent requests whose floor is at most `accuracy`.
+
+        Args:
+            k: the largest number of requests.
+            accuracy: percent.
+            alike: tells which requests may be taken. If None, all of them.
+
+        Returns:
+            Their deadlines and the requests, most urgent first.
+        """
+        if alike is None:
+            return self._take_where(k, lambda at: self._floors[at] <= accuracy)
+        return self._take_where(k, lambda at: self._floors[at] <= accuracy and alike(self._items[at]))  # type: ignore[arg-type]
 
     def take_at(self, positions: Sequence[int]) -> tuple[list[float], list[Item]]:
         """Remove the requests at the given positions (ascending) and return (deadlines, items)."""
