@@ -457,8 +457,8 @@ def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
     served = len(getattr(engine, "examples", [None])) if hasattr(engine, "shape_of") else 1
     if len(tables) > 1 and len(tables) != served:
         raise ProfileMismatch(
-            f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or one "
-            "per shape: profile_latency(engine, shape=i)"
+            f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
+            "one per shape: profile_latency(engine, shape=i)"
         )
 
 
