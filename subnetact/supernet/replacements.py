@@ -82,6 +82,14 @@ class Replacements:
                         object.__setattr__(template, name, watched)
         self._members = [weakref.ref(entry) for entry in _members(network)]
 
+    def release(self, network: nn.Module) -> None:
+        """Watch a network no longer: its modules get ordinary registries again."""
+        for module in network.modules():
+            for name in _REGISTRIES:
+                entries = module.__dict__[name]
+                if isinstance(entries, _Registry) and entries.count is self:
+                    object.__setattr__(module, name, dict(entries))
+
     def replaced(self, network: nn.Module) -> bool:
         """Tell whether a network has other modules, parameters or buffers now than at the last `note`."""
         present = _members(network)

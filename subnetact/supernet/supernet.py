@@ -258,6 +258,33 @@ class Supernet(nn.Module):
         with torch.no_grad(), self._exchange:
             return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
 
+    def remove(self) -> nn.Module:
+        """Give the ordinary network back: put every module that an operator replaced back into its place.
+
+        The supernet cannot be used any more afterwards; views and extracted networks can.
+
+        Returns:
+            The network that the operators were put into, with the same module objects. It is as it was, apart
+            from weights and statistics that were trained or moved in the meantime.
+
+        Example:
+            >>> supernet = insert_(model, example=x)
+            >>> assert supernet.remove() is model
+        """
+        network = self.network
+        for module in list(network.modules()):
+            for name, child in module._modules.items():
+                if isinstance(child, Operator):
+                    child.template.training = child.training
+                    module._modules[name] = child.template
+        if isinstance(network, Operator):
+            network.template.training = network.training
+            network = network.template
+        self._replacements.release(network)
+        self.network = _Removed()
+        self.refresh()
+        return network
+
     def check(self, x: Any, compare: bool = True) -> CheckReport:
         """Run the supernet at the corners of its space, and prove that its slices fit together.
 
@@ -565,6 +592,16 @@ class Supernet(nn.Module):
                 UncalibratedSubnetWarning,
                 stacklevel=_callers_level(),
             )
+
+
+class _Removed(nn.Module):
+    """Stands in the place of a network that was given back."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise InsertError(
+            "the operators of this supernet were removed; call insert_ again, or use the network that "
+            "remove() returned"
+        )
 
 
 def _callers_level() -> int:

@@ -231,3 +231,56 @@ def test_the_largest_subnet_keeps_the_statistics_of_the_model() -> None:
     supernet = subnetact.insert_(make("resnet18"), example=torch.randn(1, 3, 64, 64))
     assert supernet.calibrated(supernet.space.largest())
     assert not supernet.calibrated(supernet.space.smallest())
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+    return [
+        (path, module, {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
+        for path, module in model.named_modules()
+    ]
+
+
+def same_objects(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(one[key] is other[key] for key in one)
+    return one is other
+
+
+@pytest.mark.parametrize("name", ["resnet18", "timm:vit_tiny_patch16_224"])
+def test_remove_gives_the_same_modules_back(name: str) -> None:
+    model = make(name, **({} if name == "resnet18" else {"img_size": 64, "depth": 2}))
+    x = torch.randn(1, 3, 64, 64)
+    full = outputs_of(model, x)[0]
+    before = snapshot(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    supernet = subnetact.insert_(model, example=x)
+    view = supernet.subnet(supernet.space.smallest())
+    answer = view(x)
+    assert supernet.remove() is model
+    after = snapshot(model)
+    assert [path for path, _, _ in after] == [path for path, _, _ in before]
+    for (path, module, attributes), (_, same, others) in zip(before, after, strict=True):
+        assert module is same, path
+        assert attributes.keys() == others.keys(), path
+        assert not [key for key in attributes if not same_objects(attributes[key], others[key])], path
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(outputs_of(model, x)[0], full)
+    assert torch.equal(view(x), answer)
+    with pytest.raises(InsertError, match="were removed"):
+        supernet(x)
+    assert subnetact.insert_(model, example=x).space.id == supernet.space.id
+
+
+def test_remove_keeps_what_was_trained() -> None:
+    model = Hidden(torch.relu).eval()
+    supernet = subnetact.insert_(model, example=X).train()
+    supernet.double()
+    supernet(X.double(), subnet=supernet.space.smallest()).sum().backward()
+    with torch.no_grad():
+        for parameter in supernet.parameters():
+            parameter.sub_(parameter.grad)
+    expected = supernet.eval()(X.double())
+    supernet.train()
+    plain = supernet.remove()
+    assert all(module.training for module in plain.modules())
+    assert torch.equal(plain.eval()(X.double()), expected)
