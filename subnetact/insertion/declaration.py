@@ -1,0 +1,781 @@
+"""What a transformer declares: heads, feed-forward neurons and blocks, found without tracing.
+
+Tracing fails for most models of Hugging Face, but they say what they consist of: the configuration has a plan
+for tensor parallelism (`base_model_tp_plan`), modules and configurations state numbers of heads and their
+width, and blocks that can be skipped are `GradientCheckpointingLayer`s in a `ModuleList`. The attention and
+feed-forward modules of timm and of torch are built in the same way.
+
+The model runs on the example, while the order of its linear layers and the inputs of its blocks are noted.
+Then rules propose groups:
+
+- heads: inside a module with a number of heads, linear layers whose outputs are a multiple of the number of
+  heads (or of key and value heads, in grouped-query attention), and the linear layer that reads all heads;
+- feed-forward: linear layers with n outputs, or 2 n if two are packed in one, and the linear layer with n
+  inputs that runs after them;
+- depth: blocks of one stack that return one tensor, shaped like their input.
+
+A proposal is no proof. It is inserted into a copy of one block with disturbed weights, and the narrowed block
+must compute what the block computes with the dropped weights at zero. Whether the rows of a fused layer are
+packed projection by projection or head by head, and which numbers a forward reads, is decided in this way,
+too. What fails is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from subnetact.errors import InsertError
+from subnetact.insertion.description import Description, Group, Member, Stage, sizes_of_choices
+from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
+from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.failure import summary
+from subnetact.supernet.insert import insert_ as put_operators_
+from subnetact.supernet.unused_weights import masked_reference, private_copy, shared_view
+
+__all__ = ["declared"]
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+QUERIES_PER_KEY = ("num_key_value_groups", "n_rep", "num_kv_groups")
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
+ALL_HEADS = ("all_head_size", "inner_dim", "attn_dim", "split_size", "attention_dim")
+"""Names of whole numbers of attention modules, the last ones for the width of all heads together."""
+
+AMBIGUOUS = ("embed_dim", "hidden_size", "dim", "d_model", "model_dim")
+"""Names that some attention modules use for the width of all heads, others for the width of the input."""
+
+NEURONS = ("intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidden_dim", "intermediate_dim")
+"""Names of whole numbers of feed-forward modules."""
+
+
+def declared(
+    model: nn.Module, example: Any, choices: Sequence[float] = (0.25, 0.5, 0.75, 1.0), name: str = ""
+) -> Description:
+    """Return what can be elastic in a transformer, as far as the model declares it.
+
+    Args:
+        model: the model, in evaluation mode; it is not changed.
+        example: a tensor, a tuple of positional arguments, or a dictionary of named arguments.
+        choices: the choices of every group and stage, as shares of the full size.
+        name: the name of the space; if empty, the class of the model.
+
+    Returns:
+        The groups and stages. `refused` has the reasons for what only looks like one of them. Of a model
+        without attention, the description is empty.
+
+    Raises:
+        InsertError: the model does not run on the example.
+    """
+    observed = _Observation.of(model, example)
+    trials = _Trials(observed, example)
+    groups: list[Group] = []
+    refused: dict[str, str] = {}
+
+    def settle(proposals: Iterable[_Proposal]) -> None:
+        for proposal in proposals:
+            elastic = {m.module for g in groups for m in g.members}
+            if not elastic.isdisjoint(proposal.layers):
+                continue
+            found = trials.first(proposal)
+            if isinstance(found, Group):
+                groups.append(replace(found, sizes=sizes_of_choices(found.full, choices, found.unit)))
+                for name in (found.name, *proposal.replaces):
+                    refused.pop(name, None)
+            elif proposal.name not in {group.name for group in groups}:
+                refused.setdefault(proposal.name, found)
+
+    attentions = list(_attentions(observed))
+    settle(attentions)
+    settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
+    settle(_feed_forwards(observed, {path for a in attentions for path in a.layers}))
+    stages = list(_stages(trials, [m.module for g in groups for m in g.members], choices, refused))
+    return Description(name or type(model).__name__, groups, stages, refused)
+
+
+# -- what one forward pass shows ---------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """The first call of a module, and the number of calls."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+    count: int = 1
+
+
+@dataclass
+class _Observation:
+    """A forward pass on the example.
+
+    Attributes:
+        model: the model.
+        modules: its modules by name.
+        order: the names of the linear layers, and of torch's attention modules, in the order of their calls.
+        calls: the first calls of the modules that contain linear layers, by name.
+        roles: name of a module -> its role in the plan for tensor parallelism, "colwise" for example.
+        blocks: the names of the modules that are members of a stack of modules of one class.
+        returned: name of a module -> the linear layer in it whose output it returns.
+    """
+
+    model: nn.Module
+    modules: dict[str, nn.Module]
+    order: list[str] = field(default_factory=list)
+    calls: dict[str, _Call] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+    returned: dict[str, str] = field(default_factory=dict)
+    _last: tuple[str, Any] = ("", None)
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Any) -> _Observation:
+        """Run a model on the example.
+
+        Args:
+            model: the model.
+            example: as for `declared`.
+
+        Raises:
+            InsertError: the model does not run on the example.
+        """
+        found = cls(model, dict(model.named_modules()), roles=_roles(model))
+        found.blocks = [p for path, m in found.modules.items() for p in _blocks_of(path, m)]
+        linear = [path for path, m in found.modules.items() if _sides(m) is not None]
+        around = {path[:i] for path in linear for i in (0, *(m.start() for m in re.finditer(r"\.", path)))}
+        handles = []
+        for path in (*linear, *around):
+            module = found.modules[path]
+            if path in around:
+                handles.append(module.register_forward_pre_hook(found._entering(path), with_kwargs=True))
+                handles.append(module.register_forward_hook(found._leaving(path)))
+            if _sides(module) is not None:
+                handles.append(module.register_forward_hook(found._noting(path)))
+        try:
+            with torch.no_grad():
+                call_with(model, example)
+        except Exception as error:
+            raise InsertError(
+                f"{type(model).__name__} does not run on the example: {summary(model, error)}; give a batch "
+                "that the model takes"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+            found._last = "", None
+        return found
+
+    def block_of(self, path: str) -> str | None:
+        """Return the innermost block that contains a module, or None."""
+        inside = [block for block in self.blocks if path.startswith(f"{block}.") and block in self.calls]
+        return max(inside, key=len, default=None)
+
+    def units_of(self, paths: Sequence[str]) -> list[str]:
+        """Return the innermost module that was called and contains some modules, and the block around it."""
+        unit = _common(paths)
+        while unit not in self.calls:
+            unit = _parent(unit)
+        inside = [b for b in self.blocks if f"{unit}.".startswith(f"{b}.") and b in self.calls]
+        return list(dict.fromkeys((unit, max(inside, key=len, default=unit))))
+
+    def _noting(self, path: str) -> Any:
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._last = path, output
+            if path not in self.order:
+                self.order.append(path)
+
+        return note
+
+    def _entering(self, path: str) -> Any:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if path in self.calls:
+                self.calls[path].count += 1
+            else:
+                self.calls[path] = _Call(args, dict(kwargs))
+
+        return note
+
+    def _leaving(self, path: str) -> Any:
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            if self.calls[path].count == 1:
+                self.calls[path].output = output
+            last, made = self._last
+            given = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(made, Tensor) and isinstance(given, Tensor):
+                if made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+                    self.returned[path] = last
+
+        return note
+
+
+def _sides(module: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of inputs and outputs of a linear layer; None for other modules."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim, module.embed_dim
+    if _is_called(module, "transformers.pytorch_utils", "Conv1D"):
+        weight: Any = module.weight
+        return int(weight.shape[0]), int(weight.shape[1])
+    return None
+
+
+def _is_called(module: nn.Module, home: str, name: str) -> bool:
+    """Tell whether a module is of a class of another package, without importing the package."""
+    return any((cls.__module__, cls.__name__) == (home, name) for cls in type(module).__mro__)
+
+
+def _blocks_of(path: str, module: nn.Module) -> list[str]:
+    """Return the members of a stack; torch's containers are stacks if all members are of one class."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) == 0:
+        return []
+    alike = len(module) > 1 and len({type(child) for child in module}) == 1
+    if alike or all(map(_is_checkpointed, module)):
+        return [f"{path}.{name}" if path else name for name, _ in module.named_children()]
+    return []
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return _is_called(module, "transformers.modeling_layers", "GradientCheckpointingLayer")
+
+
+def _roles(model: nn.Module) -> dict[str, str]:
+    """Return the roles of modules in the plans for tensor parallelism of all configurations of a model."""
+    found: dict[str, str] = {}
+    names = [path for path, _ in model.named_modules()]
+    for path, module in model.named_modules():
+        plan = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        if not isinstance(plan, Mapping) or not hasattr(module, "base_model_prefix"):
+            continue
+        inner = str(module.base_model_prefix)
+        prefix = ".".join(p for p in (path, inner if inner in module._modules else "") if p)
+        for key, role in plan.items():
+            pattern = re.escape(f"{prefix}.{key}" if prefix else key).replace(r"\*", r"\d+")
+            found.update({name: str(role) for name in names if re.fullmatch(pattern, name)})
+    return found
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the name of the innermost module around some modules."""
+    parts = [_parent(path).split(".") for path in paths]
+    common: list[str] = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+# -- rules -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Proposal:
+    """One size that may be elastic.
+
+    Attributes:
+        name: the name of the group.
+        layers: the names of the linear layers that a rule has looked at.
+        variants: groups of which the first one that passes its trial is taken.
+        reason: why there is no variant.
+        replaces: the names of refused proposals that this one stands for.
+    """
+
+    name: str
+    layers: list[str]
+    variants: list[Group] = field(default_factory=list)
+    reason: str = ""
+    replaces: list[str] = field(default_factory=list)
+
+
+class _Unfit(Exception):
+    """A module does not fit a rule; the message is the reason."""
+
+
+def _numbers(module: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Return the whole numbers among some attributes of a module."""
+    return {name: value for name in names if type(value := module.__dict__.get(name)) is int}
+
+
+def _number(observed: _Observation, path: str, names: Sequence[str], inherited: bool) -> int | None:
+    """Return the first whole number of a name, of a module itself or of its configuration."""
+    module = observed.modules[path]
+    for value in _numbers(module, names).values():
+        return value
+    while inherited:
+        config = getattr(observed.modules[path], "config", None)
+        for name in names if config is not None else ():
+            value = getattr(config, name, None)
+            if type(value) is int:
+                return value
+        if not path or config is not None:
+            break
+        path = _parent(path)
+    return None
+
+
+def _attentions(observed: _Observation) -> Iterator[_Proposal]:
+    """Propose the heads of every attention."""
+    found: list[str] = []
+    for path in observed.calls:
+        layers = [layer for layer in observed.order if layer.startswith(f"{path}.")]
+        named = "attention" in type(observed.modules[path]).__name__.lower()
+        if layers and _number(observed, path, HEADS, inherited=named) is not None:
+            found.append(path)
+    for path in observed.order:
+        if isinstance(observed.modules[path], nn.MultiheadAttention):
+            found.append(path)
+            yield _torch_attention(observed, path)
+    for path in found:
+        innermost = not any(other.startswith(f"{path}.") for other in found)
+        if innermost and not isinstance(observed.modules[path], nn.MultiheadAttention):
+            yield _attention(observed, path)
+
+
+def _torch_attention(observed: _Observation, path: str) -> _Proposal:
+    module: Any = observed.modules[path]
+    width, out = int(module.head_dim), f"{path}.out_proj"
+    members = (Member(path, "out", AttentionSlice, width), Member(out, "in_", WeightSlice, width))
+    if module.num_heads < 2:
+        return _Proposal(f"{path}.heads", [path, out], reason="it has one head only")
+    return _Proposal(
+        f"{path}.heads", [path, out], [Group(f"{path}.heads", "heads", module.num_heads, members)]
+    )
+
+
+def _attention(observed: _Observation, path: str) -> _Proposal:
+    """Propose the heads of one attention module: its projections, and the layer that reads all heads."""
+    inside = [layer for layer in observed.order if layer.startswith(f"{path}.")]
+    returned = observed.returned.get(path)
+    later = observed.order[observed.order.index(inside[-1]) + 1 :]
+    after = [layer for layer in later if layer.startswith(f"{_parent(path)}.") or not _parent(path)][:1]
+    rowwise = [layer for layer in inside if observed.roles.get(layer, "").startswith("rowwise")]
+    proposal = _Proposal(f"{path}.heads", [*inside])
+    reasons: list[str] = []
+    for out in dict.fromkeys((*rowwise, *([returned] if returned in inside else [inside[-1], *after]))):
+        try:
+            proposal.variants += _head_groups(observed, path, [x for x in inside if x != out], out)
+        except _Unfit as unfit:
+            reasons.append(str(unfit))
+    proposal.reason = next(iter(reasons), "")
+    return proposal
+
+
+def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterator[_Proposal]:
+    """Propose one number of heads for attentions in all blocks of a stack, which share position biases."""
+    stacks: dict[tuple[str, str], list[_Proposal]] = {}
+    for attention in attentions:
+        block = observed.block_of(attention.name)
+        if block is not None and attention.variants:
+            tail = attention.name[len(block) :]
+            stacks.setdefault((_parent(block), tail), []).append(attention)
+    for (stack, tail), members in stacks.items():
+        heads = {(attention.variants[0].full, len(attention.variants) > 0) for attention in members}
+        if len(members) < 2 or len(heads) > 1:
+            continue
+        proposal = _Proposal(f"{stack}{tail}", [x for m in members for x in m.layers])
+        proposal.replaces = [m.name for m in members]
+        unit = observed.units_of([m.module for attention in members for m in attention.variants[0].members])[
+            0
+        ]
+        outside = [
+            Member(path, "out", WeightSlice, module.embedding_dim // members[0].variants[0].full)
+            for path, module in observed.modules[unit].named_modules(prefix=unit)
+            if isinstance(module, nn.Embedding)
+            and module.embedding_dim % members[0].variants[0].full == 0
+            and not path.startswith(f"{stack}.")
+        ]
+        for tables in [outside, []] if outside else [[]]:
+            for order in range(max(len(m.variants) for m in members)):
+                chosen = [m.variants[min(order, len(m.variants) - 1)] for m in members]
+                together = (*(member for group in chosen for member in group.members), *tables)
+                proposal.variants.append(replace(chosen[0], name=proposal.name, members=together))
+        yield proposal
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of an attention module.
+
+    Attributes:
+        queries: the number of query heads.
+        pairs: the number of key and value heads.
+        width: the features of one head.
+    """
+
+    queries: int
+    pairs: int
+    width: int
+
+    @property
+    def full(self) -> int:
+        """The number of independent heads: of key and value heads, unless all queries share one."""
+        return self.queries if self.pairs == 1 else self.pairs
+
+    def rows(self, shared: bool) -> int:
+        """Return the rows per independent head of a projection; 0 if all queries share its heads."""
+        count = self.pairs if shared else self.queries
+        return 0 if count < self.full else count // self.full * self.width
+
+    def projection(self, layer: str, outputs: int) -> Iterator[list[Member]]:
+        """Yield what may follow the heads in a linear layer, for every order in which its rows may be packed.
+
+        Args:
+            layer: the name of the layer.
+            outputs: the number of its outputs.
+
+        Raises:
+            _Unfit: the outputs are no heads.
+        """
+        all_queries, all_pairs = self.queries * self.width, self.pairs * self.width
+        packed = {
+            all_queries: (False,),
+            all_pairs: (True,),
+            all_queries + 2 * all_pairs: (False, True, True),
+            2 * all_pairs: (True, True),
+            2 * all_queries: (False, False),
+        }
+        if outputs == self.queries and outputs not in (all_queries, all_pairs):  # one number per head: a gate
+            yield [Member(layer, "out", WeightSlice, self.queries // self.full)]
+            return
+        segments = next((s for total, s in packed.items() if total == outputs), None)
+        if segments is None:
+            raise _Unfit(
+                f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} heads "
+                f"({self.pairs} of keys and values) with {self.width} features"
+            )
+        if len(segments) == 1:
+            rows = self.rows(segments[0])
+            yield [Member(layer, "out", WeightSlice, rows)] if rows else []
+            return
+        members, start = [], 0
+        for shared in segments:
+            if self.rows(shared):
+                members.append(Member(layer, "out", WeightSlice, self.rows(shared), start))
+            start += all_pairs if shared else all_queries
+        yield members
+        if outputs % self.full == 0 and self.rows(True):
+            yield [Member(layer, "out", WeightSlice, outputs // self.full)]
+
+
+def _head_groups(observed: _Observation, path: str, projections: list[str], out: str) -> Iterator[Group]:
+    """Yield the groups that heads may form, for every packing of fused layers and every set of numbers."""
+    module = observed.modules[path]
+    heads = _heads(observed, path, out)
+    if any(layer in observed.roles for layer in projections):
+        projections = [p for p in projections if observed.roles.get(p, "").startswith("colwise")]
+    if not projections:
+        raise _Unfit("no linear layer in it makes queries, keys and values")
+    packings = [list(heads.projection(layer, _width(observed, layer)[1])) for layer in projections]
+    all_heads, full = heads.queries * heads.width, heads.full
+    numbers = {
+        **_valued(module, HEADS, heads.queries),
+        **_valued(module, ALL_HEADS, all_heads),
+        **_valued(module, KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
+        **_valued(module, QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
+    }
+    tables, unsure = list(_tables(observed, path, heads)), _valued(module, AMBIGUOUS, all_heads)
+    for order in range(max(map(len, packings))):
+        members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
+        members.append(Member(out, "in_", WeightSlice, all_heads // full))
+        for with_tables, more in itertools.product(
+            [tables, []] if tables else [[]], [{}, unsure] if unsure else [{}]
+        ):
+            own = [Member(path, n, ElasticAttribute, v // full) for n, v in {**numbers, **more}.items()]
+            yield Group(f"{path}.heads", "heads", full, (*members, *with_tables, *own))
+
+
+def _heads(observed: _Observation, path: str, out: str) -> _Heads:
+    """Return the heads of an attention module whose output layer is given."""
+    all_heads = _width(observed, out)[0]
+    queries = _number(observed, path, HEADS, inherited=True)
+    width = _number(observed, path, HEAD_WIDTHS, inherited=False)
+    if width is not None and all_heads % width == 0:
+        queries = all_heads // width
+    if queries is None or all_heads % queries:
+        raise _Unfit(f"{out} has {all_heads} inputs, which is no multiple of {queries} heads")
+    if queries < 2:
+        raise _Unfit("it has one head only")
+    per_pair = _number(observed, path, QUERIES_PER_KEY, inherited=False)
+    pairs = _number(observed, path, KEY_VALUE_HEADS, inherited=True) or queries
+    pairs = queries // per_pair if per_pair and queries % per_pair == 0 else pairs
+    if queries % pairs:
+        raise _Unfit(f"{queries} query heads are no multiple of {pairs} key and value heads")
+    return _Heads(queries, pairs, all_heads // queries)
+
+
+def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
+    """Return the whole numbers of a module that have one of some names and a certain value."""
+    return {name: number for name, number in _numbers(module, names).items() if number == value}
+
+
+def _width(observed: _Observation, path: str) -> tuple[int, int]:
+    found = _sides(observed.modules[path])
+    if found is None:
+        raise _Unfit(f"{path} is no linear layer")
+    return found
+
+
+def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member]:
+    """Yield the tables with one column per head in an attention module, of position biases for example."""
+    each = heads.queries // heads.full
+    for inner, module in observed.modules[path].named_modules(prefix=path):
+        if isinstance(module, nn.Embedding) and module.embedding_dim == heads.queries:
+            yield Member(inner, "out", WeightSlice, each)
+        elif not type(module).__module__.startswith("torch.nn.") and _sides(module) is None:
+            for name, parameter in module.named_parameters(recurse=False):
+                axes = [axis for axis, length in enumerate(parameter.shape) if length == heads.queries]
+                if len(axes) == 1:
+                    yield Member(inner, f"{name}.{axes[0]}", ElasticAttribute, each)
+            if inner != path:
+                for number, value in _valued(module, HEADS, heads.queries).items():
+                    yield Member(inner, number, ElasticAttribute, value // heads.full)
+
+
+def _feed_forwards(observed: _Observation, attention: set[str]) -> Iterator[_Proposal]:
+    """Propose the neurons of every feed-forward network in a block; packed layers come last."""
+    layers = [layer for layer in observed.order if layer not in attention]
+    packed: list[_Proposal] = []
+    for at, last in enumerate(layers):
+        neurons, block = _width(observed, last)[0], observed.block_of(last)
+        before = [layer for layer in layers[:at] if observed.block_of(layer) == block]
+        outputs = [_width(observed, layer)[1] == neurons for layer in before]
+        first = before[max((i + 1 for i, fits in enumerate(outputs) if not fits), default=0) :]
+        if block is not None and first:
+            yield _feed_forward(observed, first, last)
+        elif block is not None and before and _width(observed, before[-1])[1] == 2 * neurons:
+            packed.append(_feed_forward(observed, before[-1:], last))
+    yield from packed
+
+
+def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Proposal:
+    """Propose the neurons between some linear layers and the one that runs after them."""
+    neurons = _width(observed, last)[0]
+    around = _common([*first, last])
+    name = f"{around}.ffn" if around not in observed.blocks else f"{first[0]}.ffn"
+    proposal = _Proposal(name, [*first, last])
+    end = [Member(last, "in_", WeightSlice)]
+    if around in observed.calls and around not in observed.blocks:
+        inside = observed.modules[around]
+        end += [Member(around, number, ElasticAttribute) for number in _valued(inside, NEURONS, neurons)]
+        end += [
+            Member(path, "out", WeightSlice)
+            for path, m in inside.named_modules(prefix=around)
+            if isinstance(m, nn.Conv1d | nn.Conv2d) and m.groups == m.in_channels == m.out_channels == neurons
+        ]
+    if _width(observed, first[0])[1] == neurons:
+        plain = [Member(layer, "out", WeightSlice) for layer in first]
+        proposal.variants.append(Group(name, "ffn", neurons, (*plain, *end)))
+    else:
+        halves = [Member(first[0], "out", WeightSlice, 1, start) for start in (0, neurons)]
+        pairs = [Member(first[0], "out", WeightSlice, 2)]
+        proposal.variants += [Group(name, "ffn", neurons, (*start, *end)) for start in (halves, pairs)]
+    return proposal
+
+
+def _stages(
+    trials: _Trials, elastic: Sequence[str], choices: Sequence[float], refused: dict[str, str]
+) -> Iterator[Stage]:
+    """Yield the stacks of blocks that a subnet may skip."""
+    observed = trials.observed
+    stacks = list(dict.fromkeys(map(_parent, observed.blocks)))
+    for stack in stacks:
+        blocks = [block for block in observed.blocks if _parent(block) == stack]
+        around = any(other.startswith(f"{stack}.") for other in stacks)
+        checkpointed = all(_is_checkpointed(observed.modules[b]) for b in blocks)
+        transformer = checkpointed or any(m.startswith(f"{b}.") for b in blocks for m in elastic)
+        if around or not transformer or not any(b in observed.calls for b in blocks):
+            continue
+        reason = next(filter(None, (_unskippable(observed, block) for block in blocks)), "")
+        if reason:
+            refused[f"{stack}.depth"] = reason
+            continue
+        kept = blocks
+        first = observed.calls[blocks[0]]
+        if any(map(_is_cache, (*first.args, *first.kwargs.values()))):
+            kept = blocks[1:]
+            refused[f"{blocks[0]}.depth"] = (
+                "the position of a token is read from the cache of the first block, so it stays"
+            )
+        if kept:
+            stage = Stage(f"{stack}.depth", tuple(kept), sizes_of_choices(len(kept), choices, smallest=0))
+            reason = trials.skipped(stage)
+            if reason:
+                refused[stage.name] = reason
+            else:
+                yield stage
+
+
+def _unskippable(observed: _Observation, block: str) -> str:
+    """Return why a block cannot be the identity, or an empty string."""
+    kind = type(observed.modules[block]).__name__
+    call = observed.calls.get(block)
+    if call is None:
+        return f"{block} ({kind}) does not run on the example"
+    if call.count > 1:
+        return f"{block} ({kind}) runs {call.count} times per forward pass"
+    given = next((v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)), None)
+    if not isinstance(call.output, Tensor):
+        return f"{block} ({kind}) returns a {type(call.output).__name__}, not one tensor"
+    if given is None or given.shape != call.output.shape or given.dtype != call.output.dtype:
+        return f"{block} ({kind}) changes the shape of its input"
+    return ""
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length")
+
+
+# -- trials ------------------------------------------------------------------------------------------
+
+
+class _Trials:
+    """Inserts proposals into copies of blocks, and compares narrowed blocks with masked ones.
+
+    Args:
+        observed: the forward pass that shows what blocks are called with.
+        example: the input of that forward pass.
+
+    Attributes:
+        observed: as given.
+    """
+
+    def __init__(self, observed: _Observation, example: Any) -> None:
+        self.observed = observed
+        self._example = example
+        self._known: dict[Any, str] = {}
+        self._units: dict[Any, nn.Module] = {}
+
+    def first(self, proposal: _Proposal) -> Group | str:
+        """Return the first variant of a proposal that passes, or the reason why none does."""
+        reasons = [proposal.reason] if proposal.reason else []
+        for group in proposal.variants:
+            reason = self._trial(group)
+            if not reason:
+                return group
+            reasons.append(reason)
+        return reasons[0] if reasons else "it has no elastic layers"
+
+    def skipped(self, stage: Stage) -> str:
+        """Return why the model does not run without the blocks of a stage, or an empty string."""
+        none = replace(stage, sizes={0: 0, 1: stage.full})
+        description = Description("trial", stages=[none])
+        space = description.space
+        try:
+            network = put_operators_(_skeleton(self.observed.model, {}), space, description.elastic).network
+        except InsertError as error:
+            return str(error)
+        view = shared_view(network, space.resolve(space.smallest()))
+        try:
+            with torch.no_grad():
+                call_with(view, map_tensors(_fresh, self._example))
+        except Exception as error:
+            return f"without these blocks, {summary(view, error)}"
+        return ""
+
+    def _trial(self, group: Group) -> str:
+        """Return why a group is wrong, or an empty string."""
+        reason = ""
+        for unit in self.observed.units_of([member.module for member in group.members]):
+            module, call = self.observed.modules[unit], self.observed.calls[unit]
+            cut = len(unit) + 1 if unit else 0
+            renamed = tuple(replace(m, module=f"unit.{m.module[cut:]}".rstrip(".")) for m in group.members)
+            key = str(module), tuple(t.shape for t in _floats((call.args, call.kwargs)))
+            if key not in self._units:
+                self._units[key] = _random(private_copy(module))
+            if (key, renamed) not in self._known:
+                self._known[key, renamed] = _compared(self._units[key], call, replace(group, members=renamed))
+            reason = re.sub(r"\bunit\b", unit, self._known[key, renamed])
+            if reason != OTHER_SHAPES:  # a module may return more than its caller uses
+                break
+        return reason
+
+
+OTHER_SHAPES = "with half of it, the outputs have other shapes"
+
+
+def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
+    """Return why half of a group, inserted into a module, is wrong, or an empty string."""
+    half = {0.5: group.full // 2, 1.0: group.full}
+    description = Description("trial", [replace(group, name="trial", sizes=half)])
+    space = description.space
+    try:
+        network = put_operators_(_Repeated(_skeleton(unit, {}), call), space, description.elastic).network
+    except InsertError as error:
+        return str(error)
+    row, largest = space.resolve(space.smallest()), space.resolve(space.largest())
+    view, x = shared_view(network, row), torch.zeros(())
+    with torch.no_grad():
+        try:
+            narrow = _floats(view(x))
+        except Exception as error:
+            return f"with half of it, {summary(view, error)}"
+        expected = _floats(masked_reference(private_copy(network), network, row, largest)(x))
+    if [t.shape for t in narrow] != [t.shape for t in expected]:
+        return OTHER_SHAPES
+    pairs = zip(narrow, expected, strict=True)
+    if not all(torch.allclose(a, b, atol=1e-4 * float(b.abs().max())) for a, b in pairs):
+        return "half of it does not compute what the whole computes with zeros in the other half"
+    return ""
+
+
+class _Repeated(nn.Module):
+    """Calls a module with the arguments of a call that was observed."""
+
+    def __init__(self, unit: nn.Module, call: _Call) -> None:
+        super().__init__()
+        self.unit = unit
+        self.call = lambda: tree_map(_fresh, (call.args, call.kwargs))
+
+    def forward(self, _: Tensor) -> Any:
+        """Return what the module returns."""
+        args, kwargs = self.call()
+        return self.unit(*args, **kwargs)
+
+
+def _fresh(value: Any) -> Any:
+    """Return an argument for another call: tensors are copied, caches are left out."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value.clone()
+    return None if _is_cache(value) else value
+
+
+def _floats(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _random(module: nn.Module) -> nn.Module:
+    """Fill a module with random weights in place, so that none is too small to be seen in the output."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
+                if parameter.dim() < 2:
+                    parameter.uniform_(0.5, 1.5, generator=generator)
+                else:
+                    bound = (3 / parameter[0].numel()) ** 0.5
+                    parameter.uniform_(-bound, bound, generator=generator)
+    return module.float()
+
+
+def _skeleton(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
+    """Return a copy of the modules of a network that shares all tensors with the network."""
+    if id(module) not in done:
+        copied: nn.Module = object.__new__(type(module))
+        done[id(module)] = copied
+        copied.__dict__.update(module.__dict__)
+        children = {n: None if m is None else _skeleton(m, done) for n, m in module._modules.items()}
+        copied.__dict__["_modules"] = children
+    return done[id(module)]
