@@ -95,7 +95,7 @@ def declared(
     attentions = list(_attentions(observed))
     settle(attentions)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
-    settle(_feed_forwards(observed, {path for a in attentions for path in a.layers}))
+    settle(_feed_forwards(observed, attentions))
     stages = list(_stages(trials, [m.module for g in groups for m in g.members], choices, refused))
     return Description(name or type(model).__name__, groups, stages, refused)
 
@@ -209,11 +209,14 @@ class _Observation:
                 self.calls[path].output = output
             last, made = self._last
             given = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(made, Tensor) and isinstance(given, Tensor):
-                if made.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
-                    self.returned[path] = last
+            if isinstance(made, Tensor) and isinstance(given, Tensor) and _same_storage(made, given):
+                self.returned[path] = last
 
         return note
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:
@@ -317,9 +320,9 @@ def _number(observed: _Observation, path: str, names: Sequence[str], inherited: 
     while inherited:
         config = getattr(observed.modules[path], "config", None)
         for name in names if config is not None else ():
-            value = getattr(config, name, None)
-            if type(value) is int:
-                return value
+            stated = getattr(config, name, None)
+            if type(stated) is int:
+                return stated
         if not path or config is not None:
             break
         path = _parent(path)
@@ -382,19 +385,18 @@ def _shared_heads(observed: _Observation, attentions: list[_Proposal]) -> Iterat
             tail = attention.name[len(block) :]
             stacks.setdefault((_parent(block), tail), []).append(attention)
     for (stack, tail), members in stacks.items():
-        heads = {(attention.variants[0].full, len(attention.variants) > 0) for attention in members}
+        heads = {attention.variants[0].full for attention in members}
         if len(members) < 2 or len(heads) > 1:
             continue
         proposal = _Proposal(f"{stack}{tail}", [x for m in members for x in m.layers])
         proposal.replaces = [m.name for m in members]
-        unit = observed.units_of([m.module for attention in members for m in attention.variants[0].members])[
-            0
-        ]
+        layers = [m.module for attention in members for m in attention.variants[0].members]
+        unit, full = observed.units_of(layers)[0], heads.pop()
         outside = [
-            Member(path, "out", WeightSlice, module.embedding_dim // members[0].variants[0].full)
+            Member(path, "out", WeightSlice, module.embedding_dim // full)
             for path, module in observed.modules[unit].named_modules(prefix=unit)
             if isinstance(module, nn.Embedding)
-            and module.embedding_dim % members[0].variants[0].full == 0
+            and module.embedding_dim % full == 0
             and not path.startswith(f"{stack}.")
         ]
         for tables in [outside, []] if outside else [[]]:
@@ -453,8 +455,8 @@ class _Heads:
         segments = next((s for total, s in packed.items() if total == outputs), None)
         if segments is None:
             raise _Unfit(
-                f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} heads "
-                f"({self.pairs} of keys and values) with {self.width} features"
+                f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} "
+                f"({self.pairs}) heads with {self.width} features"
             )
         if len(segments) == 1:
             rows = self.rows(segments[0])
@@ -544,13 +546,16 @@ def _tables(observed: _Observation, path: str, heads: _Heads) -> Iterator[Member
                     yield Member(inner, number, ElasticAttribute, value // heads.full)
 
 
-def _feed_forwards(observed: _Observation, attention: set[str]) -> Iterator[_Proposal]:
+def _feed_forwards(observed: _Observation, attentions: Sequence[_Proposal]) -> Iterator[_Proposal]:
     """Propose the neurons of every feed-forward network in a block; packed layers come last."""
+    attention = {path for proposal in attentions for path in proposal.layers}
     layers = [layer for layer in observed.order if layer not in attention]
+    hosts = [_parent(_parent(proposal.name)) for proposal in attentions]
     packed: list[_Proposal] = []
     for at, last in enumerate(layers):
         neurons, block = _width(observed, last)[0], observed.block_of(last)
-        before = [layer for layer in layers[:at] if observed.block_of(layer) == block]
+        block = block or max((h for h in hosts if last.startswith(f"{h}.")), key=len, default=None)
+        before = [layer for layer in layers[:at] if layer.startswith(f"{block}.")]
         outputs = [_width(observed, layer)[1] == neurons for layer in before]
         first = before[max((i + 1 for i, fits in enumerate(outputs) if not fits), default=0) :]
         if block is not None and first:
@@ -737,11 +742,11 @@ class _Repeated(nn.Module):
     def __init__(self, unit: nn.Module, call: _Call) -> None:
         super().__init__()
         self.unit = unit
-        self.call = lambda: tree_map(_fresh, (call.args, call.kwargs))
+        self.call = call
 
     def forward(self, _: Tensor) -> Any:
         """Return what the module returns."""
-        args, kwargs = self.call()
+        args, kwargs = tree_map(_fresh, (self.call.args, self.call.kwargs))
         return self.unit(*args, **kwargs)
 
 

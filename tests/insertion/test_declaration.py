@@ -1,0 +1,232 @@
+"""What transformers declare: groups and blocks that are found in them, and subnets that are right by hand."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from subnetact.errors import InsertError
+from subnetact.insertion.declaration import declared
+from subnetact.insertion.description import Description
+from subnetact.insertion.insert import insert_
+from subnetact.supernet.supernet import Supernet
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+}
+TEXT = {"vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PAIRS = {"num_key_value_heads": 2}
+IMAGES = {"image_size": 32, "patch_size": 8}
+
+
+def model_of(name: str, config: str, **settings: Any) -> nn.Module:
+    """Return a random model whose biases and scales are random, too."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model  # type: ignore[no-any-return]
+
+
+def tokens() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))}
+
+
+def images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+
+
+def vision_transformer(**settings: Any) -> nn.Module:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 4, "num_heads": 4, "num_classes": 5}
+    model = timm.models.VisionTransformer(**{**options, **settings}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model  # type: ignore[no-any-return]
+
+
+def text(name: str, config: str, **more: Any) -> Any:
+    return lambda: model_of(name, config, **SIZES, **TEXT, **more), tokens
+
+
+MODELS: Mapping[str, Any] = {
+    # name -> (model, example), block, the layer that reads all heads, the layer that reads all neurons
+    "bert": (
+        *text("BertForSequenceClassification", "BertConfig"),
+        "bert.encoder.layer.{}", "attention.output.dense", "output.dense",
+    ),
+    "roberta": (
+        *text("RobertaForSequenceClassification", "RobertaConfig"),
+        "roberta.encoder.layer.{}", "attention.output.dense", "output.dense",
+    ),
+    "electra": (
+        *text("ElectraForSequenceClassification", "ElectraConfig", embedding_size=24),
+        "electra.encoder.layer.{}", "attention.output.dense", "output.dense",
+    ),
+    "distilbert": (
+        lambda: model_of(
+            "DistilBertForSequenceClassification", "DistilBertConfig", dim=48, n_layers=4, n_heads=4,
+            hidden_dim=80, vocab_size=64, max_position_embeddings=64,
+        ),
+        tokens, "distilbert.transformer.layer.{}", "attention.out_lin", "ffn.lin2",
+    ),
+    "vit": (
+        lambda: model_of("ViTForImageClassification", "ViTConfig", **SIZES, **IMAGES),
+        images, "vit.layers.{}", "attention.o_proj", "mlp.fc2",
+    ),
+    "deit": (
+        lambda: model_of("DeiTForImageClassification", "DeiTConfig", **SIZES, **IMAGES),
+        images, "deit.layers.{}", "attention.o_proj", "mlp.fc2",
+    ),
+    "llama": (
+        *text("LlamaForCausalLM", "LlamaConfig", **PAIRS),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "mistral": (
+        *text("MistralForCausalLM", "MistralConfig", **PAIRS, sliding_window=4),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "qwen2": (
+        *text("Qwen2ForCausalLM", "Qwen2Config", **PAIRS, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "qwen3": (
+        *text("Qwen3ForCausalLM", "Qwen3Config", **PAIRS, head_dim=16),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "gemma": (
+        *text("GemmaForCausalLM", "GemmaConfig", num_key_value_heads=1, head_dim=12),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "gemma2": (
+        *text("Gemma2ForCausalLM", "Gemma2Config", **PAIRS, head_dim=12, sliding_window=3),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "gemma3": (
+        *text(
+            "Gemma3ForCausalLM", "Gemma3TextConfig", **PAIRS, head_dim=12, sliding_window=3,
+            sliding_window_pattern=2,
+        ),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "gpt2": (
+        lambda: model_of(
+            "GPT2LMHeadModel", "GPT2Config", n_embd=48, n_layer=4, n_head=4, n_inner=80, n_positions=64,
+            vocab_size=64, bos_token_id=1, eos_token_id=2,
+        ),
+        tokens, "transformer.h.{}", "attn.c_proj", "mlp.c_proj",
+    ),
+    "opt": (
+        lambda: model_of(
+            "OPTForCausalLM", "OPTConfig", hidden_size=48, num_hidden_layers=4, num_attention_heads=4,
+            ffn_dim=80, word_embed_proj_dim=48, **TEXT,
+        ),
+        tokens, "model.decoder.layers.{}", "self_attn.out_proj", "fc2",
+    ),
+    "phi3": (
+        *text("Phi3ForCausalLM", "Phi3Config", **PAIRS),
+        "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
+    ),
+    "timm": (
+        vision_transformer,
+        lambda: images()["pixel_values"], "blocks.{}", "attn.proj", "mlp.fc2",
+    ),
+}  # fmt: skip
+
+
+class Skipped(nn.Module):
+    """The identity in the place of a block, with the block's attributes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name in ("attention_type", "layer_idx"):
+            if hasattr(block, name):
+                setattr(self, name, getattr(block, name))
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def call(model: nn.Module, example: Any) -> Tensor:
+    with torch.no_grad():
+        output = model(**example) if isinstance(example, dict) else model(example)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def by_hand(model: nn.Module, names: tuple[str, str, str], sizes: Mapping[str, int]) -> nn.Module:
+    """Return the model without what a subnet does not use.
+
+    Unused heads and neurons are zero where they are read, skipped blocks are identities.
+    """
+    path, out, down = names
+    pruned = copy.deepcopy(model)
+    for i in range(4):
+        block = path.format(i)
+        for layer, kind in ((out, "heads"), (down, "ffn")):
+            name = next((n for n in sizes if n.startswith(f"{block}.") and n.endswith(kind)), None)
+            if name is None:
+                continue
+            weight = pruned.get_submodule(f"{block}.{layer}").weight
+            transposed = type(pruned.get_submodule(f"{block}.{layer}")).__name__ == "Conv1D"
+            columns = weight.data if transposed else weight.data.T
+            full = sizes[f"{name} in full"]
+            columns[len(columns) // full * sizes[name] :] = 0
+        if sizes.get(f"{block}.keep") == 0:
+            stack, _, number = block.rpartition(".")
+            pruned.get_submodule(stack)[int(number)] = Skipped(pruned.get_submodule(block))
+    return pruned
+
+
+def sizes_of(description: Description, supernet: Supernet, spec: Any) -> dict[str, int]:
+    space = supernet.space
+    sizes = dict(zip(space.dimensions, space.resolve(spec), strict=True))
+    return sizes | {f"{name} in full": group.full for name, group in description.groups.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> None:
+    make, example, *names = MODELS[name]
+    model, x = make(), example()
+    original, expected = copy.deepcopy(model), call(model, x)
+    description = declared(model, x)
+    assert {group.axis for group in description.groups.values()} == {"ffn", "heads"}
+    assert len(description.groups) == 8
+    assert [stage.full for stage in description.stages.values()] in ([4], [3])
+    torch.testing.assert_close(call(model, x), expected, rtol=0, atol=0)
+
+    supernet = insert_(model, description)
+    space = supernet.space
+    torch.testing.assert_close(call(supernet.subnet(space.largest()), x), expected, rtol=1e-5, atol=1e-5)
+    rng = random.Random(0)
+    for spec in (space.smallest(), *(space.sample(rng) for _ in range(19))):
+        found = call(supernet.subnet(spec), x)
+        torch.testing.assert_close(found, call(supernet.extract(spec), x), rtol=0, atol=0)
+        pruned = by_hand(original, tuple(names), sizes_of(description, supernet, spec))
+        torch.testing.assert_close(found, call(pruned, x), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(found, expected, atol=1e-4)
+    count = sum(p.numel() for p in supernet.extract(space.smallest()).parameters())
+    assert count <= 0.7 * sum(p.numel() for p in original.parameters())
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "vit"])
+def test_views_are_zero_copy(name: str) -> None:
+    make, example, *_ = MODELS[name]
+    model = make()
+    supernet = insert_(model, declared(model, example()))
+    storages = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
+    view = supernet.subnet(supernet.space.smallest())
+    assert {p.untyped_storage().data_ptr() for p in view.parameters()} <= storages
