@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from subnetact.errors import InsertError
-from subnetact.insertion.description import Description, Group, Member, Stage, sizes_of_choices
+from subnetact.insertion.description import Description, Group, Member, Stage
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.insert import insert_ as put_operators_
 from subnetact.supernet.unused_weights import masked_reference, private_copy, shared_view
 
-__all__ = ["declared"]
+__all__ = ["Declaration", "declared"]
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -56,20 +56,30 @@ NEURONS = ("intermediate_size", "hidden_features", "inner_dim", "ffn_dim", "hidd
 """Names of whole numbers of feed-forward modules."""
 
 
-def declared(
-    model: nn.Module, example: Any, choices: Sequence[float] = (0.25, 0.5, 0.75, 1.0), name: str = ""
-) -> Description:
+@dataclass(frozen=True)
+class Declaration:
+    """What a model declares.
+
+    Attributes:
+        groups: the independent sizes, without choices.
+        blocks: the names of the blocks that a subnet may skip, each with the shape of its input.
+        refused: name of what only looks like a group or a block -> the reason.
+    """
+
+    groups: tuple[Group, ...]
+    blocks: Mapping[str, torch.Size]
+    refused: Mapping[str, str]
+
+
+def declared(model: nn.Module, example: Any) -> Declaration:
     """Return what can be elastic in a transformer, as far as the model declares it.
 
     Args:
         model: the model, in evaluation mode; it is not changed.
         example: a tensor, a tuple of positional arguments, or a dictionary of named arguments.
-        choices: the choices of every group and stage, as shares of the full size.
-        name: the name of the space; if empty, the class of the model.
 
     Returns:
-        The groups and stages. `refused` has the reasons for what only looks like one of them. Of a model
-        without attention, the description is empty.
+        Heads, neurons and blocks. Of a model without attention and feed-forward networks, there are none.
 
     Raises:
         InsertError: the model does not run on the example.
@@ -86,7 +96,7 @@ def declared(
                 continue
             found = trials.first(proposal)
             if isinstance(found, Group):
-                groups.append(replace(found, sizes=sizes_of_choices(found.full, choices, found.unit)))
+                groups.append(found)
                 for name in (found.name, *proposal.replaces):
                     refused.pop(name, None)
             elif proposal.name not in {group.name for group in groups}:
@@ -96,8 +106,8 @@ def declared(
     settle(attentions)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     settle(_feed_forwards(observed, attentions))
-    stages = list(_stages(trials, [m.module for g in groups for m in g.members], choices, refused))
-    return Description(name or type(model).__name__, groups, stages, refused)
+    blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
+    return Declaration(tuple(groups), blocks, refused)
 
 
 # -- what one forward pass shows ---------------------------------------------------------------------
@@ -465,7 +475,7 @@ class _Heads:
         members, start = [], 0
         for shared in segments:
             if self.rows(shared):
-                members.append(Member(layer, "out", WeightSlice, self.rows(shared), start))
+                members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
             start += all_pairs if shared else all_queries
         yield members
         if outputs % self.full == 0 and self.rows(True):
@@ -488,15 +498,16 @@ def _head_groups(observed: _Observation, path: str, projections: list[str], out:
         **_valued(module, KEY_VALUE_HEADS, heads.pairs if full == heads.pairs else -1),
         **_valued(module, QUERIES_PER_KEY, heads.queries if full != heads.pairs else -1),
     }
-    tables, unsure = list(_tables(observed, path, heads)), _valued(module, AMBIGUOUS, all_heads)
+    tables = list(_tables(observed, path, heads))
+    stated = _stated(module, HEADS, heads.queries)
+    more = [{}, *filter(None, (_valued(module, AMBIGUOUS, all_heads), stated))]
     for order in range(max(map(len, packings))):
         members = [member for packing in packings for member in packing[min(order, len(packing) - 1)]]
         members.append(Member(out, "in_", WeightSlice, all_heads // full))
-        for with_tables, more in itertools.product(
-            [tables, []] if tables else [[]], [{}, unsure] if unsure else [{}]
-        ):
-            own = [Member(path, n, ElasticAttribute, v // full) for n, v in {**numbers, **more}.items()]
-            yield Group(f"{path}.heads", "heads", full, (*members, *with_tables, *own))
+        for with_tables, further in itertools.product([tables, []] if tables else [[]], more):
+            own = {**numbers, **further}
+            attributes = [Member(path, n, ElasticAttribute, v // full) for n, v in own.items()]
+            yield Group(f"{path}.heads", "heads", full, (*members, *with_tables, *attributes))
 
 
 def _heads(observed: _Observation, path: str, out: str) -> _Heads:
@@ -521,6 +532,13 @@ def _heads(observed: _Observation, path: str, out: str) -> _Heads:
 def _valued(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
     """Return the whole numbers of a module that have one of some names and a certain value."""
     return {name: number for name, number in _numbers(module, names).items() if number == value}
+
+
+def _stated(module: nn.Module, names: Sequence[str], value: int) -> dict[str, int]:
+    """Return the whole number of a certain value that the configuration of a module states."""
+    config = module.__dict__.get("config")
+    found = (name for name in names if type(getattr(config, name, None)) is int)
+    return {f"config.{name}": value for name in found if getattr(config, name) == value}
 
 
 def _width(observed: _Observation, path: str) -> tuple[int, int]:
@@ -584,16 +602,15 @@ def _feed_forward(observed: _Observation, first: list[str], last: str) -> _Propo
         plain = [Member(layer, "out", WeightSlice) for layer in first]
         proposal.variants.append(Group(name, "ffn", neurons, (*plain, *end)))
     else:
-        halves = [Member(first[0], "out", WeightSlice, 1, start) for start in (0, neurons)]
+        halves = [Member(first[0], "out", WeightSlice, 1, start, 2 * neurons) for start in (0, neurons)]
         pairs = [Member(first[0], "out", WeightSlice, 2)]
         proposal.variants += [Group(name, "ffn", neurons, (*start, *end)) for start in (halves, pairs)]
     return proposal
 
 
-def _stages(
-    trials: _Trials, elastic: Sequence[str], choices: Sequence[float], refused: dict[str, str]
-) -> Iterator[Stage]:
-    """Yield the stacks of blocks that a subnet may skip."""
+def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) -> dict[str, torch.Size]:
+    """Return the blocks that a subnet may skip, each with the shape of its input; note why others stay."""
+    found: dict[str, torch.Size] = {}
     observed = trials.observed
     stacks = list(dict.fromkeys(map(_parent, observed.blocks)))
     for stack in stacks:
@@ -614,13 +631,12 @@ def _stages(
             refused[f"{blocks[0]}.depth"] = (
                 "the position of a token is read from the cache of the first block, so it stays"
             )
-        if kept:
-            stage = Stage(f"{stack}.depth", tuple(kept), sizes_of_choices(len(kept), choices, smallest=0))
-            reason = trials.skipped(stage)
-            if reason:
-                refused[stage.name] = reason
-            else:
-                yield stage
+        reason = trials.skipped(kept) if kept else "there is one block only"
+        if reason:
+            refused[f"{stack}.depth"] = reason
+        else:
+            found.update({block: observed.calls[block].output.shape for block in kept})
+    return found
 
 
 def _unskippable(observed: _Observation, block: str) -> str:
@@ -673,10 +689,10 @@ class _Trials:
             reasons.append(reason)
         return reasons[0] if reasons else "it has no elastic layers"
 
-    def skipped(self, stage: Stage) -> str:
-        """Return why the model does not run without the blocks of a stage, or an empty string."""
-        none = replace(stage, sizes={0: 0, 1: stage.full})
-        description = Description("trial", stages=[none])
+    def skipped(self, blocks: Sequence[str]) -> str:
+        """Return why the model does not run without some blocks, or an empty string."""
+        stage = Stage("trial", tuple(blocks), {0: 0, 1: len(blocks)})
+        description = Description("trial", stages=[stage])
         space = description.space
         try:
             network = put_operators_(_skeleton(self.observed.model, {}), space, description.elastic).network

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from subnetact.errors import InsertError
+from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.analysis import LAYERS, TracedModel
 from subnetact.insertion.blocks import block_influences, skippable_blocks, stages_of
+from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
 from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import Elastic
@@ -163,19 +164,30 @@ _Found = tuple[list[Group], list[Stage], dict[str, str]]
 
 def _found(model: nn.Module, example: Any, depth: bool, each_block: bool) -> _Found:
     """Return groups and stages without choices, and what is refused."""
-    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
-    traced = TracedModel(model, args, example if isinstance(example, dict) else {})
-    graph = traced.graph()
-    groups: list[Group] = []
-    refused: dict[str, str] = {}
-    for item in traced.groups(_layers(model, graph)):
-        if isinstance(item, Group):
-            groups.append(item)
-        else:
-            refused[item[0]] = item[1]
+    stated = declared(model, example)
+    groups, refused = list(stated.groups), dict(stated.refused)
+    blocks = dict(stated.blocks)
+    try:
+        args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
+        traced = TracedModel(model, args, example if isinstance(example, dict) else {})
+    except (InsertError, MissingExtra) as error:
+        if not groups and not blocks:
+            raise
+        refused["everything else"] = str(error)
+    else:
+        graph = traced.graph()
+        known = {(member.module, member.part) for group in groups for member in group.members}
+        for item in traced.groups(_layers(model, graph)):
+            if not isinstance(item, Group):
+                refused.setdefault(*item)
+            elif known.isdisjoint((member.module, member.part) for member in item.members):
+                groups.append(item)
+        stacks = {block.rpartition(".")[0] for block in blocks}
+        if depth:
+            residual = skippable_blocks(model, graph).items()
+            blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
     stages: list[Stage] = []
     if depth:
-        blocks = skippable_blocks(model, graph)
         influence = block_influences(model, example, list(blocks))
         stages = (
             [Stage(f"{block}.depth", (block,)) for block in blocks]

@@ -6,7 +6,9 @@ token, an attention module with a number of heads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -75,7 +77,9 @@ class ElasticAttribute(Operator):
     A part is the name of an attribute that the forward of the module reads. If the attribute is a whole
     number, such as a number of attention heads, the subnet's module has the size instead; the template has
     the largest value. If it is a parameter of the module itself, such as the `gamma` of a ConvNeXt block, the
-    first entries of its last axis are kept; `"gamma.0"` names axis 0 instead.
+    first entries of its last axis are kept; `"gamma.0"` names axis 0 instead. An object that the module holds
+    may also state the number, as in `"config.num_attention_heads"`; the subnet's module has a copy of that
+    object.
     """
 
     @classmethod
@@ -106,7 +110,9 @@ class ElasticAttribute(Operator):
             )
 
     def _is_number(self, part: str) -> bool:
-        return type(self.template.__dict__.get(part)) is int
+        name, _, inner = part.partition(".")
+        value = self.template.__dict__.get(name)
+        return type(getattr(value, inner, None) if inner else value) is int
 
     def _numbers(self) -> Sequence[str]:
         return [n for n in self.template.__dict__ if not n.startswith("_") and self._is_number(n)]
@@ -125,7 +131,7 @@ class ElasticAttribute(Operator):
     def full(self, part: str) -> int:
         """Return the number, or the length of the parameter's axis, in the full network."""
         if self._is_number(part):
-            return int(getattr(self.template, part))
+            return int(attrgetter(part)(self.template))
         name, axis = self._axis(part)
         return int(self.template._parameters[name].shape[axis])
 
@@ -143,5 +149,14 @@ class ElasticAttribute(Operator):
         return found
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the numbers of the subnet's module, by name."""
-        return {part: size for part, size in zip(self.dims, sizes, strict=True) if self._is_number(part)}
+        """Return the numbers of the subnet's module, by name, and the objects that state numbers."""
+        found: dict[str, Any] = {}
+        for part, size in zip(self.dims, sizes, strict=True):
+            if self._is_number(part):
+                name, _, inner = part.partition(".")
+                if inner:
+                    found.setdefault(name, copy.copy(self.template.__dict__[name]))
+                    setattr(found[name], inner, size)
+                else:
+                    found[name] = size
+        return found

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import InsertError
-from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import Description
-from subnetact.insertion.insert import insert_
+from subnetact.insertion.insert import describe, insert_
 from subnetact.supernet.supernet import Supernet
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +23,13 @@ SIZES = {
     "num_attention_heads": 4,
     "intermediate_size": 80,
 }
-TEXT = {"vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 PAIRS = {"num_key_value_heads": 2}
 IMAGES = {"image_size": 32, "patch_size": 8}
 
@@ -101,7 +105,10 @@ MODELS: Mapping[str, Any] = {
         "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
     ),
     "qwen2": (
-        *text("Qwen2ForCausalLM", "Qwen2Config", **PAIRS, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+        *text(
+            "Qwen2ForCausalLM", "Qwen2Config", **PAIRS, use_sliding_window=True, sliding_window=3,
+            max_window_layers=2,
+        ),
         "model.layers.{}", "self_attn.o_proj", "mlp.down_proj",
     ),
     "qwen3": (
@@ -202,7 +209,8 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     make, example, *names = MODELS[name]
     model, x = make(), example()
     original, expected = copy.deepcopy(model), call(model, x)
-    description = declared(model, x)
+    axes = ("depth", "ffn", "heads")
+    description = describe(model, x, axes=axes, choices=(0.25, 0.5, 0.75, 1.0))
     assert {group.axis for group in description.groups.values()} == {"ffn", "heads"}
     assert len(description.groups) == 8
     assert [stage.full for stage in description.stages.values()] in ([4], [3])
@@ -226,7 +234,7 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
 def test_views_are_zero_copy(name: str) -> None:
     make, example, *_ = MODELS[name]
     model = make()
-    supernet = insert_(model, declared(model, example()))
+    supernet = insert_(model, describe(model, example()))
     storages = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
     view = supernet.subnet(supernet.space.smallest())
     assert {p.untyped_storage().data_ptr() for p in view.parameters()} <= storages

@@ -54,7 +54,8 @@ def test_an_ordinary_model_becomes_a_supernet(name: str) -> None:
         for spec in supernet.space.sample(0, 6):
             view, extracted = supernet.subnet(spec), supernet.extract(spec)
             assert torch.allclose(view(x), extracted(x), rtol=0, atol=1e-5)
-            assert all(p.untyped_storage().data_ptr() in storages for p in view.parameters())
+            slices = [p for p in view.parameters() if getattr(p, "packed", None) is None]
+            assert all(p.untyped_storage().data_ptr() in storages for p in slices)
     smallest = supernet.extract(supernet.space.smallest())
     share = sum(p.numel() for p in smallest.parameters()) / sum(p.numel() for p in supernet.parameters())
     assert share <= (0.7 if "vit" in name else 0.5)
