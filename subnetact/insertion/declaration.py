@@ -452,32 +452,31 @@ class _Heads:
             _Unfit: the outputs are no heads.
         """
         all_queries, all_pairs = self.queries * self.width, self.pairs * self.width
-        packed = {
-            all_queries: (False,),
-            all_pairs: (True,),
-            all_queries + 2 * all_pairs: (False, True, True),
-            2 * all_pairs: (True, True),
-            2 * all_queries: (False, False),
-        }
-        if outputs == self.queries and outputs not in (all_queries, all_pairs):  # one number per head: a gate
+        plain = [shared for shared, total in ((False, all_queries), (True, all_pairs)) if total == outputs]
+        if plain:
+            rows = self.rows(plain[0])
+            yield [Member(layer, "out", WeightSlice, rows)] if rows else []
+            return
+        if outputs == self.queries:  # one number per head, of a gate for example
             yield [Member(layer, "out", WeightSlice, self.queries // self.full)]
             return
-        segments = next((s for total, s in packed.items() if total == outputs), None)
-        if segments is None:
+        fused = [
+            segments
+            for segments in ((False, True, True), (True, True), (False, False))
+            if sum(all_pairs if shared else all_queries for shared in segments) == outputs
+        ]
+        for segments in fused:
+            members, start = [], 0
+            for shared in segments:
+                if self.rows(shared):
+                    members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
+                start += all_pairs if shared else all_queries
+            yield members
+        if not fused:
             raise _Unfit(
                 f"{layer} has {outputs} outputs, which are no queries, keys or values of {self.queries} "
                 f"({self.pairs}) heads with {self.width} features"
             )
-        if len(segments) == 1:
-            rows = self.rows(segments[0])
-            yield [Member(layer, "out", WeightSlice, rows)] if rows else []
-            return
-        members, start = [], 0
-        for shared in segments:
-            if self.rows(shared):
-                members.append(Member(layer, "out", WeightSlice, self.rows(shared), start, outputs))
-            start += all_pairs if shared else all_queries
-        yield members
         if outputs % self.full == 0 and self.rows(True):
             yield [Member(layer, "out", WeightSlice, outputs // self.full)]
 
