@@ -35,6 +35,7 @@ from subnetact.serve import Limits, read_tokens
 from subnetact.serve.service import load_engine, scheduler_table
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import make_policy
+from subnetact.serving.scheduling.fair_shares import FairShares
 
 __all__ = ["main", "options"]
 
@@ -72,6 +73,9 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--name", help="name of the model in the protocol; default: digits, or the folder's name"
+    )
+    parser.add_argument(
+        "--fair", action="store_true", help="share the workers' time between clients: tokens, or addresses"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port and prints it")
@@ -158,6 +162,7 @@ def _open(args: argparse.Namespace) -> Any:
         max_queue=args.max_queue,
         threads_per_worker=args.threads_per_worker,
         check_finite=True,
+        shares=FairShares() if args.fair else None,
     )
     name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
     return build_app(

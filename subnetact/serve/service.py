@@ -84,7 +84,7 @@ class Service:
         self.threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self.closing = False
 
-    async def answer(self, x: Any, ask: Ask, arrived_ms: float, client: str) -> Answer:  # noqa: ARG002
+    async def answer(self, x: Any, ask: Ask, arrived_ms: float, client: str) -> Answer:
         """Wait for the answer to one input.
 
         Args:
@@ -101,7 +101,7 @@ class Service:
             raise DeadlinePassed(
                 f"deadline_ms: {ask.deadline_ms:g} ms passed before the request was read; allow more"
             )
-        return await self.batcher.infer(x, left_ms, ask.min_accuracy, ask.priority)
+        return await self.batcher.infer(x, left_ms, ask.min_accuracy, ask.priority, client)
 
     def close(self) -> None:
         """Finish accepted requests and end the threads. A second call does nothing."""

@@ -38,6 +38,7 @@ from subnetact.serving.policies import (
     policy_names,
 )
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
+from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.serving.simulation.datasets import (
     TRACES,
     load_trace,
@@ -75,6 +76,7 @@ __all__ = [
     "CorrectionsSnapshot",
     "Decided",
     "Decision",
+    "FairShares",
     "Fixed",
     "Flex",
     "Grouping",

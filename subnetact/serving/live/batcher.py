@@ -37,6 +37,7 @@ from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import SlackFit
 from subnetact.serving.scheduling.checks import check_count, check_policy, check_time, expired_rule
 from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.scheduling.fair_shares import FairShares
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
 
@@ -94,6 +95,9 @@ class Batcher:
         learn: whether the policy plans with learned latencies.
         decision_log: path of a file for every request and decision, as JSON lines; an existing file is
             replaced. `python -m subnetact.simulate --replay` reads it.
+        shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
+            that none takes the service from the others. If None, the most urgent request runs first,
+            whoever sent it.
         hopeless: former name of `expired`.
 
     Raises:
@@ -124,6 +128,7 @@ class Batcher:
         check_finite: bool = False,
         learn: bool = True,
         decision_log: str | os.PathLike[str] | None = None,
+        shares: FairShares | None = None,
         hopeless: str | None = None,
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table or ())
@@ -175,6 +180,7 @@ class Batcher:
             watchdog_ms=watchdog_ms,
             learn=learn,
             shape_of=getattr(engines[0], "shape_of", None),
+            shares=shares,
         )
         self._log: DecisionLog | None = None
         if decision_log is not None:
@@ -187,7 +193,12 @@ class Batcher:
         self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)
 
     def submit(
-        self, x: Any, deadline_ms: float, min_accuracy: float | None = None, priority: int | None = None
+        self,
+        x: Any,
+        deadline_ms: float,
+        min_accuracy: float | None = None,
+        priority: int | None = None,
+        client: str = "",
     ) -> AnswerFuture:
         """Queue one input, from any thread.
 
@@ -202,6 +213,7 @@ class Batcher:
             priority: a whole number, the higher the more important; 0 if None. The queue is ordered by
                 deadline alone. Only if not all deadlines can be met, requests of lower priority expire first
                 (with `expired="serve"`, priority has no effect).
+            client: name of the client; only matters if the batcher was opened with `shares`.
 
         Returns:
             A future of the `Answer`. Its exception is `DeadlinePassed` if the request expired, `BatchFailed`
@@ -211,17 +223,22 @@ class Batcher:
         Raises:
             InvalidRequest: The deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
                 priority is no whole number, or the engine refuses the input.
-            QueueFull: `max_queue` requests wait already.
+            QueueFull: `max_queue` requests wait already, or the client has its share of them.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
         deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority)
         future = AnswerFuture()
-        request = self._admit(x, deadline_ms, floor, priority or 0, future, None)
+        request = self._admit(x, deadline_ms, floor, priority or 0, future, None, client)
         future.on_cancel(partial(self._core.withdraw, request))
         return future
 
     async def infer(
-        self, x: Any, deadline_ms: float, min_accuracy: float | None = None, priority: int | None = None
+        self,
+        x: Any,
+        deadline_ms: float,
+        min_accuracy: float | None = None,
+        priority: int | None = None,
+        client: str = "",
     ) -> Answer:
         """Queue one input and wait for its answer. Cancelling the call withdraws the request.
 
@@ -230,13 +247,14 @@ class Batcher:
             deadline_ms: time that the request is given from now, in ms.
             min_accuracy: minimum profiled accuracy of the answering subnet, in percent, as in `submit`.
             priority: as in `submit`.
+            client: as in `submit`.
 
         Returns:
             The answer.
 
         Raises:
             InvalidRequest: As in `submit`.
-            QueueFull: `max_queue` requests wait already.
+            QueueFull: `max_queue` requests wait already, or the client has its share of them.
             DeadlinePassed: The request expired: no subnet could answer in time any more.
             BatchFailed: The engine or the policy raised; the cause is chained.
             WorkerHung: Two workers hung with this request.
@@ -245,7 +263,7 @@ class Batcher:
         loop = asyncio.get_running_loop()
         deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority)
         future: asyncio.Future[Answer] = loop.create_future()
-        request = self._admit(x, deadline_ms, floor, priority or 0, future, loop)
+        request = self._admit(x, deadline_ms, floor, priority or 0, future, loop, client)
         try:
             return await future
         except asyncio.CancelledError:

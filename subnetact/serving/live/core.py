@@ -16,6 +16,7 @@ from subnetact.serving.live.failures import (
     alone_failed,
     policy_failed,
     queue_full,
+    share_full,
     worker_died,
     worker_hung,
 )
@@ -27,6 +28,7 @@ from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.worker_states import WorkerStates
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
+from subnetact.serving.scheduling.fair_shares import FairShares
 
 __all__ = ["Core"]
 
@@ -59,6 +61,7 @@ class Core:
             latency, but at least 1 s, and 30 s if the worker has not run this subnet at this size before.
         learn: whether the policy plans with learned latencies.
         shape_of: returns the position among the profiles of an input's shape. Needed only for several.
+        shares: how clients share the workers' time. If None, they do not.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Core:
         watchdog_ms: float | None,
         learn: bool,
         shape_of: Callable[[Any], int] | None = None,
+        shares: FairShares | None = None,
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         table = tables[-1]
@@ -98,6 +102,9 @@ class Core:
             shape=attrgetter("shape"),
         )
         self._queue = self._dispatcher.queue
+        self._gate = None if shares is None else self._dispatcher.share(shares)
+        if self._gate is not None:
+            self.outcomes.tell = self._gate.ended
         self._inbox: deque[Request] = deque()
         self._last_arrival_ms = -math.inf
         self._drops, self._defers = expired == "drop", expired == "defer"
@@ -115,7 +122,14 @@ class Core:
     # -- clients ---------------------------------------------------------------------------------
 
     def admit(
-        self, x: Any, deadline_ms: float, floor: float, priority: int, future: Any, loop: Any
+        self,
+        x: Any,
+        deadline_ms: float,
+        floor: float,
+        priority: int,
+        future: Any,
+        loop: Any,
+        client: str = "",
     ) -> Request:
         """Queue one request whose arguments were checked.
 
@@ -126,6 +140,7 @@ class Core:
             priority: the higher, the more important.
             future: the future of the client.
             loop: the event loop of the future. If None, the future is an `AnswerFuture`.
+            client: name of the client.
 
         Returns:
             The queued request.
@@ -135,11 +150,12 @@ class Core:
             BatcherClosed: The batcher is closed or draining.
         """
         now = self.clock_ms()
-        request = Request(x, now, now + deadline_ms, floor, priority, future, loop)
+        request = Request(x, now, now + deadline_ms, floor, priority, future, loop, client)
         if self._shape_of is not None:
             request.shape = self._shape_of(x)
         inbox = self._inbox
-        if len(self._queue) + len(inbox) + _ROOM < self._max_queue and not self._defers:
+        room = len(self._queue) + len(inbox) + _ROOM < self._max_queue
+        if room and not self._defers and self._gate is None:
             inbox.append(request)
         else:
             self._admit_carefully(request)
@@ -154,7 +170,11 @@ class Core:
         with self.lock:
             self._empty_inbox()
             waiting = len(self.pending) if self._defers else len(self._queue)
-            if waiting >= self._max_queue and not self.closing:
+            if self._gate is not None:
+                if not self.closing and not self._gate.has_room(request.client, self._max_queue, waiting):
+                    self.outcomes.refuse_full(request)
+                    raise share_full(self._max_queue)
+            elif waiting >= self._max_queue and not self.closing:
                 if not self._dispatcher.deferred:
                     self.outcomes.refuse_full(request)
                     raise queue_full(self._max_queue)
@@ -184,7 +204,7 @@ class Core:
 
     def _accept_inbox(self) -> None:
         inbox, push, arrived = self._inbox, self._queue.push, self._dispatcher.arrivals.append
-        last = self._last_arrival_ms
+        last, gate = self._last_arrival_ms, self._gate
         for _ in range(len(inbox)):
             request = inbox.popleft()
             now = request.accepted_ms
@@ -192,7 +212,10 @@ class Core:
                 now = last
             last = now
             arrived(now)
-            push(request.deadline_ms, request, request.floor)
+            if gate is None:
+                push(request.deadline_ms, request, request.floor)
+            else:
+                gate.push(now, request.deadline_ms, request, request.floor)
             if request.priority:
                 self._dispatcher.priority = _priority
             self._counters.submitted += 1

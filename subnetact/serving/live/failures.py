@@ -12,6 +12,7 @@ __all__ = [
     "never_ran",
     "policy_failed",
     "queue_full",
+    "share_full",
     "worker_died",
     "worker_hung",
 ]
@@ -22,6 +23,13 @@ def queue_full(max_queue: int) -> QueueFull:
     return QueueFull(
         f"queue: {max_queue} requests wait already, as many as max_queue allows; retry later, or raise "
         "max_queue"
+    )
+
+
+def share_full(max_queue: int) -> QueueFull:
+    """The error of a request whose client has as many open requests as its share of `max_queue` allows."""
+    return QueueFull(
+        f"queue: this client has its share of the {max_queue} places of the queue; wait for answers first"
     )
 
 

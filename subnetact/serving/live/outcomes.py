@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from subnetact.errors import RequestError
@@ -26,12 +26,14 @@ class Outcomes:
         counters: the counters behind `BatcherStats`.
         log: the decision log, if there is one.
         undelivered: number of calls whose outcomes were not delivered yet.
+        tell: called with every request that ends. If None, nobody is told.
     """
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.log: DecisionLog | None = None
         self.undelivered = 0
+        self.tell: Callable[[Request], None] | None = None
 
     @property
     def settled(self) -> bool:
@@ -72,6 +74,9 @@ class Outcomes:
         counters.run_ms.add(now_ms - job.started_ms)
         if self.log is not None:
             self.log.batch(job, [request for request, _, _ in outcomes], now_ms - job.started_ms, met)
+        if self.tell is not None:
+            for request, _, _ in outcomes:
+                self.tell(request)
         return self.owe(outcomes)
 
     def drop(self, request: Request, now_ms: float, fastest_ms: float) -> Outcome:
@@ -142,5 +147,7 @@ class Outcomes:
 
     def _end(self, request: Request, outcome: str) -> None:
         request.open = False
+        if self.tell is not None:
+            self.tell(request)
         if self.log is not None:
             self.log.outcome(outcome, request)

@@ -1,4 +1,4 @@
-"""All requests that wait in a batcher: the queue, the deferred requests, and those that lost their worker."""
+"""All requests that wait in a batcher: the queue, requests held back or deferred, and lost ones."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ class PendingRequests:
             request: the request.
         """
         dispatcher = self._dispatcher
-        if not dispatcher.queue.remove(request.deadline_ms, request):
-            dispatcher.deferred.remove(request.deadline_ms, request)
+        gate, at_ms = dispatcher.gate, request.deadline_ms
+        held = gate is not None and gate.remove(at_ms, request)
+        if not held and not dispatcher.queue.remove(at_ms, request):
+            dispatcher.deferred.remove(at_ms, request)
         if self._suspects:
             self._suspects = [entry for entry in self._suspects if entry[0] is not request]
 
@@ -68,12 +70,15 @@ class PendingRequests:
         """Return all requests that wait."""
         queue, deferred = self._dispatcher.queue, self._dispatcher.deferred
         entries = queue.entries(len(queue)) + deferred.entries(len(deferred))
-        return [request for _, request in entries] + [request for request, _, _ in self._suspects]
+        held = [] if self._dispatcher.gate is None else self._dispatcher.gate.items()
+        return [request for _, request in entries] + held + [request for request, _, _ in self._suspects]
 
     def take_all(self) -> list[Request]:
         """Remove and return all requests that wait."""
         requests, dispatcher = self.requests(), self._dispatcher
         dispatcher.queue.take(len(dispatcher.queue))
         dispatcher.deferred.take(len(dispatcher.deferred))
+        if dispatcher.gate is not None:
+            dispatcher.gate.take_all()
         self._suspects.clear()
         return requests

@@ -110,10 +110,14 @@ class Request:
         open: whether the request has no outcome yet. It becomes False exactly once, under the batcher's lock.
         retried: whether a worker has hung or died with this request before.
         shape: position of the input's shape among the latency tables; -1 if there is one table.
+        client: name of the client, if clients share the workers' time.
+        charge_ms: worker time that was taken from the client's share for the request and not used yet.
     """
 
     __slots__ = (
         "accepted_ms",
+        "charge_ms",
+        "client",
         "deadline_ms",
         "floor",
         "future",
@@ -134,6 +138,7 @@ class Request:
         priority: int,
         future: Any,
         loop: asyncio.AbstractEventLoop | None,
+        client: str = "",
     ) -> None:
         self.x = x
         self.accepted_ms = accepted_ms
@@ -145,6 +150,8 @@ class Request:
         self.open = True
         self.retried = False
         self.shape = -1
+        self.client = client
+        self.charge_ms = 0.0
 
 
 class AnswerFuture(concurrent.futures.Future[Answer]):

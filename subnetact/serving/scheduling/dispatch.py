@@ -19,6 +19,7 @@ from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_accuracy, expired_rule, unreachable
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
+from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
 from subnetact.serving.scheduling.frontier import cheapest, largest_batch
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
@@ -69,6 +70,7 @@ class _Plan:
             (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms
         )
         self.floor_cost: dict[int, tuple[float, int]] = {}
+        self.work: dict[int, float] = {}
 
 
 class Dispatcher(Generic[Item]):
@@ -99,6 +101,7 @@ class Dispatcher(Generic[Item]):
     Attributes:
         queue: the requests that have not expired.
         deferred: the requests that expired under the rule `defer`.
+        gate: holds back requests of clients beyond their shares. If None, all requests join the queue.
         arrivals: the meter of arrivals.
         context: what the policy sees.
         limits: the largest batch that a subnet may get, for subnets that have such a limit.
@@ -129,6 +132,7 @@ class Dispatcher(Generic[Item]):
         self.queue: EDFQueue[Item] = EDFQueue()
         self.deferred: EDFQueue[Item] = EDFQueue()
         self.arrivals = ArrivalMeter()
+        self.gate: ShareGate[Any] | None = None
         self._on_drop = on_drop or _forget
         self.taken: list[Item] = []
         self._accuracy = table.known_accuracy()
@@ -155,6 +159,37 @@ class Dispatcher(Generic[Item]):
         """
         self._plans[shape] = _Plan(policy, table)
         self._plan = self._plans[-1]
+
+    def share(self, shares: FairShares) -> ShareGate[Any]:
+        """Hold back requests of clients beyond their shares; the owner gives new requests to the gate.
+
+        Args:
+            shares: the settings.
+        """
+        context = self.context
+        self.gate = ShareGate(
+            shares, context.slo_ms, self.queue, context.free_at_ms, self._least_work_ms, self._sizes[-1]
+        )
+        return self.gate
+
+    def _shape_of(self, item: Item) -> int:
+        return -1 if self._shape is None else self._shape(item)
+
+    def _least_work_ms(self, floor: float, item: Item) -> float:
+        """Return the least worker time of a request, ms, in a full batch of a subnet that meets `floor`."""
+        plan = self._plans[self._shape_of(item)]
+        at = bisect_left(self._accuracies, floor)
+        found = plan.work.get(at)
+        if found is None:
+            options = [
+                latency / size
+                for subnet, row in enumerate(plan.latency)
+                if self._accuracy[subnet] >= floor
+                for latency, size in zip(row, self._sizes, strict=True)
+                if not math.isnan(latency)
+            ]
+            found = plan.work[at] = min(options, default=plan.fastest)
+        return found
 
     def policy_of(self, shape: int = -1) -> Policy:
         """Return the policy that plans for an input shape."""
@@ -185,7 +220,8 @@ class Dispatcher(Generic[Item]):
         return plan.fastest if floor <= NO_FLOOR else self._cost_of(plan, floor)[0]
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self.deferred)
+        held = 0 if self.gate is None else len(self.gate)
+        return len(self.queue) + len(self.deferred) + held
 
     def next_batch(self, now_ms: float, worker: int) -> Batch | None:
         """Form the batch for an idle worker.
@@ -203,8 +239,10 @@ class Dispatcher(Generic[Item]):
         queue = self.queue
         if self.expired != "serve":
             self.remove_expired(now_ms)
-            if self.priority is not None and len(queue) > 1:
-                self._remove_unaffordable(now_ms, self.priority)
+        if self.gate is not None:
+            self.gate.release(now_ms)
+        if self.expired != "serve" and self.priority is not None and len(queue) > 1:
+            self._remove_unaffordable(now_ms, self.priority)
         queued = len(queue)
         if not queued:
             return self.cheapest_batch(now_ms)
@@ -281,6 +319,8 @@ class Dispatcher(Generic[Item]):
                 f"{type(plan.policy).__name__} answered subnet {subnet} for {len(items)} requests, which "
                 "cannot run there (NaN in the table)"
             )
+        if self.gate is not None:
+            self.gate.spend(items, expected)
         return Batch(subnet, self._sizes[column], items, deadlines, expected, queued, slack_ms)
 
     def _take_shape(
@@ -309,14 +349,23 @@ class Dispatcher(Generic[Item]):
     def remove_expired(self, now_ms: float) -> None:
         """Drop or defer the expired requests at the head of the queue; the rule must not be `serve`."""
         queue = self.queue
+        if self.gate is not None:
+            self._expire_held(self.gate, now_ms)
         count, waiting = 0, len(queue)
         while count < waiting:
-            shape = -1 if self._shape is None else self._shape(queue.item(count))
+            shape = self._shape_of(queue.item(count))
             if queue.deadline(count) >= now_ms + self.least_ms(queue.floor(count), shape):
                 break
             count += 1
         if count:
             self._expire(count)
+
+    def _expire_held(self, gate: ShareGate[Any], now_ms: float) -> None:
+        deadlines, items, floors = gate.expire(
+            now_ms, lambda floor, item: self.least_ms(floor, self._shape_of(item))
+        )
+        if items:
+            self._drop_or_defer(deadlines, items, floors)
 
     def _remove_unaffordable(self, now_ms: float, priority: Callable[[Item], int]) -> None:
         queue, (full_ms, full_size) = self.queue, self._plans[-1].full

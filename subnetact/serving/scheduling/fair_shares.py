@@ -1,0 +1,362 @@
+"""Fair shares of the workers' time between clients, in front of the queue.
+
+Without shares the most urgent request runs first, whoever sent it: a client with short deadlines and a high
+minimum accuracy can take the whole service. With shares every client has a bucket of worker time, in ms, from
+which a request takes what it costs. The buckets fill up at the rate at which the workers work, split by the
+clients' weights. A request whose client has enough in its bucket joins the queue at once; all such requests
+form one class, in which the most urgent runs first as usual. Other requests are held back until the bucket
+has filled up, or until a worker has nothing else to do: no time is wasted. A client that is alone is never
+held back.
+
+The shares are those of generalised processor sharing (Parekh and Gallager, 1993), which start-time fair
+queueing (Goyal et al., 1996) follows with one number per client: `finish`, the virtual time at which the
+client's bucket is full again. Virtual time runs at the rate of the workers divided by the weights of all
+clients that have an open request or a bucket that is not full.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from subnetact.errors import PolicyError
+from subnetact.serving.scheduling.queue import EDFQueue
+
+__all__ = ["FairShares", "ShareGate"]
+
+
+@dataclass(frozen=True)
+class FairShares:
+    """How the workers' time is shared between clients.
+
+    Attributes:
+        burst_ms: worker time that a client of weight 1 may take at once, in ms. If None, half the SLO.
+        weights: weight per client; a client of weight 2 gets twice the time of a client of weight 1.
+        weight: weight of all other clients.
+
+    Raises:
+        PolicyError: a number is not finite and > 0.
+    """
+
+    burst_ms: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        given = {"weight": self.weight, **{f"weight of {name!r}": w for name, w in self.weights.items()}}
+        if self.burst_ms is not None:
+            given["burst_ms"] = self.burst_ms
+        for name, value in given.items():
+            if not 0.0 < value < math.inf:
+                raise PolicyError(f"{name}: {value} must be finite and > 0")
+
+
+class Owned(Protocol):
+    """A request that has a client.
+
+    Attributes:
+        client: name of the client.
+        charge_ms: worker time that was taken from the client's bucket for the request and was not used yet.
+    """
+
+    client: str
+    charge_ms: float
+
+
+Item = TypeVar("Item", bound=Owned)
+
+
+class _Client(Generic[Item]):
+    __slots__ = ("filling", "finish", "held", "name", "open", "weight")
+
+    def __init__(self, name: str, weight: float, finish: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.finish = finish
+        self.filling = False
+        self.open = 0
+        self.held: EDFQueue[Item] = EDFQueue()
+
+
+class ShareGate(Generic[Item]):
+    """Lets requests into the queue as far as their clients' shares go. The owner of the queue locks.
+
+    Args:
+        shares: the settings.
+        slo_ms: the usual time from arrival to deadline, in ms.
+        queue: the queue.
+        free_at_ms: when each worker is expected to be free; inf for one that is down.
+        cost_ms: returns the least worker time, in ms, of a request with a floor.
+        most: number of requests that an idle worker takes of those that are held back.
+    """
+
+    def __init__(
+        self,
+        shares: FairShares,
+        slo_ms: float,
+        queue: EDFQueue[Item],
+        free_at_ms: list[float],
+        cost_ms: Callable[[float, Item], float],
+        most: int,
+    ) -> None:
+        self._shares = shares
+        self._burst_ms = slo_ms / 2 if shares.burst_ms is None else shares.burst_ms
+        self._queue = queue
+        self._free_at_ms = free_at_ms
+        self._cost_ms = cost_ms
+        self._most = most
+        self._clients: dict[str, _Client[Item]] = {}
+        self._holding: dict[str, _Client[Item]] = {}
+        self._filling: list[tuple[float, str]] = []
+        self._weight = self._open_weight = 0.0
+        self._virtual = 0.0
+        self._now_ms = -math.inf
+        self._held = 0
+
+    def __len__(self) -> int:
+        """Return the number of requests that are held back."""
+        return self._held
+
+    @property
+    def clients(self) -> int:
+        """Number of clients that have open requests, or whose bucket is not full."""
+        return len(self._clients)
+
+    def has_room(self, client: str, max_queue: int, waiting: int) -> bool:
+        """Return whether a client may have one more open request.
+
+        A client may have `max_queue` times its part of the weights of all clients with open requests and of
+        one client more. So no client fills the queue, and there is room for a new one.
+
+        Args:
+            client: name of the client.
+            max_queue: number of requests that may wait.
+            waiting: number of requests in the queue.
+        """
+        state = self._clients.get(client)
+        if state is None or not state.open:
+            return True
+        most = max_queue * state.weight / (self._open_weight + self._shares.weight)
+        return state.open < most and waiting < max_queue
+
+    def push(self, now_ms: float, deadline_ms: float, item: Item, floor: float) -> None:
+        """Add a request to the queue, or hold it back.
+
+        Args:
+            now_ms: the time.
+            deadline_ms: deadline of the request.
+            item: the request.
+            floor: its minimum accuracy, percent.
+        """
+        self._advance(now_ms)
+        client = self._clients.get(item.client)
+        if client is None:
+            weight = self._shares.weights.get(item.client, self._shares.weight)
+            client = self._clients[item.client] = _Client(item.client, weight, self._virtual)
+            self._weight += weight
+            if len(self._clients) == 2:
+                self._recall(next(iter(self._clients.values())))
+        if not client.open:
+            self._open_weight += client.weight
+        client.open += 1
+        if not client.held and self._may_pass(client, floor, item):
+            self._let_in(client, deadline_ms, item, floor)
+        else:
+            self._hold(client, deadline_ms, item, floor)
+
+    def release(self, now_ms: float) -> None:
+        """Let in what the shares allow now, and what an idle worker has time for; a worker is idle.
+
+        Args:
+            now_ms: the time.
+        """
+        self._advance(now_ms)
+        if not self._held:
+            return
+        for client in list(self._holding.values()):
+            while client.held and self._may_pass(client, client.held.floor(), client.held.item()):
+                self._let_in_first(client)
+        if len(self._queue):
+            return
+        waiting = [(client.finish, client.name) for client in self._holding.values()]
+        heapq.heapify(waiting)
+        for _ in range(min(self._most, self._held)):
+            _, name = heapq.heappop(waiting)
+            client = self._holding[name]
+            self._let_in_first(client)
+            if client.held:
+                heapq.heappush(waiting, (client.finish, name))
+
+    def spend(self, items: list[Item], expected_ms: float) -> None:
+        """Take what a batch really costs from its clients' buckets.
+
+        Args:
+            items: the requests of the batch.
+            expected_ms: its latency, in ms.
+        """
+        each_ms = expected_ms / len(items)
+        for item in items:
+            client = self._clients.get(item.client)
+            if client is not None:
+                self._take(client, each_ms - item.charge_ms)
+            item.charge_ms = 0.0
+
+    def ended(self, item: Item) -> None:
+        """Forget a request that has its outcome; if it never ran, its client gets the time back.
+
+        Args:
+            item: the request.
+        """
+        client = self._clients.get(item.client)
+        if client is None:
+            return
+        client.open -= 1
+        client.finish -= item.charge_ms / client.weight
+        item.charge_ms = 0.0
+        if client.open:
+            return
+        self._open_weight -= client.weight
+        if not client.filling:
+            self._forget(client)
+
+    def expire(
+        self, now_ms: float, least_ms: Callable[[float, Item], float]
+    ) -> tuple[list[float], list[Item], list[float]]:
+        """Remove the requests that were held back until they expired.
+
+        Args:
+            now_ms: the time.
+            least_ms: returns the least latency, in ms, of a request with a floor.
+
+        Returns:
+            Their deadlines, the requests and their floors.
+        """
+        deadlines: list[float] = []
+        items: list[Item] = []
+        floors: list[float] = []
+        for client in list(self._holding.values()):
+            held = client.held
+            while held and held.deadline() < now_ms + least_ms(held.floor(), held.item()):
+                floors.append(held.floor())
+                deadline_ms, item = self._take_first(client)
+                deadlines.append(deadline_ms)
+                items.append(item)
+        return deadlines, items, floors
+
+    def remove(self, deadline_ms: float, item: Item) -> bool:
+        """Remove one request that is held back.
+
+        Args:
+            deadline_ms: its deadline.
+            item: the request.
+
+        Returns:
+            Whether the request was held back.
+        """
+        client = self._holding.get(item.client)
+        if client is None or not client.held.remove(deadline_ms, item):
+            return False
+        self._let_go(client)
+        return True
+
+    def items(self) -> list[Item]:
+        """Return all requests that are held back."""
+        return [
+            item for client in self._holding.values() for _, item in client.held.entries(len(client.held))
+        ]
+
+    def take_all(self) -> list[Item]:
+        """Remove and return all requests that are held back."""
+        items = self.items()
+        for client in self._holding.values():
+            client.held.take(len(client.held))
+        self._holding.clear()
+        self._held = 0
+        return items
+
+    def _may_pass(self, client: _Client[Item], floor: float, item: Item) -> bool:
+        if len(self._clients) == 1:
+            return True
+        ahead_ms = max(client.finish - self._virtual, 0.0)
+        # A request that costs more than a full bucket passes if the bucket is full.
+        return ahead_ms <= 0.0 or ahead_ms + self._cost_ms(floor, item) / client.weight <= self._burst_ms
+
+    def _let_in(self, client: _Client[Item], deadline_ms: float, item: Item, floor: float) -> None:
+        item.charge_ms = self._cost_ms(floor, item)
+        self._take(client, item.charge_ms)
+        self._queue.push(deadline_ms, item, floor)
+
+    def _let_in_first(self, client: _Client[Item]) -> None:
+        floor = client.held.floor()
+        deadline_ms, item = self._take_first(client)
+        self._let_in(client, deadline_ms, item, floor)
+
+    def _take_first(self, client: _Client[Item]) -> tuple[float, Item]:
+        [deadline_ms], [item] = client.held.take(1)
+        self._let_go(client)
+        return deadline_ms, item
+
+    def _hold(self, client: _Client[Item], deadline_ms: float, item: Item, floor: float) -> None:
+        client.held.push(deadline_ms, item, floor)
+        self._holding[client.name] = client
+        self._held += 1
+
+    def _let_go(self, client: _Client[Item]) -> None:
+        self._held -= 1
+        if not client.held:
+            del self._holding[client.name]
+
+    def _recall(self, client: _Client[Item]) -> None:
+        """Hold back what a client that was alone has in the queue beyond its share, least urgent first."""
+        queue, positions = self._queue, []
+        entries = queue.entries(len(queue))
+        ahead_ms = client.finish - self._virtual
+        for position in range(len(entries) - 1, -1, -1):
+            if ahead_ms <= self._burst_ms:
+                break
+            if entries[position][1].client == client.name:
+                positions.append(position)
+                ahead_ms -= entries[position][1].charge_ms / client.weight
+        positions.reverse()
+        floors = [queue.floor(position) for position in positions]
+        for deadline_ms, item, floor in zip(*queue.take_at(positions), floors, strict=True):
+            client.finish -= item.charge_ms / client.weight
+            item.charge_ms = 0.0
+            self._hold(client, deadline_ms, item, floor)
+
+    def _take(self, client: _Client[Item], cost_ms: float) -> None:
+        """Take worker time from a bucket, or give some back if the number is negative."""
+        client.finish = max(client.finish, self._virtual) + cost_ms / client.weight
+        if not client.filling and client.finish > self._virtual:
+            client.filling = True
+            heapq.heappush(self._filling, (client.finish, client.name))
+
+    def _advance(self, now_ms: float) -> None:
+        """Let virtual time pass: every bucket that is not full fills up by its weight."""
+        worked_ms = 0.0
+        if now_ms > self._now_ms > -math.inf:
+            worked_ms = (now_ms - self._now_ms) * sum(ms < math.inf for ms in self._free_at_ms)
+        self._now_ms = max(now_ms, self._now_ms)
+        filling = self._filling
+        while filling:
+            needed_ms = (filling[0][0] - self._virtual) * self._weight
+            if needed_ms > worked_ms:
+                self._virtual += worked_ms / self._weight
+                return
+            worked_ms -= max(needed_ms, 0.0)
+            finish, name = heapq.heappop(filling)
+            self._virtual = max(self._virtual, finish)
+            client = self._clients[name]
+            if client.finish > self._virtual:  # more was taken since the entry was made
+                heapq.heappush(filling, (client.finish, name))
+                continue
+            client.filling = False
+            if not client.open:
+                self._forget(client)
+
+    def _forget(self, client: _Client[Item]) -> None:
+        del self._clients[client.name]
+        self._weight = self._weight - client.weight if self._clients else 0.0
