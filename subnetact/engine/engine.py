@@ -30,7 +30,7 @@ from subnetact.engine.inputs import (
     try_example,
 )
 from subnetact.engine.outputs import unstack
-from subnetact.engine.promotion import Promoter
+from subnetact.engine.promotion import PinResult, Promoter
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import (
@@ -285,7 +285,7 @@ class Engine:
             gone = self.ready(subnet)
             self._served = {i: s for i, s in self._served.items() if i != subnet}
             gone.bound = None
-            gone.refused = False
+            gone.refused = ""
         if self._promoter is not None:
             self._promoter.drop(subnet)
         if self._graphs is not None:
@@ -391,15 +391,16 @@ class Engine:
 
     # -- speed -----------------------------------------------------------------------------------
 
-    def pin(self, subnet: int) -> bool:
+    def pin(self, subnet: int) -> PinResult:
         """Make the fused program of a subnet now and protect it from eviction until `unpin`.
 
         Args:
             subnet: the id of the subnet.
 
         Returns:
-            Whether the subnet is a fused program now. It is not if the engine has no budget, `fuse=False` or
-            `compile=...`, if the program does not fit in the budget, or if the network cannot be fused.
+            Whether the subnet is a fused program now; the result is true or false in conditions. It is not if
+            the engine has no budget, `fuse=False` or `compile=...`, if the program does not fit in the
+            budget, or if the network cannot be fused. The result's `reason` then says which, in one line.
 
         Raises:
             InvalidRequest: the engine has no example yet.
@@ -407,8 +408,15 @@ class Engine:
         """
         chosen = self.ready(subnet)
         bound = self._bound(chosen)
-        if self._promoter is None or not isinstance(self.example, Tensor):
-            return False
+        if self._promoter is None:
+            why = "the engine has no memory budget; give memory_budget_mb="
+            if self._compiler is not None:
+                why = "the engine compiles its subnets instead (compile=)"
+            elif self._cache.budget:
+                why = "the engine was made with fuse=False"
+            return PinResult(False, why)
+        if not isinstance(self.example, Tensor):
+            return PinResult(False, "the network takes several inputs; fused programs take one tensor")
         return self._promoter.pin(chosen, bound, self.example)
 
     def unpin(self, subnet: int) -> None:
@@ -489,6 +497,7 @@ class Engine:
             graphs=self._cache.nbytes(Graphs.KIND),
             budget=self._budget,
             compiled=0 if self._compiler is None else len(self._compiler),
+            unfused={i: subnet.refused for i, subnet in sorted(self._served.items()) if subnet.refused},
         )
 
     # -- bundles ---------------------------------------------------------------------------------

@@ -5,16 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
 from subnetact.engine.packed_conv import PackedConv, plain_conv
-from subnetact.operators.view_module import owned
-from subnetact.supernet.elementwise import elementwise
+from subnetact.operators.view_module import module_class, owned
+from subnetact.supernet.elementwise import elementwise, has_hooks
 from subnetact.supernet.trace import trace_
 
 __all__ = ["FusedProgram"]
@@ -48,43 +53,74 @@ class FusedProgram:
 
     The weights are copied and packed for the device. The outputs differ from those of the view by rounding.
 
+    oneDNN's ReLU and hardtanh turn NaN into a number. So they are used only if the weights are finite and if
+    nothing in the network can make NaN of finite numbers; `accepts` then tells which inputs the program may
+    be given. In other networks these activations run by themselves and keep NaN.
+
     Args:
         view: a view that nobody else uses, of a network that maps one tensor to one tensor.
         dtype: what the program computes in. Inputs are converted to it and outputs are converted back. If
             None, nothing is converted.
+        probe: a batch, with which the view is run on large values to see whether they overflow. If None, only
+            the weights are looked at.
 
     Attributes:
         module: the program as a torch.fx graph module.
 
     Raises:
+        ValueError: the network has no convolution to fuse.
         Exception: the network cannot be traced, so it cannot become a fused program.
     """
 
-    def __init__(self, view: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, view: nn.Module, dtype: torch.dtype | None = None, probe: Tensor | None = None
+    ) -> None:
         self.dtype = dtype
-        graph, leaves = trace_(view)
-        modules: dict[str, nn.Module] = dict(leaves)
+        graph, leaves, tensors = _traced(view)
+        modules: dict[str, Any] = dict(leaves)
         order = {node: i for i, node in enumerate(graph.nodes)}
+        merge = stays_finite(graph, leaves) and not overflows(view, probe)
         self._convs: list[PackedConv] = []
         for node in list(graph.nodes):
-            if node.op == "call_module" and plain_conv(leaves[node.target]) and len(node.args) == 1:
+            if node.op == "call_module" and _is_plain_conv(leaves[node.target]) and len(node.args) == 1:
                 name = f"fused_{order[node]}"
-                fused = _FusedConv(_fuse(graph, node, leaves, order, name, dtype))
+                fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge))
                 modules[name] = fused
                 self._convs.append(fused.conv)
+        if not self._convs:
+            raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d")
+        _erase_unused(graph)
         _overwrite(graph, modules)
-        used = {node.target for node in graph.nodes if node.op == "call_module"}
-        modules = {path: module for path, module in modules.items() if path in used}
+        used = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
+        modules = {path: module for path, module in {**tensors, **modules}.items() if path in used}
         self._copied = 0
         if dtype is not None:
             for path, module in modules.items():
-                if not isinstance(module, _FusedConv):
+                if isinstance(module, Tensor):
+                    modules[path] = module.to(dtype) if module.is_floating_point() else module
+                    self._copied += modules[path].nbytes
+                elif not isinstance(module, _FusedConv):
                     modules[path] = owned(module).to(dtype)
                     self._copied += sum(p.numel() * p.element_size() for p in modules[path].parameters())
         graph.lint()
         self.module = fx.GraphModule(modules, graph)
         # Breaks a reference circle, so that the weights are freed without the garbage collector.
         self.module.graph.owning_module = None
+        self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
+
+    def accepts(self, x: Tensor) -> bool:
+        """Tell whether the program gives the view's output for a batch, up to rounding.
+
+        Args:
+            x: as in `__call__`.
+
+        Returns:
+            False if x has NaN, infinite or huge values, and the program has activations that swallow NaN.
+        """
+        if not self._swallows_nan or not x.is_floating_point():
+            return True
+        flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(-1)
+        return bool(torch.dot(flat, flat) <= LIMIT**2)  # False for NaN.
 
     @property
     def nbytes(self) -> int:
@@ -110,25 +146,100 @@ class FusedProgram:
         Returns:
             The output of the network, in the dtype of x.
         """
-        if self.dtype is None:
-            return self.module(x)
-        return self.module(x.to(self.dtype)).to(x.dtype)
+        forward: Any = self.module.forward  # A failing GraphModule.__call__ would print its code.
+        return forward(x) if self.dtype is None else forward(x.to(self.dtype)).to(x.dtype)
+
+
+def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, Tensor]]:
+    """Trace a view. The inside of classes that are derived from BatchNorm is traced as well if possible."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        graph, leaves = trace_(view, enters=_is_derived_norm, tensors=tensors)
+    except Exception:
+        tensors = {}
+        graph, leaves = trace_(view, tensors=tensors)
+    _erase_checks_of_shape(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_module" and _is_identity(leaves[node.target]) and len(node.args) == 1:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    _erase_unused(graph)
+    return graph, leaves, tensors
+
+
+def _is_plain_conv(module: nn.Module) -> bool:
+    return plain_conv(module) and not has_hooks(module)
+
+
+def _is_derived_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module_class(module).forward is not _BatchNorm.forward
+
+
+def _is_identity(module: nn.Module) -> bool:
+    cls = module_class(module)
+    nothing = cls is nn.Identity or (cls in (nn.Dropout, nn.Dropout2d) and not module.training)
+    return nothing and not has_hooks(module)
+
+
+_SHAPE_CHECKS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+
+
+def _erase_checks_of_shape(graph: fx.Graph) -> None:
+    """Erase assertions about the number of axes; they hold for the example, which has the batches' shape."""
+    for node in list(graph.nodes):
+        if node.target is torch._assert and isinstance(node.args[0], fx.Node):
+            condition = node.args[0]
+            read = condition.args[0] if condition.target in _SHAPE_CHECKS else None
+            if isinstance(read, fx.Node) and read.target is getattr and read.args[1] == "ndim":
+                graph.erase_node(node)
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """Erase reads of tensors, of attributes, and comparisons that nothing uses."""
+    for node in reversed(list(graph.nodes)):
+        pure = node.op == "get_attr" or node.target is getattr or node.target in _SHAPE_CHECKS
+        if pure and not node.users:
+            graph.erase_node(node)
+
+
+def _constant_norm(node: fx.Node, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the parameters of a `batch_norm` with running statistics, or None if the node is another."""
+    if node.op != "call_function" or node.target is not F.batch_norm:
+        return None
+    given = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    found: dict[str, Any] = {}
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        read = given.arguments[name]
+        if read is not None and (not isinstance(read, fx.Node) or read.op != "get_attr"):
+            return None
+        found[name] = None if read is None else tensors[str(read.target)]
+    if given.arguments["training"] is not False or found["running_mean"] is None:
+        return None
+    return SimpleNamespace(**found, eps=given.arguments["eps"])
 
 
 def _fuse(
     graph: fx.Graph,
     node: fx.Node,
     leaves: dict[str, nn.Module],
+    tensors: dict[str, Tensor],
     order: dict[fx.Node, int],
     name: str,
     dtype: torch.dtype | None,
+    merge: bool,
 ) -> PackedConv:
     """Replace a convolution, and the operations that alone use its output, by one node of the given name."""
     conv: Any = leaves[str(node.target)]
-    norm, last, other = None, node, None
+    norm: Any = None
+    last, other = node, None
     follower = _only_user(last)
     if follower is not None and follower.op == "call_module" and _is_folding(leaves[str(follower.target)]):
-        norm, last = leaves[str(follower.target)], follower
+        norm = leaves[str(follower.target)]
+    elif follower is not None and follower.args and follower.args[0] is last:
+        norm = _constant_norm(follower, tensors)
+    if follower is not None and norm is not None:
+        last = follower
         follower = _only_user(last)
     added = _added(follower, last, leaves)
     if follower is not None and added is not None and order[added] < order[node]:
@@ -156,7 +267,8 @@ def _fuse(
         lambda: _weight(conv, norm).to(dtype),
         None if bias is None else bias.to(dtype),
         dtype,
-        *(activation or ()),
+        *(activation or ("none", ())),
+        merge,
     )
 
 
@@ -180,7 +292,9 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_folding(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not module.training and module.running_mean is not None
+    if not isinstance(module, _BatchNorm) or _is_derived_norm(module) or has_hooks(module):
+        return False
+    return not module.training and module.running_mean is not None
 
 
 def _scale(norm: Any) -> Tensor:
@@ -206,7 +320,7 @@ def _added(node: fx.Node | None, to: fx.Node, leaves: dict[str, nn.Module]) -> f
     if node is None or operation is None or operation.name != "add":
         return None
     other = node.args[1] if node.args[0] is to else node.args[0]
-    return other if isinstance(other, fx.Node) and other is not to else None
+    return other if isinstance(other, fx.Node) and other is not to and other.op != "get_attr" else None
 
 
 def _activation(node: fx.Node | None, leaves: dict[str, nn.Module]) -> _Activation | None:

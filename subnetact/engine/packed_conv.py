@@ -23,7 +23,8 @@ def plain_conv(module: nn.Module) -> bool:
     """Tell whether a module computes nothing but a zero-padded Conv2d."""
     return (
         isinstance(module, nn.Conv2d)
-        and getattr(type(module), "_conv_forward", None) is nn.Conv2d._conv_forward
+        and type(module)._conv_forward is nn.Conv2d._conv_forward
+        and type(module).forward is nn.Conv2d.forward
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
     )
@@ -48,6 +49,8 @@ class PackedConv:
         dtype: of the weight that `source` makes.
         activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
         scalars: the arguments of the activation.
+        merge: whether oneDNN may compute the activation in the same pass. Its ReLU and hardtanh turn NaN into
+            a number. If False, the activation runs by itself and keeps NaN.
 
     Attributes:
         reserve: called with the bytes of every layout after the first. If it returns False, the weight is
@@ -62,6 +65,7 @@ class PackedConv:
         dtype: torch.dtype,
         activation: str = "none",
         scalars: Sequence[float] = (),
+        merge: bool = True,
     ) -> None:
         padding, stride, dilation = (
             [int(n) for n in numbers] for numbers in (conv.padding, conv.stride, conv.dilation)
@@ -73,6 +77,7 @@ class PackedConv:
         self._activation = activation
         self._scalars = tuple(scalars)
         self._onednn = can_pack(conv.weight) and dtype == torch.float32
+        self._merged = (activation, self._scalars) if merge else ("none", ())
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
 
@@ -99,18 +104,22 @@ class PackedConv:
         if not self._onednn:
             return self._elsewhere(x, weight, other)
         convolve = torch.ops.mkldnn._convolution_pointwise
+        name, scalars = self._merged
         if other is None:
-            return convolve(  # type: ignore[no-any-return]
-                x, weight, self._bias, *self._settings, self._activation, self._scalars, ""
-            )
-        unary = None if self._activation == "none" else self._activation
-        if overwrite:
-            return torch.ops.mkldnn._convolution_pointwise_.binary(  # type: ignore[no-any-return]
-                other, x, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
-            )
-        return convolve.binary(  # type: ignore[no-any-return]
-            x, other, weight, self._bias, *self._settings, "add", None, unary, self._scalars, ""
-        )
+            y = convolve(x, weight, self._bias, *self._settings, name, scalars, "")
+        else:
+            unary = None if name == "none" else name
+            add = weight, self._bias, *self._settings, "add", None, unary, scalars, ""
+            if overwrite:
+                y = torch.ops.mkldnn._convolution_pointwise_.binary(other, x, *add)
+            else:
+                y = convolve.binary(x, other, *add)
+        return y if name == self._activation else self._activate(y)
+
+    @property
+    def swallows_nan(self) -> bool:
+        """Whether the result can be a number although the convolution gives NaN."""
+        return self._onednn and self._merged[0] in ("relu", "hardtanh")
 
     def prepare(self, shape: torch.Size) -> Tensor:
         """Pack the weight for inputs of a shape (N, in, H, W), if necessary, and return the packed weight."""
@@ -146,6 +155,9 @@ class PackedConv:
         y = F.conv2d(x, weight, self._bias, stride, padding, dilation, groups)
         if other is not None:
             y = y.add_(other)
+        return self._activate(y)
+
+    def _activate(self, y: Tensor) -> Tensor:
         if self._activation == "relu":
             return y.relu_()
         if self._activation == "hardswish":

@@ -22,12 +22,28 @@ from subnetact.engine.outputs import agree
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["PROMOTE_AFTER", "Promoter"]
+__all__ = ["PROMOTE_AFTER", "PinResult", "Promoter"]
 
 PROMOTE_AFTER = 32
 """Number of uses after which a subnet that runs as a view is considered for promotion."""
 
 _log = logging.getLogger("subnetact.engine")
+
+
+@dataclass(frozen=True)
+class PinResult:
+    """The answer of `Engine.pin`. It is true if the subnet runs as a fused program now.
+
+    Attributes:
+        fused: whether the subnet is a fused program now.
+        reason: why it is not, in one line. It is empty if the subnet is fused.
+    """
+
+    fused: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.fused
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +53,7 @@ class _Promoted:
     versions: list[int]
 
     def __call__(self, x: Tensor) -> Any:
-        return self.program(x)
+        return self.program(x) if self.program.accepts(x) else self.bound.view(x)
 
     def fresh(self, bound: Bound) -> bool:
         """Tell whether the program was made from the current weights and statistics."""
@@ -96,7 +112,7 @@ class Promoter:
                 self._working.release()
         return None
 
-    def pin(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> bool:
+    def pin(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> PinResult:
         """Make the fused program of a subnet now and protect it from eviction.
 
         Args:
@@ -105,19 +121,21 @@ class Promoter:
             example: one input without a batch dimension.
 
         Returns:
-            Whether the subnet has a fused program now. It has none if the network cannot be fused, or if the
-            budget is too small.
+            Whether the subnet has a fused program now. If it has none, the reason is that the network cannot
+            be fused, or that the budget is too small.
         """
         with self._working:
             self._pinned.add(subnet.id)
             promoted: _Promoted | None = self._cache.get((self.KIND, subnet.id))
             if promoted is not None and promoted.fresh(bound):
                 self._cache.pin((self.KIND, subnet.id), True)
-                return True
-            made = self._make(subnet, bound, example, math.inf)
-            if not made:
-                self._pinned.discard(subnet.id)
-            return made
+                return PinResult(True)
+            if self._make(subnet, bound, example, math.inf):
+                return PinResult(True)
+            self._pinned.discard(subnet.id)
+            mib = self._cache.budget / 2**20
+            small = f"it does not fit in the budget of {mib:.4g} MiB beside the programs that are pinned"
+            return PinResult(False, subnet.refused or small)
 
     def unpin(self, subnet: int) -> None:
         """Stop protecting the program of a subnet id from eviction."""
@@ -169,10 +187,10 @@ class Promoter:
             current = bound.current(self._supernet, subnet.spec) and bound.versions() == versions
             if not current:
                 return None  # Weights or statistics changed in the meantime; the next use tries again.
-            subnet.refused = True
+            subnet.refused = " ".join(str(error).split()) or type(error).__name__
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
-            _log.log(level, "%s cannot become a fused program and runs as a view: %s", subnet, error)
+            _log.log(level, "%s runs as a view, not as a fused program: %s", subnet, subnet.refused)
             return None
         return program if bound.versions() == versions else None
 
@@ -191,7 +209,7 @@ class Promoter:
         if moved or statistics_row is not bound.statistics_row:
             raise ValueError("its statistics were replaced")
         with torch.inference_mode():
-            program = FusedProgram(view, self._dtype)
+            program = FusedProgram(view, self._dtype, x)
             output, expected = program(x), view(x)
         tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
         if not agree(output, expected, *tolerance):

@@ -77,7 +77,7 @@ class ReadySubnet:
         bound: the current view, or None after the subnet was removed.
         uses: the number of calls since promotion was last considered.
         since: the cache's clock when promotion was last considered.
-        refused: whether the subnet cannot become a fused program.
+        refused: why the subnet cannot become a fused program, in one line. It is empty as far as is known.
     """
 
     __slots__ = ("_run", "accuracy", "bound", "id", "refused", "since", "spec", "uses")
@@ -91,7 +91,7 @@ class ReadySubnet:
         self.bound: Bound | None = None
         self.uses = 0
         self.since = 0
-        self.refused = False
+        self.refused = ""
         self._run = run
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,6 +27,7 @@ class EngineStats:
         graphs: bytes of captured graphs.
         budget: the engine's `memory_budget_mb` in bytes. `fused_bytes` and `graphs` together stay below it.
         compiled: number of subnets that torch.compile has compiled.
+        unfused: for each subnet id that cannot become a fused program, the reason in one line.
     """
 
     subnets: int
@@ -39,6 +41,7 @@ class EngineStats:
     graphs: int
     budget: int
     compiled: int
+    unfused: Mapping[int, str]
 
 
 def weight_bytes(network: nn.Module) -> int:

@@ -125,7 +125,7 @@ def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
             own = self.__dict__
             tensor: Any = own["_parameters"][name] if name in own["_parameters"] else own["_buffers"][name]
             if not torch.compiler.is_compiling():
-                packed = getattr(tensor, "packed", None)
+                packed = getattr(tensor, "__dict__", {}).get("packed")  # A traced tensor has any attribute.
                 if packed is not None:
                     packed.refresh()
             return tensor

@@ -185,11 +185,13 @@ class TimedRunner:
         run, before = self._run(subnet)
         if self.mode == "compile":
             self.engine.prepare([batch_size], [subnet])
-        if self.mode == "fused" and not self.engine.pin(subnet):
-            raise TableError(
-                f"mode 'fused': subnet {self.keys[subnet]} cannot become a fused program within the budget; "
-                "give more with --memory-budget-mb, or choose another mode"
-            )
+        if self.mode == "fused":
+            pinned = self.engine.pin(subnet)
+            if not pinned:
+                raise TableError(
+                    f"mode 'fused': subnet {self.keys[subnet]} is no fused program: {pinned.reason}; "
+                    "give more with --memory-budget-mb, or choose another mode"
+                )
         try:
             with torch.inference_mode():
                 if "h2d" in self._include:

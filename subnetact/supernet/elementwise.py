@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from subnetact.operators.view_module import module_class
 
-__all__ = ["Elementwise", "elementwise"]
+__all__ = ["Elementwise", "elementwise", "has_hooks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,11 @@ _BINARY: Mapping[Any, Elementwise] = {
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks of its own, which run with its calls."""
+    return any(module.__dict__[name] for name in _HOOKS)
+
+
 def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise | None:
     """Recognise an elementwise operation.
 
@@ -93,8 +98,11 @@ def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise |
     target = node.target
     if node.op == "call_module":
         module = leaves[str(target)]
-        hooked = any(module.__dict__[name] for name in _HOOKS)
-        return None if hooked or len(node.args) != 1 or node.kwargs else _UNARY.get(module_class(module))
+        return (
+            None
+            if has_hooks(module) or len(node.args) != 1 or node.kwargs
+            else _UNARY.get(module_class(module))
+        )
     if len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
         return _UNARY.get(target)
     if len(node.args) == 2 and not node.kwargs and isinstance(node.args[0], fx.Node):

@@ -10,15 +10,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
 from subnetact.operators.skipped_layer import SkippedLayer
-from subnetact.operators.view_module import mix_in_, mix_out_
+from subnetact.operators.view_module import mix_in_, mix_out_, module_class
 
 __all__ = ["RecordedCall", "trace_"]
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (
+    nn.Module,
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
+)
+_KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+_KNOWN_METHODS = ("dim", "size", "numel", "is_floating_point", "__len__")
 
 
 class RecordedCall:
@@ -29,47 +38,102 @@ class RecordedCall:
         return self.recorder(args, kwargs)
 
 
+class _TensorProxy(fx.Proxy):
+    """Stands for a parameter or buffer of the view in a trace. Its shape and dtype are known values."""
+
+    def __init__(self, node: fx.Node, tracer: Any, tensor: Tensor) -> None:
+        super().__init__(node, tracer)
+        self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _KNOWN or name in _KNOWN_METHODS:
+            return getattr(self.tensor, name)
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
 def _is_leaf(module: nn.Module) -> bool:
-    library = type(module).__module__.startswith("torch.nn.")
-    return isinstance(module, nn.Conv2d) or (library and not isinstance(module, _CONTAINERS))
+    """Tell whether a module is a layer of PyTorch, or of a class that is derived from one."""
+    return any(
+        cls.__module__.startswith("torch.nn.") and cls not in _CONTAINERS
+        for cls in module_class(module).__mro__
+    )
 
 
 def trace_(
-    view: nn.Module, is_leaf: Callable[[nn.Module], bool] | None = None
+    view: nn.Module,
+    is_leaf: Callable[[nn.Module], bool] | None = None,
+    enters: Callable[[nn.Module], bool] | None = None,
+    tensors: dict[str, Tensor] | None = None,
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
     """Return the graph of a view's forward of one tensor, and the leaves of the graph.
 
-    PyTorch's own layers are leaves: the graph has one call for each, and nothing of their inside.
+    PyTorch's own layers and layers derived from them are leaves: the graph has one call for each, and nothing
+    of their inside.
 
     Args:
         view: a view that nobody else uses. It is unchanged afterwards.
         is_leaf: a function that tells which further modules are leaves. If None, there are no further ones.
+        enters: a function that tells which layers are no leaves, so that their inside is traced. If None,
+            all layers are leaves.
+        tensors: receives the parameters and buffers that the forward of other modules reads itself, by the
+            names under which the graph gets them. If None, they are constants in the arguments of nodes.
 
     Returns:
         The graph, and the leaves by the names under which the graph calls them.
 
     Raises:
-        Exception: whatever the forward raises if it cannot be traced, because it depends on values or
-            reads parameters itself.
+        Exception: whatever the forward raises if it cannot be traced, because it depends on values for
+            example.
     """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     leaves: dict[str, nn.Module] = {}
+    others: dict[str, nn.Module] = {}
     recording: list[nn.Module] = []
+    replaced: list[tuple[nn.Module, str, Any]] = []
     inside = ""
     for path, module in view.named_modules():
-        wanted = _is_leaf(module) or (is_leaf is not None and is_leaf(module))
-        wanted = wanted and not isinstance(module, SkippedLayer)  # The identity leaves no call in a graph.
-        if path and wanted and not (inside and path.startswith(inside)):
+        layer = _is_leaf(module) and not (enters is not None and enters(module))
+        if inside and path.startswith(inside):
+            continue
+        wanted = layer or (is_leaf is not None and is_leaf(module))
+        if path and wanted and not isinstance(module, SkippedLayer):  # The identity leaves no call in a graph.
             leaves[path] = module
             inside = f"{path}."  # named_modules() yields a module, then the modules in it, then all others
+        else:
+            others[path] = module
     try:
+        x = fx.Proxy(graph.placeholder("x"), tracer)
+        for path, module in others.items():
+            for registry in ("_parameters", "_buffers"):
+                own = module.__dict__[registry]
+                if own and tensors is not None:
+                    replaced.append((module, registry, own))
+                    proxies = {n: _proxy(tracer, path, n, t, tensors) for n, t in own.items()}
+                    object.__setattr__(module, registry, proxies)
         for path, leaf in leaves.items():
             object.__setattr__(leaf, "recorder", partial(tracer.create_proxy, "call_module", path))
             recording.append(mix_in_(leaf, RecordedCall))
-        graph.output(view(fx.Proxy(graph.placeholder("x"), tracer)).node)
+        output = view(x)
+        if not isinstance(output, fx.Proxy):
+            raise TypeError(f"the network returns {type(output).__name__}, not one tensor")
+        graph.output(output.node)
     finally:
         for leaf in recording:
             mix_out_(leaf)
             object.__delattr__(leaf, "recorder")
+        for module, registry, own in replaced:
+            object.__setattr__(module, registry, own)
     return graph, leaves
+
+
+def _proxy(tracer: Any, path: str, name: str, tensor: Tensor | None, tensors: dict[str, Tensor]) -> Any:
+    if tensor is None:
+        return None
+    target = f"{path}.{name}" if path else name
+    tensors[target] = tensor
+    node = tracer.graph.create_node("get_attr", target, (), {})
+    return _TensorProxy(node, tracer, tensor)

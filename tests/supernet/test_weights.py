@@ -105,7 +105,7 @@ def answers_of_neither(
     return wrong[0], seen[0]
 
 
-@pytest.mark.parametrize("how", ["call", "view", "engine"])
+@pytest.mark.parametrize("how", ["call", "view", "engine", "fused"])
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.usefixtures("switching")
 def test_every_answer_is_of_one_checkpoint(supernet: Supernet, how: str, assign: bool) -> None:
@@ -115,7 +115,9 @@ def test_every_answer_is_of_one_checkpoint(supernet: Supernet, how: str, assign:
         supernet.load_state_dict(state)
         expected.append([supernet.extract(spec)(X) for spec in specs])
     assert not torch.allclose(*[e[0] for e in expected], rtol=0.05)
-    engine = subnetact.Engine(supernet, specs, example=X[0], allow_uncalibrated=True)
+    engine = subnetact.Engine(
+        supernet, specs, example=X[0], allow_uncalibrated=True, memory_budget_mb=64 * (how == "fused")
+    )
     ways: dict[str, Callable[[int], Tensor]] = {
         "call": lambda i: supernet(X, subnet=specs[i]),
         "view": lambda i: supernet.subnet(specs[i])(X),

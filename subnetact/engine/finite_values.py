@@ -1,0 +1,87 @@
+"""Finite values: whether a network can make NaN or infinite values of finite inputs.
+
+oneDNN's ReLU and hardtanh turn NaN into a number, so a program may use them only if no NaN can reach them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from subnetact.operators.view_module import module_class
+
+__all__ = ["LIMIT", "overflows", "stays_finite"]
+
+LIMIT = 1e8
+"""Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
+
+_LAYERS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Identity, nn.Flatten, nn.ReLU,
+    nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.SiLU, nn.GELU, nn.Tanh, nn.LeakyReLU,
+    nn.PReLU, nn.ELU, nn.Mish, nn.Softmax, nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample,
+    nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.ZeroPad2d, nn.PixelShuffle,
+)  # fmt: skip
+_FUNCTIONS = {
+    operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.neg, operator.getitem,
+    operator.floordiv, operator.eq, getattr, torch.add, torch.sub, torch.mul, torch.cat, torch.flatten,
+    torch.relu, torch.relu_, torch.sigmoid, torch.tanh, torch.mean, torch.chunk, torch.split, torch.reshape,
+    torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.matmul, torch.clamp, torch._assert,
+    F.relu, F.relu6, F.hardtanh, F.hardswish, F.hardsigmoid, F.sigmoid, F.silu, F.gelu, F.tanh, F.leaky_relu,
+    F.elu, F.mish, F.softmax, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.linear, F.pad,
+    F.adaptive_max_pool2d, F.interpolate, F.pixel_shuffle, F.batch_norm, F.layer_norm, F.group_norm, F.conv2d,
+}  # fmt: skip
+_METHODS = {
+    "add", "add_", "sub", "sub_", "mul", "mul_", "relu", "relu_", "sigmoid", "tanh", "mean", "sum", "flatten",
+    "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "expand", "contiguous", "chunk", "t",
+    "split", "size", "dim", "clamp", "clamp_", "to", "float", "expand_as", "view_as", "softmax", "clone",
+}  # fmt: skip
+
+
+def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether every operation of a network gives finite values for finite values, unless they overflow.
+
+    Args:
+        graph: a graph that `trace_` made.
+        leaves: the modules that the graph calls, by name.
+
+    Returns:
+        False if there is an operation that is not known to do so, such as a logarithm or a division.
+    """
+    for node in graph.nodes:
+        if node.op == "call_module" and not _is_known(leaves[str(node.target)]):
+            return False
+        by_number = node.target is operator.truediv and isinstance(node.args[1], int | float)
+        known = node.target in _FUNCTIONS or (by_number and node.args[1] != 0)
+        if node.op == "call_function" and not known:
+            return False
+        if node.op == "call_method" and node.target not in _METHODS:
+            return False
+    return True
+
+
+def _is_known(module: nn.Module) -> bool:
+    cls = module_class(module)
+    return cls in _LAYERS or (issubclass(cls, _BatchNorm) and cls.forward is _BatchNorm.forward)
+
+
+def overflows(view: nn.Module, probe: Tensor | None) -> bool:
+    """Tell whether a network gives values that are not finite, as far as its weights and a probe show.
+
+    Args:
+        view: the network.
+        probe: a batch, which is scaled to values up to `LIMIT`. If None, only the weights are looked at.
+
+    Returns:
+        True if weights are not finite, or if the output for the scaled probe is not.
+    """
+    tensors = (*view.parameters(), *view.buffers())
+    if not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
+        return True
+    if probe is None or not probe.is_floating_point():
+        return False
+    return not bool(view(probe * (LIMIT / max(1.0, float(probe.abs().amax())))).isfinite().all())
