@@ -28,12 +28,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from subnetact import __version__
 from subnetact.documents import FolderFormat
 from subnetact.engine.input_shapes import Padding
+from subnetact.engine.inputs import example_from_json, example_to_json
 from subnetact.engine.origins import rebuild_supernet
 from subnetact.errors import FileFormatError, ForeignSpec
 from subnetact.latency.table import LatencyTable
@@ -45,8 +45,6 @@ from subnetact.tensor_files import read_tensors, write_tensors
 __all__ = ["Bundle", "load_bundle", "save_bundle"]
 
 INDEX, WEIGHTS, NORMS = "bundle.json", "weights.safetensors", "norms.safetensors"
-LARGEST_EXAMPLE = 2**28
-"""Most numbers of one input."""
 BUNDLE = FolderFormat("a bundle", "subnetact.bundle", 1, "give the directory that Engine.save() wrote", INDEX)
 
 
@@ -105,7 +103,7 @@ def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
         "subnetact": __version__,
         "space": supernet.space.id,
         "family": _portable(supernet.origin),
-        "example": _described_example(bundle.example),
+        "example": example_to_json(bundle.example),
         "padding": list(map(list, padding.items())) if isinstance(padding, Mapping) else padding,
         "allow_uncalibrated": bundle.allow_uncalibrated,
         "subnets": [spec.to_json() for spec in bundle.specs],
@@ -160,7 +158,7 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
             )
             raise FileFormatError(message) if built else ForeignSpec(message)
         specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
-        example = _example(document["example"])
+        example = example_from_json(document["example"])
         padding = document.get("padding")
         if isinstance(padding, list):
             padding = dict(padding)
@@ -224,35 +222,3 @@ def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dty
                 "supernet of that dtype: Engine.load(directory, supernet=...)"
             )
     supernet.load_state_dict(tensors)
-
-
-def _described_example(example: Any) -> Any:
-    """Return `[dtype, shape]` of a tensor, `{"tuple": [...]}` or `{"dict": {...}}` of parts, or None."""
-    if isinstance(example, tuple | list):
-        kind = "tuple" if isinstance(example, tuple) else "list"
-        return {kind: [_described_example(part) for part in example]}
-    if isinstance(example, dict):
-        return {"dict": {name: _described_example(part) for name, part in example.items()}}
-    return None if example is None else [str(example.dtype), list(example.shape)]
-
-
-def _example(described: Any) -> Any:
-    if described is None:
-        return None
-    if isinstance(described, dict):
-        if "tuple" in described:
-            return tuple(_example(part) for part in described["tuple"])
-        if "list" in described:
-            return [_example(part) for part in described["list"]]
-        return {name: _example(part) for name, part in described["dict"].items()}
-    dtype, shape = described
-    if math.prod(shape) > LARGEST_EXAMPLE or not all(type(size) is int for size in shape):
-        raise ValueError(f"an input of shape {shape}")
-    return torch.zeros(shape, dtype=_dtype(dtype))
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r} is not a dtype")
-    return found

@@ -7,6 +7,7 @@ a batch.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,16 @@ __all__ = [
     "check_input",
     "describe_input",
     "detach_example",
+    "example_from_json",
+    "example_to_json",
     "map_tensors",
     "shapes",
     "try_example",
 ]
+
+
+LARGEST_EXAMPLE = 2**28
+"""Most numbers of one input."""
 
 
 def check_input(
@@ -162,6 +169,48 @@ def _failure(view: nn.Module, x: Any) -> Exception | None:
 def detach_example(example: Any) -> Any:
     """Return an example with its tensors on the CPU and without gradients."""
     return map_tensors(lambda t: t.detach().to("cpu"), as_batch(example))
+
+
+def example_to_json(example: Any) -> Any:
+    """Describe the shapes and dtypes of an example as JSON.
+
+    Args:
+        example: an input, a list of inputs with one per shape, or None.
+
+    Returns:
+        `[dtype, shape]` of a tensor; `{"tuple": [...]}`, `{"list": [...]}` or `{"dict": {...}}` of parts; or
+        None.
+    """
+    if isinstance(example, tuple | list):
+        kind = "tuple" if isinstance(example, tuple) else "list"
+        return {kind: [example_to_json(part) for part in example]}
+    if isinstance(example, dict):
+        return {"dict": {name: example_to_json(part) for name, part in example.items()}}
+    return None if example is None else [str(example.dtype).removeprefix("torch."), list(example.shape)]
+
+
+def example_from_json(described: Any) -> Any:
+    """Return an example of zeros that `example_to_json` described.
+
+    Raises:
+        TypeError: a part names no dtype.
+        ValueError: a shape is no list of whole numbers, or too large.
+    """
+    if described is None:
+        return None
+    if isinstance(described, dict):
+        if "tuple" in described:
+            return tuple(map(example_from_json, described["tuple"]))
+        if "list" in described:
+            return list(map(example_from_json, described["list"]))
+        return {name: example_from_json(part) for name, part in described["dict"].items()}
+    name, shape = described
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is not a dtype")
+    if not all(type(size) is int for size in shape) or math.prod(shape) > LARGEST_EXAMPLE:
+        raise ValueError(f"an input of shape {shape}")
+    return torch.zeros(shape, dtype=dtype)
 
 
 def shapes(example: Any) -> Any:

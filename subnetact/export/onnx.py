@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
+from subnetact.engine.inputs import example_to_json
 from subnetact.errors import ExportError, MissingExtra
 from subnetact.export.manifest import writing_folder
 from subnetact.export.programs.exporter import TOLERANCES
@@ -28,6 +29,7 @@ from subnetact.export.programs.program import (
     quiet,
     same_outputs,
 )
+from subnetact.supernet.batches import call_with
 
 __all__ = ["KIND", "to_onnx"]
 
@@ -43,11 +45,12 @@ def to_onnx(
 ) -> Path:
     """Write one ONNX file per subnet, each with its own weights, for batches of any size.
 
-    The files are `subnet-0.onnx`, `subnet-1.onnx`, ... ONNX tensors are contiguous, so the files cannot share
-    slices of one copy of the weights, and one file cannot contain several subnets. Every file has the input
-    `input` (N, ...) and the output `output`. Several outputs have the keys of the network's dictionary of
-    tensors as names, or `output_0`, `output_1`, ... The exporter folds BatchNorm into convolutions, so
-    outputs equal the supernet's up to rounding.
+    The files are `subnet-0.onnx`, `subnet-1.onnx`, ... ONNX tensors are contiguous, so the files cannot
+    share slices of one copy of the weights, and one file cannot contain several subnets. Every file has the
+    input `input` (N, ...) and the output `output`. Several inputs are called as in the example of the
+    engine, a dictionary, or `input_0`, `input_1`, ... for a tuple. Several outputs have the keys of the
+    network's dictionary of tensors as names, or `output_0`, `output_1`, ... The exporter folds BatchNorm
+    into convolutions, so outputs equal the supernet's up to rounding.
 
     Args:
         engine: the engine with the subnets and the example input.
@@ -75,7 +78,7 @@ def to_onnx(
     facts = {
         "space": engine.supernet.space.id,
         "fingerprint": engine.supernet.fingerprint(),
-        "example": [str(example.dtype).removeprefix("torch."), list(example.shape)],
+        "example": example_to_json(example),
         "subnets": described,
     }
     with writing_folder(Path(directory), KIND, facts) as folder:
@@ -86,9 +89,9 @@ def to_onnx(
             traced = program.module()
             same_outputs(traced, view, x, name, "torch.export", *TOLERANCES["none"])
             with _silent(), blamed(view, name, "torch.onnx"):
-                names = _names(traced(x))
+                names = _names(call_with(traced, x))
                 made = torch.onnx.export(
-                    program, (), input_names=["input"], output_names=names, dynamo=True, verbose=False
+                    program, (), input_names=_inputs(x), output_names=names, dynamo=True, verbose=False
                 )
                 if made is None:
                     raise ExportError(f"subnet {name}: torch.onnx made no program")
@@ -103,6 +106,12 @@ def to_onnx(
                 }
             )
     return Path(directory)
+
+
+def _inputs(x: Any) -> list[str]:
+    if isinstance(x, dict):
+        return [str(name) for name in x]
+    return [f"input_{i}" for i in range(len(x))] if isinstance(x, tuple) else ["input"]
 
 
 def _names(output: Any) -> list[str]:

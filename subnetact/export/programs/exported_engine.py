@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -14,8 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact.device import find_device
-from subnetact.engine.bundle import LARGEST_EXAMPLE
-from subnetact.engine.inputs import check_input
+from subnetact.engine.inputs import Stager, check_input, example_from_json
 from subnetact.engine.outputs import unstack
 from subnetact.errors import (
     DeviceError,
@@ -29,10 +27,11 @@ from subnetact.export.programs.exporter import KIND, WEIGHTS, capability
 from subnetact.export.programs.graph_program import GraphProgram
 from subnetact.export.programs.program import quiet
 from subnetact.export.programs.shared_tensors import SharedTensors
+from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
 
-_Program = Callable[[Tensor], Any]
+_Program = Callable[..., Any]
 
 
 class ExportedEngine:
@@ -53,7 +52,7 @@ class ExportedEngine:
     """
 
     def __init__(
-        self, programs: Sequence[_Program], facts: Mapping[str, Any], example: Tensor, device: torch.device
+        self, programs: Sequence[_Program], facts: Mapping[str, Any], example: Any, device: torch.device
     ) -> None:
         subnets = facts["subnets"]
         self._programs = tuple(programs)
@@ -65,6 +64,7 @@ class ExportedEngine:
         self.dynamic_batch: bool = facts["dynamic_batch"]
         self.device = device
         self.example = example
+        self._stager = Stager(device)
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -81,7 +81,7 @@ class ExportedEngine:
         }
         return sum(storages.values())
 
-    def ready(self, subnet: int) -> Callable[[Tensor], Any]:
+    def ready(self, subnet: int) -> Callable[[Any], Any]:
         """Return a function that runs one subnet.
 
         Args:
@@ -97,11 +97,11 @@ class ExportedEngine:
             raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
         return partial(self._run, self._programs[subnet])
 
-    def __call__(self, x: Tensor, subnet: int) -> Any:
+    def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch through a subnet.
 
         Args:
-            x: the batch (N, ...), on the device.
+            x: the batch, a tensor (N, ...) on the device, or a tuple or mapping of such tensors.
             subnet: id of the subnet.
 
         Returns:
@@ -114,7 +114,7 @@ class ExportedEngine:
         """
         return self.ready(subnet)(x)
 
-    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Run single inputs, which the `Batcher` has collected, as one batch if batches are dynamic.
 
         Args:
@@ -129,10 +129,11 @@ class ExportedEngine:
             SpecError: there is no such id.
         """
         program = self.ready(subnet)
-        x = torch.stack(list(inputs)).to(self.device)
-        if self.dynamic_batch:
-            return unstack(program(x), len(inputs))
-        return [unstack(program(one.unsqueeze(0)), 1)[0] for one in x]
+        groups = [inputs] if self.dynamic_batch else [[one] for one in inputs]
+        outputs: list[Any] = []
+        for group in groups:
+            outputs += unstack(program(self._stager.stack(group, len(group))), len(group))
+        return outputs
 
     def check(self, x: Any, finite: bool = False) -> None:
         """Check that an input has the shape and dtype of the example.
@@ -147,16 +148,20 @@ class ExportedEngine:
         check_input(x, self.example, self.device, finite)
 
     def _run(self, program: _Program, x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] == 0:
+        x = as_batch(x)
+        parts = list(tensors_of(x))
+        if not parts or not all(isinstance(part, Tensor) and part.dim() and len(part) for part in parts):
             raise InvalidRequest("input: expected a batch, (N, ...) with N >= 1")
-        self.check(x[0])
-        if not self.dynamic_batch and x.shape[0] != 1:
+        if len(set(map(len, parts))) > 1:
+            raise InvalidRequest(f"input: batches of different sizes, {[len(part) for part in parts]}")
+        self.check(map_tensors(lambda part: part[0], x))
+        if not self.dynamic_batch and len(parts[0]) != 1:
             raise InvalidRequest(
-                f"input: a batch of {x.shape[0]}, these programs take batches of 1; "
+                f"input: a batch of {len(parts[0])}, these programs take batches of 1; "
                 "export with dynamic_batch=True"
             )
         with torch.inference_mode():
-            return program(x)
+            return call_with(program, x)
 
 
 def load_exported(
@@ -202,10 +207,7 @@ def _read(
     try:
         home = find_device(facts["device"] if device is None else device)
         _refuse_foreign(folder, facts, home)
-        dtype, shape = facts["example"]
-        if math.prod(shape) > LARGEST_EXAMPLE or not all(type(size) is int for size in shape):
-            raise ValueError(f"an input of shape {shape}")
-        example = torch.zeros(shape, dtype=getattr(torch, dtype))
+        example = example_from_json(facts["example"])
         subnets = facts["subnets"]
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
         native = facts["compile"] != "none"
@@ -264,5 +266,6 @@ class _Package:
         self._package = package
         self.tensors = tensors  # kept alive, because the package knows only their addresses
 
-    def __call__(self, x: Tensor) -> Any:
-        return self._package(x.contiguous())  # compiled code does not check strides
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:  # compiled code does not check strides
+        named = {name: part.contiguous() for name, part in kwargs.items()}
+        return self._package(*(part.contiguous() for part in args), **named)

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
+from subnetact.engine.inputs import example_to_json
 from subnetact.errors import ExportError, FileFormatError
 from subnetact.export.manifest import writing_folder
 from subnetact.export.programs.graph_program import GraphProgram
@@ -25,6 +26,7 @@ from subnetact.export.programs.program import (
     same_outputs,
 )
 from subnetact.export.programs.shared_tensors import SharedTensors, TensorPosition
+from subnetact.supernet.batches import tensors_of
 
 __all__ = ["KIND", "TOLERANCES", "WEIGHTS", "to_exported_programs"]
 
@@ -50,7 +52,8 @@ def to_exported_programs(
     `directory`.
 
     Args:
-        engine: the engine with the subnets and the example input, which must be one tensor.
+        engine: the engine with the subnets and the example input, which may be a tensor, or a flat tuple or
+            dictionary of tensors.
         directory: a new or empty directory, or an earlier export, which is replaced as a whole.
         compile: "none" writes `torch.export` graphs. They run with torch's operators on any machine whose
             torch can read them. "aoti" writes code that AOTInductor compiles for this version of torch and
@@ -89,7 +92,7 @@ def to_exported_programs(
         "capability": capability(engine.device),
         "space": engine.supernet.space.id,
         "fingerprint": engine.supernet.fingerprint(),
-        "example": [str(example.dtype).removeprefix("torch."), list(example.shape)],
+        "example": example_to_json(example),
         "dynamic_batch": dynamic_batch,
         "subnets": described,
     }
@@ -139,7 +142,7 @@ def _need_compiler(device: torch.device) -> None:
 
 
 def _write_graph(
-    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Tensor, name: str
+    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Any, name: str
 ) -> list[str]:
     for owner in (program.state_dict, program.constants):
         for key, tensor in owner.items():
@@ -150,7 +153,7 @@ def _write_graph(
     with quiet(), blamed(view, name, "torch.export.save"):
         torch.export.save(program, path)
     try:
-        written = GraphProgram(path, tensors, x.device)
+        written = GraphProgram(path, tensors, next(tensors_of(x)).device)
     except FileFormatError as error:
         raise ExportError(
             f"subnet {name}: load_exported could not read the graph ({error.__cause__}); use "
@@ -161,7 +164,7 @@ def _write_graph(
 
 
 def _write_package(
-    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Tensor, name: str
+    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Any, name: str
 ) -> list[str]:
     options = {
         "aot_inductor.package_constants_in_so": False,

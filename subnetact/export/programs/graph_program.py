@@ -75,7 +75,7 @@ class _Step:
 
 
 class GraphProgram:
-    """The graph of a network, with its tensors; it is called with a batch.
+    """The graph of a network, with its tensors; it is called with a batch, like the network.
 
     Args:
         path: a `.pt2` file that `torch.export.save` wrote.
@@ -98,7 +98,7 @@ class GraphProgram:
                 raise ValueError(f"its format has version {major}, this version reads {SCHEMA}; export again")
             module = document["graph_module"]
             self._graph = _Graph(module["graph"], device)
-            self._env, self._input = self._bound(module["signature"]["input_specs"])
+            self._env, self._inputs = self._bound(module["signature"]["input_specs"])
             self._outputs = [_user_output(spec) for spec in module["signature"]["output_specs"]]
             returned = [_name_of(output) for output in module["graph"]["outputs"]]
             if self._outputs != returned:
@@ -111,32 +111,43 @@ class GraphProgram:
         except (RecursionError, RuntimeError, StopIteration) as error:
             raise FileFormatError(f"{path}: not a program of this library: {error!r}") from error
 
-    def _bound(self, specs: Sequence[Mapping[str, Any]]) -> tuple[list[Any], int]:
+    def _bound(self, specs: Sequence[Mapping[str, Any]]) -> tuple[list[Any], dict[str, int]]:
         env: list[Any] = [None] * self._graph.size
-        inputs = []
+        inputs: dict[str, int] = {}
         for spec, slot in zip(specs, self._graph.inputs, strict=True):
             ((kind, facts),) = spec.items()
             if kind == "user_input":
-                inputs.append(slot)
+                inputs[_name_of(facts["arg"])] = slot
             elif kind in ("parameter", "buffer", "tensor_constant"):
                 env[slot] = self.tensors[facts[f"{kind}_name"]]
             else:
                 raise ValueError(f"an input of kind {kind!r}")
-        if len(inputs) != 1:
-            raise ValueError(f"{len(inputs)} inputs; programs take one")
-        return env, inputs[0]
+        if not inputs:
+            raise ValueError("it has no input")
+        return env, inputs
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:
         """Run the network.
 
         Args:
-            x: the batch (N, ...), on the device of the tensors.
+            args: the batch: tensors (N, ...) on the device of the program's tensors.
+            kwargs: the tensors that are given by name.
 
         Returns:
             What the network returns: a tensor, or tuples, lists and dictionaries of tensors.
+
+        Raises:
+            InvalidRequest: there are more, fewer or other inputs than the network has.
         """
+        rest = [name for name in self._inputs if name not in kwargs]
+        if len(rest) != len(args) or len(rest) + len(kwargs) != len(self._inputs):
+            raise InvalidRequest(
+                f"input: this program takes {', '.join(self._inputs)}, got {len(args)} tensors"
+                + (f" and {', '.join(kwargs)}" if kwargs else "")
+            )
         env = list(self._env)
-        env[self._input] = x
+        for name, x in (*zip(rest, args, strict=True), *kwargs.items()):
+            env[self._inputs[name]] = x
         leaves = iter(self._graph.run(env))
         return _built(self._structure, leaves)
 

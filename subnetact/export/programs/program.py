@@ -15,6 +15,7 @@ from subnetact.engine.engine import Engine
 from subnetact.engine.outputs import agree
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
 
 __all__ = ["blamed", "chosen_subnets", "example_batch", "exported_program", "quiet", "same_outputs"]
@@ -41,8 +42,8 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
     return [engine.ready(i) for i in ids]
 
 
-def example_batch(example: Any, size: int, device: torch.device) -> Tensor:
-    """Return a batch of different inputs that have the example's shape and dtype.
+def example_batch(example: Any, size: int, device: torch.device) -> Any:
+    """Return a batch of different inputs that have the example's structure, shapes and dtypes.
 
     Args:
         example: one input without a batch dimension.
@@ -50,32 +51,28 @@ def example_batch(example: Any, size: int, device: torch.device) -> Tensor:
         device: the device of the batch.
 
     Returns:
-        The batch (size, ...). Floating-point inputs are random. Of integer inputs the first is the example
-        and the others are ones.
-
-    Raises:
-        ExportError: the example is not one tensor.
+        The batch: tensors of shape (size, ...) in the structure of the example. Floating-point inputs are
+        random. Of integer inputs the first is the example and the others are ones.
     """
-    if not isinstance(example, Tensor):
-        raise ExportError(
-            "this format takes networks with one input tensor; "
-            "use to_torchscript(supernet, path, specs, inputs=[...])"
-        )
     generator = torch.Generator().manual_seed(size)
-    if example.is_floating_point():
-        batch = torch.randn(size, *example.shape, generator=generator).to(example.dtype)
-    else:
-        batch = torch.ones(size, *example.shape, dtype=example.dtype)
-        batch[0] = example
-    return batch.to(device)
+
+    def batch_of(part: Tensor) -> Tensor:
+        if part.is_floating_point():
+            return torch.randn(size, *part.shape, generator=generator).to(device, part.dtype)
+        batch = torch.ones(size, *part.shape, dtype=part.dtype)
+        batch[0] = part
+        return batch.to(device)
+
+    return map_tensors(batch_of, example)
 
 
-def exported_program(view: nn.Module, x: Tensor, name: str, dynamic_batch: bool) -> ExportedProgram:
+def exported_program(view: nn.Module, x: Any, name: str, dynamic_batch: bool) -> ExportedProgram:
     """Trace a view with `torch.export`.
 
     Args:
         view: a private view of the subnet.
-        x: the example batch (N, ...), with N >= 2 if `dynamic_batch`.
+        x: the example batch, a tensor (N, ...) with N >= 2 if `dynamic_batch`, or a flat tuple or dictionary
+            of such tensors.
         name: name of the subnet, for error messages.
         dynamic_batch: whether the program takes batches of any size. If false, it takes batches of N.
 
@@ -85,10 +82,19 @@ def exported_program(view: nn.Module, x: Tensor, name: str, dynamic_batch: bool)
     Raises:
         ExportError: a module cannot be traced; the message names it.
     """
-    shapes = ({0: Dim("batch", min=1)},) if dynamic_batch else None
+    args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), None)
+    if not all(isinstance(part, Tensor) for part in (*args, *(kwargs or {}).values())):
+        raise ExportError(
+            "this format takes a tensor, or a flat tuple or dictionary of tensors; flatten the network's "
+            "inputs, or serve the Engine itself"
+        )
+    batch = {0: Dim("batch", min=1)}
+    shapes: Any = dict.fromkeys(kwargs, batch) if kwargs else (batch,) * len(args)
     with quiet(), blamed(view, name, "torch.export"), torch.no_grad():
-        view(x)  # recomputes what was derived from weights that have changed in place since
-        return torch.export.export(view, (x,), dynamic_shapes=shapes, strict=False)
+        call_with(view, x)  # recomputes what was derived from weights that have changed in place since
+        return torch.export.export(
+            view, args, kwargs, dynamic_shapes=shapes if dynamic_batch else None, strict=False
+        )
 
 
 @contextmanager
@@ -127,14 +133,14 @@ def blamed(view: nn.Module, name: str, tool: str) -> Iterator[None]:
 
 
 def same_outputs(
-    program: object, view: nn.Module, x: Tensor, name: str, tool: str, rtol: float, atol: float
+    program: object, view: nn.Module, x: Any, name: str, tool: str, rtol: float, atol: float
 ) -> None:
     """Compare the outputs of a program with those of its view, for the whole batch and for its first input.
 
     Args:
         program: the program.
         view: the view that it was made from.
-        x: the batch (N, ...).
+        x: the batch, a tensor (N, ...), or a tuple or dictionary of such tensors.
         name: name of the subnet, for the message.
         tool: name of the exporting tool, for the message.
         rtol: relative tolerance.
@@ -146,8 +152,8 @@ def same_outputs(
     if not callable(program):
         raise ExportError(f"subnet {name}: {tool} made an object that cannot be called; report this")
     with torch.inference_mode():
-        for batch in (x,) if x.shape[0] == 1 else (x, x[:1]):
-            if not agree(program(batch), view(batch), rtol, atol):
+        for batch in (x, map_tensors(lambda part: part[:1], x)):
+            if not agree(call_with(program, batch), call_with(view, batch), rtol, atol):
                 raise ExportError(
                     f"subnet {name}: {tool} differs from the supernet for a batch of {len(batch)}; "
                     "nothing was written; serve the Engine itself, and report this"

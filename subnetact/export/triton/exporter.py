@@ -119,6 +119,11 @@ def to_triton(
         raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
     if table is not None and slo_ms is None:
         raise ExportError("slo_ms: give the time in ms that a request has if it names no deadline")
+    if not isinstance(engine.example, Tensor):
+        raise ExportError(
+            "to_triton takes networks with one input tensor; export this one with to_torchscript or to_onnx "
+            "and configure Triton for its inputs, or serve the Engine itself: python -m subnetact.serve"
+        )
     example = example_batch(engine.example, 1, engine.device)
     made = [subnet(example) for subnet in served]
     for output in made:
