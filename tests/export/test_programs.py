@@ -163,9 +163,6 @@ def test_wrong_arguments_are_refused(
             exported.ready(wrong)
     with pytest.raises(InvalidRequest, match="not finite"):
         exported.check(torch.full((1, 16, 16), float("nan")), finite=True)
-    pair = subnetact.Engine(engine.supernet, engine.specs, example=(IMAGES[0],))
-    with pytest.raises(ExportError, match="networks with one input tensor; use to_torchscript"):
-        to_exported_programs(pair, tmp_path / "p")
     with pytest.raises(SpecError, match="no subnet 7"):
         to_exported_programs(engine, tmp_path / "p", subnets=[7])
     (tmp_path / "other").mkdir()
