@@ -46,7 +46,7 @@ def describe(
 
     Args:
         model: an ordinary model, in evaluation mode.
-        example: an input of the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
         axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels), "ffn" (neurons
             between two linear layers) and "heads" (attention heads).
         choices: axis, or name or pattern of groups -> choices, as shares of the full size (floats) or sizes
@@ -119,7 +119,7 @@ def insert_(
         description: a description, or a search space. If None, `describe` finds one.
         elastic: name of a module -> operator, with the dimension of the space that each of its parts
             follows. With an example and without a space, these entries replace what `describe` finds.
-        example: an input of the model: a tensor, a tuple of arguments or a dictionary of named arguments.
+        example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
         options: the further arguments of `describe`.
 
     Returns:

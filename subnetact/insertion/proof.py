@@ -168,20 +168,20 @@ class Proof:
                             noise.to(tensor) if "running_mean" not in name else noise.to(tensor) - 0.2
                         )
             self._weights = network, private_copy(network)
+            for stack in (m for copied in self._weights for m in copied.modules()):
+                if isinstance(stack, LayerSelect):
+                    stack.shortens = False  # all modules of a subnet are where they are in the model
         return self._weights
 
     def _comparable(self, network: nn.Module, reference: nn.Module, row: SizeRow) -> bool:
         """Let the norms of the reference see the kept features only; tell whether that was possible."""
-        stacks = [module for module in network.modules() if isinstance(module, LayerSelect)]
-        skipped = any(len(stack.kept(row)) < len(stack._modules) for stack in stacks)
+        places = dict(reference.named_modules())
         for loud in loud_operators(network, row, self.largest):
+            if not isinstance(loud, LayerNormSlice) or loud.segments:
+                return False
             path, _, name = loud.path.rpartition(".")
-            if skipped:
-                return False
-            if not isinstance(loud, LayerNormSlice) or getattr(loud, "segments", None):
-                return False
-            narrow = _PaddedNorm(loud.bind(row), loud.full("features"))
-            reference.get_submodule(path)._modules[name] = narrow
+            if loud.path in places:  # it is not inside a skipped block
+                places[path]._modules[name] = _PaddedNorm(loud.bind(row), loud.full("features"))
         return True
 
 
