@@ -177,7 +177,7 @@ def _found(model: nn.Module, example: Any, depth: bool, each_block: bool) -> _Fo
     else:
         graph = traced.graph()
         known = {(member.module, member.part) for group in groups for member in group.members}
-        for item in traced.groups(_layers(model, graph)):
+        for item in traced.groups([n for n in _layers(model, graph) if (n, "out") not in known]):
             if not isinstance(item, Group):
                 refused.setdefault(*item)
             elif known.isdisjoint((member.module, member.part) for member in item.members):

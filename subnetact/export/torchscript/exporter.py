@@ -28,6 +28,7 @@ from subnetact.export.torchscript.module import METHODS, RowLayout, ScriptedSubn
 from subnetact.export.torchscript.storage import pack, strip
 from subnetact.export.torchscript.symbolic_trace import Traced, trace_network
 from subnetact.latency.table import LatencyTable
+from subnetact.operators.base import Operator
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.space import SizeRow
 from subnetact.spec import SubnetSpec
@@ -256,9 +257,11 @@ def _served_table(table: LatencyTable, keys: Sequence[str]) -> LatencyTable:
 
 def _arguments(supernet: Supernet) -> dict[str, bool]:
     """Return for each argument of the network's forward whether it must be given."""
+    network: Any = supernet.network
+    network = network.template if isinstance(network, Operator) else network
     return {
         name: parameter.default is parameter.empty
-        for name, parameter in inspect.signature(supernet.network.forward).parameters.items()
+        for name, parameter in inspect.signature(network.forward).parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
 
