@@ -212,10 +212,12 @@ def test_hullfit_spends_idle_time_on_accuracy_and_busy_time_on_speed(a40):
 
 def test_hullfit_lets_requests_expire_only_if_it_must(a40):
     expired = []
-    asked(HullFit(a40, slo_ms=36.0), 4.0, 100, expire=expired.append)
-    assert expired == [84]
+    asked(HullFit(a40, slo_ms=36.0), 4.0, 1000, expire=expired.append)
+    assert expired == [984]
     expired.clear()
-    asked(HullFit(a40, slo_ms=36.0), 7.0, 100, expire=expired.append)
+    assert asked(HullFit(a40, slo_ms=36.0), 7.0, 1000, expire=expired.append) == (0, 16)
+    assert expired == []
+    assert asked(HullFit(a40, slo_ms=36.0), 4.0, 100, expire=expired.append) == (0, 8)
     assert expired == []
 
 
@@ -350,7 +352,7 @@ def test_the_registry_makes_every_policy(a40):
         lambda t: SlackFit(t, margin_ms=-1.0, slo_ms=36.0),
         lambda t: HullFit(t, slo_ms=1.0),
         lambda t: HullFit(t, margin=math.inf, slo_ms=36.0),
-        lambda t: HullFit(t, tuning=Tuning(shrink_ms=0.0), slo_ms=36.0),
+        lambda t: HullFit(t, tuning=Tuning(settle=0.0), slo_ms=36.0),
         lambda t: Fixed(t, 6),
         lambda t: Fixed(t, "no such subnet"),
         lambda t: ModelSwitching(t, window_ms=0.0, slo_ms=36.0),

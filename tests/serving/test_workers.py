@@ -148,9 +148,15 @@ def test_while_a_worker_is_lost_the_policy_sees_fewer(wait_for: Any) -> None:
         def retabled(self, table: Any) -> Any:
             return self
 
-    back = threading.Event()
+    began, back = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        began.set()
+        return back.wait(20)
+
     with Batcher(Engine(), policy=Counting(TABLE, 36.0), workers=3, watchdog_ms=FOREVER) as batcher:
-        stuck = batcher.submit(lambda: back.wait(20), FOREVER)
+        stuck = batcher.submit(hang, FOREVER)
+        assert began.wait(20)  # alone in its batch
         wait_for(lambda: batcher.submit(1, FOREVER).result(20).met and seen[-1] == 2)
         back.set()
         assert stuck.result(20).output

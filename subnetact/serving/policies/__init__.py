@@ -3,7 +3,7 @@
 A policy decides which subnet and batch size an idle worker runs next. One file per policy or pair of
 policies:
 
-* `slackfit`: SlackFit; `hullfit`: HullFit, with `hull_table`, `time_price` and `floor_planner`.
+* `slackfit`: SlackFit; `hullfit`: HullFit, with `hull_table`, `time_budget` and `floor_planner`.
 * `fixed_subnet`: Fixed and CheapestFeasible; `greedy`: MaxBatch and MaxAcc.
 * `model_switching`: ModelSwitching and Coarse; `flex`: Flex; `veltair`: Veltair.
 """

@@ -1,4 +1,4 @@
-"""Concave hulls of accuracy over time, per request and per batch size, as HullFit uses them.
+"""What a number of workers can sustain: the hull of accuracy over time per request, as HullFit uses it.
 
 The header of `subnetact.serving.policies.hullfit` explains the method.
 """
@@ -8,99 +8,181 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.frontier import (
-    Option,
-    pareto_of_batch,
-    time_per_request,
-    upper_hull,
-)
+from subnetact.pareto import pareto_front
+from subnetact.serving.policies.batch_fronts import BatchFronts
+from subnetact.serving.policies.time_budget import TimeBudget
+from subnetact.serving.scheduling.frontier import Option, upper_hull
 
-__all__ = ["HullTable"]
+__all__ = ["Chunk", "HullTable", "PricedFronts"]
+
+_QUICK = 1 / 3
+"""A quick batch takes at most this share of the SLO."""
+
+Floats = npt.NDArray[np.float64]
 
 
-class HullTable:
-    """The hulls of the subnets whose accuracy is at least `floor`.
+class Chunk(NamedTuple):
+    """The batches in which the rest of a queue is assumed to leave.
 
-    The points are the vertices of the upper concave hull of (time per request, accuracy), in ascending
-    order of both. `prices[i]` is the price of time at which point i yields the most per request.
+    Attributes:
+        ms: latency of a full batch.
+        size: its number of requests.
+        by_column: latency of the same subnet at each batch size of the table, ms; inf if it cannot run.
+    """
+
+    ms: float
+    size: int
+    by_column: list[float]
+
+
+class PricedFronts(BatchFronts):
+    """The Pareto-optimal subnets of every batch size, searched by a price of time.
 
     Args:
         table: the latency table.
+        floor: minimum accuracy, percent; less accurate subnets are left out.
+    """
+
+    def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
+        super().__init__(table, floor)
+        chains = [
+            upper_hull([(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)])
+            for front in self.options
+        ]
+        self._hulls = [
+            [front[j] for _, _, j in chain] for front, chain in zip(self.options, chains, strict=True)
+        ]
+        self._hull_ms = [[x for x, _, _ in chain] for chain in chains]
+        self._falls = [[-(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(chain)] for chain in chains]
+
+    def best(
+        self, column: int, k: int, price: float, within_ms: float, free_ms: float = 0.0
+    ) -> Option | None:
+        """Return the subnet with the greatest k * accuracy - price * max(latency, free_ms) at a batch size.
+
+        Args:
+            column: the column of the batch size.
+            k: number of requests in the batch.
+            price: price of time, percent per ms.
+            within_ms: the longest latency allowed.
+            free_ms: the time that costs nothing.
+
+        Returns:
+            The option, or None if no subnet is fast enough.
+        """
+        latencies = self.latencies[column]
+        at = bisect_right(latencies, within_ms) - 1
+        if at < 0:
+            return None
+        nearest = self.options[column][at]
+        if price <= 0.0 or nearest.latency_ms <= free_ms:
+            return nearest
+        hull = self._hulls[column]
+        vertex = hull[bisect_right(self._falls[column], -price / k)]
+        if vertex.latency_ms > within_ms:
+            vertex = hull[bisect_right(self._hull_ms[column], within_ms) - 1]
+            gain = k * (nearest.accuracy - vertex.accuracy) - price * (nearest.latency_ms - vertex.latency_ms)
+            if gain > 0:
+                vertex = nearest
+        if vertex.latency_ms > free_ms:
+            return vertex
+        return self.options[column][bisect_right(latencies, free_ms) - 1]
+
+
+class HullTable:
+    """The subnets that a number of workers can run all the time, for one minimum accuracy.
+
+    A cell of the table fits if a request that arrives when a worker has just begun such a batch can still
+    be answered in time by another batch of the same kind. The time per request of a subnet is its least
+    latency / batch size over the cells that fit. The points are the vertices of the upper concave hull of
+    (time per request, accuracy), in ascending order of both.
+
+    Args:
+        table: the latency table.
+        fronts: its fronts for the minimum accuracy.
+        workers: the number of workers.
+        budget: the margins and the SLO.
         floor: minimum accuracy, percent.
 
     Attributes:
+        fronts: the fronts.
         taus: time per request of each point, ms.
         values: accuracy of each point, percent.
-        prices: price of time at each point, percent per ms, descending.
+        slopes: slope of the hull between neighbouring points, percent per ms, descending.
         batch_ms: latency of each point at the batch size that has the least time per request, ms.
-        sizes: the batch sizes of the table.
-        pad: for each number of requests, the column of the smallest batch size that holds them.
         cheapest: the subnet of the first point, which has the least time per request.
-        cheapest_ms: its latency per batch size, ms; inf if it cannot run there.
-        full_ms: its latency at its largest batch size, ms.
-        full_size: that batch size.
-        fastest_ms: the least latency of the table, ms.
-        least_ms: the least latency at each batch size, ms; inf if no subnet can run there.
+        full: the batches of the cheapest subnet.
+        quick: the batches with the least time per request among those that take a third of the SLO at most.
+        fastest: for each batch size, (least latency in ms, subnet).
 
     Raises:
         PolicyError: no subnet that can run reaches `floor`.
     """
 
-    def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
-        per_request = time_per_request(table)
-        hull = upper_hull(
-            [
-                (tau, table.accuracy[i], i)
-                for i, (tau, _) in enumerate(per_request)
-                if table.accuracy[i] >= floor
-            ]
-        )
+    def __init__(
+        self,
+        table: LatencyTable,
+        fronts: PricedFronts,
+        workers: int,
+        budget: TimeBudget,
+        floor: float = 0.0,
+    ) -> None:
+        self.fronts = fronts
+        cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
+        cells[np.array(table.accuracy) < floor] = math.inf
+        sizes = np.array(table.batch_sizes, dtype=np.float64)
+        fits = _fitting(cells, workers, budget)
+        per_request = np.where(fits, cells / sizes, math.inf)
+        best = per_request.argmin(axis=1)
+        taus = per_request.min(axis=1).tolist()
+        points = [(tau, table.accuracy[i], i) for i, tau in enumerate(taus) if tau < math.inf]
+        hull = upper_hull(points)
         if not hull:
             raise PolicyError(f"min_accuracy: no subnet that can run reaches {floor} %")
         self.taus = [tau for tau, _, _ in hull]
         self.values = [accuracy for _, accuracy, _ in hull]
-        self.batch_ms = [per_request[i][0] * per_request[i][1] for _, _, i in hull]
-        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
-        # A point is the best one at every price between the slopes on its two sides; its price is their
-        # geometric mean. The first and the last point have one slope each.
-        self.prices = [0.0]
-        if slopes:
-            between = [math.sqrt(steep * flat) for steep, flat in pairwise(slopes)]
-            self.prices = [1.5 * slopes[0], *between, 0.25 * slopes[-1]]
-        self._falls = [-slope for slope in slopes]  # ascending, as bisection needs
-
-        self.sizes = table.batch_sizes
-        self.pad = table.pad_index
+        self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
+        self._falls = [-slope for slope in self.slopes]
+        self.batch_ms = [float(cells[i, best[i]]) for _, _, i in hull]
         self.cheapest = hull[0][2]
-        latencies = table.latency_ms[self.cheapest].tolist()
-        self.cheapest_ms = [math.inf if math.isnan(latency) else latency for latency in latencies]
-        self.full_ms, self.full_size = next(
-            (latency, size)
-            for latency, size in zip(self.cheapest_ms[::-1], self.sizes[::-1], strict=True)
-            if latency < math.inf
-        )
-        self.fastest_ms = table.fastest_ms
-        self.least_ms = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms).min(axis=0).tolist()
-        self._fronts = [pareto_of_batch(table, column, floor) for column in range(len(self.sizes))]
-        self._front_ms = [[option.latency_ms for option in front] for front in self._fronts]
-        chains = [
-            upper_hull([(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)])
-            for front in self._fronts
+        self.full = _chunk(cells, table, self.cheapest, int(best[self.cheapest]))
+        quick = np.where(cells <= max(_QUICK * budget.slo_ms, float(cells.min())), cells / sizes, math.inf)
+        self.quick = _chunk(cells, table, *map(int, np.unravel_index(quick.argmin(), quick.shape)))
+        self.fastest = list(zip(cells.min(axis=0).tolist(), cells.argmin(axis=0).tolist(), strict=True))
+        sustained = pareto_front(points, cost=lambda point: point[0], gain=lambda point: point[1])
+        self._sustained_taus = [tau for tau, _, _ in sustained]
+        self._cycles: list[list[tuple[int, float]]] = [
+            [
+                (size, ms)
+                for size, ms, fit in zip(table.batch_sizes, cells[i].tolist(), fits[i].tolist(), strict=True)
+                if fit
+            ]
+            for _, _, i in sustained
         ]
-        self._hulls = [
-            [front[j] for _, _, j in chain] for front, chain in zip(self._fronts, chains, strict=True)
-        ]
-        self._hull_ms = [[x for x, _, _ in chain] for chain in chains]
-        self._hull_falls = [[-(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(chain)] for chain in chains]
 
-    def column_for(self, queued: int) -> int:
-        """Return the column of the profiled batch size that `queued` requests round up to."""
-        return self.pad[queued] if queued < len(self.pad) else len(self.sizes) - 1
+    def cycle_ms(self, tau_ms: float) -> float:
+        """Return how long a batch takes if the workers run the most accurate subnet that they can sustain.
+
+        Args:
+            tau_ms: the worker time per request that the load leaves, ms.
+
+        Returns:
+            The latency, ms, of this subnet at the smallest batch size that takes no more time per request; if
+            no subnet is sustained, that of a full batch of the cheapest one.
+        """
+        at = bisect_right(self._sustained_taus, tau_ms) - 1
+        if at >= 0:
+            for size, ms in self._cycles[at]:
+                if ms <= tau_ms * size:
+                    return ms
+        return self.full.ms
 
     def point_at(self, price: float) -> int:
         """Return the point with the greatest accuracy - price * time per request.
@@ -111,53 +193,20 @@ class HullTable:
         return bisect_right(self._falls, -price)
 
     def drain_ms(self, k: int) -> float:
-        """Return the latency of the cheapest subnet on k requests, ms."""
-        return self.cheapest_ms[self.pad[k]]
+        """Return the latency of the cheapest subnet on k requests, at most a full batch, ms."""
+        return min(self.full.by_column[self.fronts.column_for(k)], self.full.ms)
 
-    def best(
-        self, column: int, k: int, price: float, limit_ms: float, surge_limit_ms: float
-    ) -> Option | None:
-        """Return the subnet with the greatest k * accuracy - price * latency at one batch size.
 
-        Args:
-            column: the column of the batch size.
-            k: number of requests in the batch.
-            price: price of time, percent per ms.
-            limit_ms: the longest latency allowed.
-            surge_limit_ms: a further limit on the latency of every subnet except the cheapest.
+def _fitting(cells: Floats, workers: int, budget: TimeBudget) -> npt.NDArray[np.bool_]:
+    """Return the cells that fit; without the margins if none fits with them, or else the fastest ones."""
+    twice = 1.0 + 1.0 / workers
+    for factor, reserve_ms in ((1.0 + budget.margin, budget.reserve_ms), (1.0, 0.0)):
+        fits: npt.NDArray[np.bool_] = cells * (factor * twice) + reserve_ms <= budget.slo_ms
+        if fits.any():
+            return fits
+    fastest: npt.NDArray[np.bool_] = cells <= cells.min()
+    return fastest
 
-        Returns:
-            The subnet at this batch size, or None if none is fast enough.
-        """
-        within = limit_ms if limit_ms < surge_limit_ms else surge_limit_ms
-        hull = self._hulls[column]
-        if not hull:
-            return None
-        unlimited = hull[bisect_right(self._hull_falls[column], -price / k)]
-        if unlimited.latency_ms <= within:
-            return unlimited
-        at = bisect_right(self._front_ms[column], within) - 1
-        if at >= 0:
-            nearest = self._fronts[column][at]
-            vertex = hull[bisect_right(self._hull_ms[column], within) - 1]
-            gain = k * (nearest.accuracy - vertex.accuracy) - price * (nearest.latency_ms - vertex.latency_ms)
-            return nearest if gain > 0 else vertex
-        latency = self.cheapest_ms[column]  # the cheapest subnet need not leave time for a surge
-        if latency <= limit_ms:
-            return Option(latency, self.values[0], self.cheapest, self.sizes[column])
-        return None
 
-    def rescue(self, slack_ms: float) -> tuple[int, int]:
-        """Return what runs if no option passes the guards.
-
-        Args:
-            slack_ms: the slack of the most urgent request.
-
-        Returns:
-            The cheapest subnet with its largest batch that finishes within the slack, or with its largest
-            batch of all if none does.
-        """
-        for latency, size in zip(self.cheapest_ms[::-1], self.sizes[::-1], strict=True):
-            if latency <= slack_ms:
-                return self.cheapest, size
-        return self.cheapest, self.full_size
+def _chunk(cells: Floats, table: LatencyTable, subnet: int, column: int) -> Chunk:
+    return Chunk(float(cells[subnet, column]), table.batch_sizes[column], cells[subnet].tolist())

@@ -1,29 +1,38 @@
-"""HullFit: the load sets a price of worker time, and the batch that is worth most at that price runs.
+"""HullFit: the load sets the time that a batch may take, and a price only where time is short.
 
 The method, step by step:
 
-1. **Hull.** The time per request of a subnet is its least latency / batch size over all batch sizes. The
-   points of the method are the vertices of the upper concave hull of (time per request, accuracy), from the
-   cheapest to the most accurate subnet (`HullTable`).
-2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted; a
-   larger one is worked off within `Tuning.shrink_ms`, a smaller one may grow within `Tuning.grow_ms`. The
-   number of workers divided by the load is the time that may be spent per request. It selects a point of the
-   hull, or alternates between two neighbours (`TimePrice.pick_point`).
-3. **Price.** The slope of the hull at that point is the price of time: the percent of accuracy that one
-   more ms gains elsewhere. The value of a request is what it yields at that point: its accuracy minus
-   the price of its time.
-4. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency: the accuracy
-   of the batch, minus what the same requests would yield at the point of the hull, minus the price of the
-   time that the batch takes. The subnet and batch size with the greatest gain that passes all guards runs.
-   At one batch size that subnet lies on the concave hull of (latency, accuracy), so that it is found by
-   bisection over the slopes of that hull (`HullTable.best`).
-5. **Guards.** A batch must pass three guards. The most urgent request meets its deadline with a safety margin
-   (`TimePrice.time_limit`). The rest of the queue can still leave in time in full batches of the cheapest
-   subnet (`HullFit._drain_limit`). If the batch is not on the cheapest subnet, there is also time for a
-   surge, that is, for arrivals at the rate of the last few ms during one SLO (`TimePrice.surge_spare`).
-6. **Rescue.** If no batch passes the guards, requests that stand in the way of a full batch are treated as
-   expired (if the rule for expired requests allows this), and the cheapest subnet runs.
+1. **Hull.** The time per request of a subnet is its least latency / batch size over the batch sizes that the
+   workers can run all the time without missing deadlines. The points of the method are the vertices of the
+   upper concave hull of (time per request, accuracy), from the cheapest to the most accurate subnet
+   (`HullTable`).
+2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted; it
+   grows or is worked off within about one SLO. The number of workers divided by the load is the time that
+   may be spent per request (`TimeBudget.per_request_ms`).
+3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
+   cycle: the latency of the smallest batch that keeps up with the arrivals. A batch may take as long as this
+   cycle, or the time per request times its number of requests if that is longer, plus time that earlier
+   batches left unspent (`TimeBudget.save`), so that neighbouring subnets alternate.
+4. **Price.** If the time per request is enough for the most accurate subnet, time costs nothing. Otherwise
+   the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
+   elsewhere. Only what a batch takes beyond the cycle has a price, because what it takes up to there is
+   repaid by the next batch, which is larger. The value of a request is what it yields at that point of the
+   hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet sustains,
+   a request has no value, because another one must be dropped for it.
+5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
+   batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
+   deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
+   subnet lies on the concave hull of (latency, accuracy), so that bisection finds it (`PricedFronts.best`).
+6. **Guards.** A batch must pass three guards. The most urgent request meets its deadline with a safety margin
+   (`TimeBudget.time_limit`). The rest of the queue can still leave in time in full batches of the cheapest
+   subnet, or in quick batches (`HullFit._drain_limit`). If the batch is not on the cheapest subnet, there is
+   also time for a surge, that is, for arrivals at the rate of the last moments during one SLO
+   (`TimeBudget.surge_spare`).
+7. **Rescue.** If no batch passes the guards, the batch that answers the most requests per ms within the slack
+   runs. If even this pace would need more than one SLO for the queue, requests that stand in the way
+   of a full batch are treated as expired first, if the rule for expired requests allows it.
 
+All constants are shares of the SLO or of a latency, so that the method does not depend on the unit of time.
 If some requests demand a minimum accuracy, `subnetact.serving.policies.floor_planner` applies the same steps
 to every class of requests with the same floor.
 """
@@ -31,13 +40,14 @@ to every class of requests with the same floor.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 
 import numpy as np
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.floor_planner import FloorPlanner
-from subnetact.serving.policies.hull_table import HullTable
-from subnetact.serving.policies.time_price import TimePrice, Tuning
+from subnetact.serving.policies.hull_table import Chunk, HullTable, PricedFronts
+from subnetact.serving.policies.time_budget import TimeBudget, Tuning
 from subnetact.serving.scheduling.checks import check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
@@ -46,22 +56,24 @@ __all__ = ["HullFit", "Tuning"]
 
 _MANY_CHUNKS = 10
 """With more chunks than this, the drain limit is computed with arrays, which is faster."""
+_PREFERENCE = 0.25
+"""Where time is free, a larger batch may cost this share of the range of accuracies per request."""
 
 
 class HullFit:
     """Spends worker time where it yields the most accuracy, as far as all deadlines permit.
 
-    The load sets a price of worker time. Among all pairs (subnet, batch size) the policy takes the one whose
-    accuracy is worth the most beyond the price of its time, if the most urgent request, the rest of the
-    queue and a surge of arrivals can still meet their deadlines. The header of the module
-    `subnetact.serving.policies.hullfit` explains the method.
+    The load sets how long a batch may take, and a price of worker time if time is short. Among all pairs
+    (subnet, batch size) the policy takes the one whose accuracy is worth the most, if the most urgent
+    request, the rest of the queue and a surge of arrivals can still meet their deadlines. The header of the
+    module `subnetact.serving.policies.hullfit` explains the method.
 
     Args:
         table: the latency table.
         slo_ms: the usual time from arrival to deadline, ms.
         margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
-        margin_ms: further reserve before the most urgent deadline, ms.
-        drain_margin_ms: reserve before the deadlines of the rest of the queue, ms.
+        reserve: further reserve before the most urgent deadline, as a share of the SLO.
+        drain_reserve: reserve before the deadlines of the rest of the queue, as a share of the SLO.
         tuning: further constants. If None, `Tuning()`.
 
     Raises:
@@ -77,119 +89,147 @@ class HullFit:
         table: LatencyTable,
         slo_ms: float,
         margin: float = 0.1,
-        margin_ms: float = 0.5,
-        drain_margin_ms: float = 2.0,
+        reserve: float = 0.014,
+        drain_reserve: float = 0.056,
         tuning: Tuning | None = None,
     ) -> None:
         self.table = table
         self.slo_ms = check_slo(slo_ms, table)
-        self._time_price = TimePrice(
-            HullTable(table),
-            self.slo_ms,
-            check_margin(margin, "margin"),
-            check_margin(margin_ms, "margin_ms"),
-            check_margin(drain_margin_ms, "drain_margin_ms"),
-            tuning or Tuning(),
+        self.margin = check_margin(margin, "margin")
+        self.reserve = check_margin(reserve, "reserve")
+        self.drain_reserve = check_margin(drain_reserve, "drain_reserve")
+        self._budget = TimeBudget(
+            self.slo_ms, self.margin, reserve * self.slo_ms, drain_reserve * self.slo_ms, tuning or Tuning()
         )
-        self._floor_planner = FloorPlanner(table, self._time_price)
+        self._fronts = PricedFronts(table)
+        self._hulls: dict[int, HullTable] = {}
+        self._preference = _PREFERENCE * (max(table.accuracy) - min(table.accuracy))
+        self._floor_planner = FloorPlanner(table, self._budget)
 
     def retabled(self, table: LatencyTable) -> HullFit:
         """Return the same policy, with its state, for other latencies of the same subnets and batch sizes."""
-        old = self._time_price
-        made = HullFit(table, self.slo_ms, old.margin, old.margin_ms, old.drain_margin_ms, old.tuning)
-        made._time_price.credit = old.credit
+        made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve, self._budget.tuning)
+        made._budget.saved_ms = self._budget.saved_ms
         made._floor_planner.remember(self._floor_planner)
+        for workers in self._hulls:  # made here rather than at the next decision, which is urgent
+            made._hull(workers)
         return made
 
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
-        self._time_price.credit = 0.0
-        self._floor_planner = FloorPlanner(self.table, self._time_price)
+        self._budget.saved_ms = 0.0
+        self._floor_planner = FloorPlanner(self.table, self._budget)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
         if context.queue.demanding or self._floor_planner.active:
             return self._floor_planner.decide(context)
-        time_price, now = self._time_price, context.now_ms
-        hulls = time_price.hulls
-        others = time_price.others_free(context)
-        point = time_price.pick_point(context, len(others) + 1, hulls.taus.__getitem__)
-        price = hulls.prices[point]
-        value = hulls.values[point] - price * hulls.taus[point]
-        spare = time_price.surge_spare(context, others, hulls.taus[0])
-        option = self._best_offer(context, others, price, value, spare)
-        if option is not None:
-            return option.subnet, option.batch_size
-        if context.may_expire:
-            context.expire(self._in_the_way(context, now + hulls.full_ms))
-        return hulls.rescue(context.slack_ms)
+        budget = self._budget
+        others = budget.others_free(context)
+        workers = len(others) + 1
+        hull = self._hull(workers)
+        rate = budget.rate_per_ms(context)
+        tau_ms = budget.per_request_ms(context.queued, workers, rate, _usual_batch_ms(hull, workers, rate))
+        cycle_ms = hull.cycle_ms(tau_ms)
+        point = bisect_right(hull.taus, tau_ms) - 1
+        if point < 0:  # overload: every request that is served replaces another one
+            price, value, tau_ms = hull.values[0] / hull.taus[0], 0.0, math.inf
+        elif point < len(hull.slopes):
+            price = hull.slopes[point]
+            value = hull.values[point] - price * hull.taus[point]
+        else:
+            price, value = 0.0, hull.values[point] - self._preference
+        found = self._best_offer(context, others, hull, rate, tau_ms, cycle_ms, price, value)
+        if found is None:
+            return self._rescue(context, hull, workers)
+        k, option = found
+        if tau_ms < math.inf:
+            budget.save(max(cycle_ms, tau_ms * k), option.latency_ms)
+        return option.subnet, option.batch_size
+
+    def _hull(self, workers: int) -> HullTable:
+        hull = self._hulls.get(workers)
+        if hull is None:
+            hull = self._hulls[workers] = HullTable(self.table, self._fronts, workers, self._budget)
+        return hull
 
     def _best_offer(
-        self, context: Context, others: list[float], price: float, value: float, spare: float
-    ) -> Option | None:
-        """Return the option with the greatest gain that passes every guard, or None.
-
-        Batch sizes are examined from the largest; one whose gain cannot exceed the best found so far is
-        skipped.
-        """
-        hulls, queued = self._time_price.hulls, context.queued
-        top = hulls.column_for(queued)
-        counts = [size if size < queued else queued for size in hulls.sizes[: top + 1]]
-        drains = {counts[top]: self._drain_limit(context, others, counts[top])}
+        self,
+        context: Context,
+        others: list[float],
+        hull: HullTable,
+        rate: float,
+        tau_ms: float,
+        cycle_ms: float,
+        price: float,
+        value: float,
+    ) -> tuple[int, Option] | None:
+        """Return (number of requests, option) with the greatest gain that passes every guard, or None."""
+        budget, fronts, queued = self._budget, self._fronts, context.queued
+        top = fronts.column_for(queued)
+        counts = [size if size < queued else queued for size in fronts.sizes[: top + 1]]
+        drains = {counts[top]: self._drain_limit(context, others, counts[top], hull)}
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
-        limit = min(self._time_price.time_limit(context.slack_ms), drains[counts[top]])
-        if limit < hulls.fastest_ms:
-            return None
-        tau, most = hulls.taus[0], hulls.values[-1] - value
-        # For each batch size: an upper bound on the gain until it is examined, then the gain of its offer.
-        bounds = [k * most - price * least for k, least in zip(counts, hulls.least_ms, strict=False)]
-        offers: dict[int, Option] = {}
+        limit = min(budget.time_limit(context.slack_ms), drains[counts[top]])
+        spare = budget.surge_spare(context, others, hull.taus[0], rate)
+        saved = budget.saved_ms
+        # For each batch size: the gain per request and the offer; (-inf, None) if no subnet is fast enough.
+        offers: list[tuple[float, Option | None]] = []
 
-        def look(column: int, within: float, surge_limit: float) -> None:
+        def look(column: int, limit: float) -> tuple[float, Option | None]:
             """Find the best offer of one batch size."""
             k = counts[column]
-            option = hulls.best(column, k, price, within, surge_limit)
-            if option is None:
-                bounds[column] = -math.inf
-                offers.pop(column, None)
-            else:
-                bounds[column] = k * (option.accuracy - value) - price * option.latency_ms
-                offers[column] = option
+            within = min(limit, max(cycle_ms, tau_ms * k) + saved, spare + k * hull.taus[0])
+            option = fronts.best(column, k, price, within, cycle_ms)
+            if option is None:  # the cheapest subnet need not leave time for a surge
+                latency_ms = hull.full.by_column[column]
+                if latency_ms > limit:
+                    return -math.inf, None
+                option = Option(latency_ms, hull.values[0], hull.cheapest, fronts.sizes[column])
+            return option.accuracy - value - price * max(option.latency_ms, cycle_ms) / k, option
 
+        offers = [look(column, limit) for column in range(top + 1)]
         while True:
-            best, at = -math.inf, -1
+            best, at, most = -math.inf, -1, max(offers, key=_gain)[0]
             for column in range(top, -1, -1):
-                if bounds[column] > best:
-                    if column not in offers:
-                        look(column, limit, spare + counts[column] * tau)
-                    if bounds[column] > best:
-                        best, at = bounds[column], column
-            if at < 0:
+                gain, option = offers[column]
+                if option is not None:
+                    total = gain * counts[column] if most > 0.0 else gain
+                    if total > best:
+                        best, at = total, column
+            chosen = offers[at][1]
+            if at < 0 or chosen is None:
                 return None
-            k, option = counts[at], offers[at]
+            k = counts[at]
             if k not in drains:
-                drains[k] = self._drain_limit(context, others, k)
+                drains[k] = self._drain_limit(context, others, k, hull)
             allowed = min(limit, drains[k])
-            if option.latency_ms <= allowed:
-                return option
-            look(at, allowed, min(spare + k * tau, allowed))
+            if chosen.latency_ms <= allowed:
+                return k, chosen
+            offers[at] = look(at, allowed)
 
-    def _drain_limit(self, context: Context, others: list[float], k: int) -> float:
-        """Return the longest latency, ms, of a batch of k after which the rest still meets its deadlines.
-
-        The rest of the queue leaves in full batches ("chunks") of the cheapest subnet, which all take the
-        same time c. So worker j can start chunks at free_j + m c, for m = 0, 1, 2 and so on. Chunk i meets
-        its deadline if at least i + 1 such starts lie before its latest start. If the other workers offer
-        fewer, this worker must offer the missing ones, which limits the latency of its batch.
-        """
-        hulls, now, reserve = self._time_price.hulls, context.now_ms, self._time_price.drain_margin_ms
-        rest = context.queued - k
-        if rest <= 0:
+    def _drain_limit(self, context: Context, others: list[float], k: int, hull: HullTable) -> float:
+        """Return the longest latency, ms, of a batch of k after which the rest still meets its deadlines."""
+        if context.queued <= k:
             return math.inf
-        full, size = hulls.full_ms, hulls.full_size
+        limit = self._chunks_limit(context, others, k, hull.full)
+        if limit < self.table.fastest_ms and hull.quick.ms < hull.full.ms:
+            limit = max(limit, self._chunks_limit(context, others, k, hull.quick))
+        return limit
+
+    def _chunks_limit(self, context: Context, others: list[float], k: int, chunk: Chunk) -> float:
+        """Return the longest latency, ms, of a batch of k after which the rest can leave in chunks.
+
+        All chunks take the same time c. So worker j can start chunks at free_j + m c, for m = 0, 1, 2 and so
+        on. Chunk i meets its deadline if at least i + 1 such starts lie before its latest start. If the other
+        workers offer fewer, this worker must offer the missing ones, which limits the latency of its batch.
+        """
+        now, reserve = context.now_ms, self._budget.drain_reserve_ms
+        full, size = chunk.ms, chunk.size
         due = context.queue.deadlines(k, size)
         chunks = len(due)
-        tail_ms = hulls.drain_ms(rest - (chunks - 1) * size)
+        rest = context.queued - k - (chunks - 1) * size
+        tail_ms = min(chunk.by_column[self._fronts.pad[rest]], full)
         limit = math.inf
         if chunks > _MANY_CHUNKS:
             latest = np.array(due)
@@ -216,9 +256,38 @@ class HullFit:
                 limit = min(limit, latest_start - now - (lacking - 1) * full)
         return limit
 
-    def _in_the_way(self, context: Context, finish_ms: float) -> int:
-        """Return how many requests cannot wait for a full batch of the cheapest subnet, while one remains."""
-        count, spare = 0, context.queued - self._time_price.hulls.full_size
-        while count < spare and context.queue.deadline(count) < finish_ms:
-            count += 1
-        return count
+    def _rescue(self, context: Context, hull: HullTable, workers: int) -> tuple[int, int]:
+        """Return what runs if no option passes the guards."""
+        full = hull.full
+        pace, answer = self._fastest_pace(context, hull)
+        hurried = context.queued > full.size and pace * full.ms < full.size
+        if context.may_expire and hurried and context.queued > pace * workers * self.slo_ms:
+            count, spare = 0, context.queued - full.size
+            while count < spare and context.queue.deadline(count) < context.now_ms + full.ms:
+                count += 1
+            context.expire(count)
+            _, answer = self._fastest_pace(context, hull)
+        return answer or (hull.cheapest, full.size)
+
+    def _fastest_pace(self, context: Context, hull: HullTable) -> tuple[float, tuple[int, int] | None]:
+        """Return (requests per ms, answer) of the batch that answers the most requests per ms in time."""
+        pace, answer = 0.0, None
+        for column in range(self._fronts.column_for(context.queued) + 1):
+            latency_ms, subnet = hull.fastest[column]
+            size = self._fronts.sizes[column]
+            if latency_ms <= context.slack_ms and min(size, context.queued) > pace * latency_ms:
+                pace, answer = min(size, context.queued) / latency_ms, (subnet, size)
+        return pace, answer
+
+
+def _usual_batch_ms(hull: HullTable, workers: int, rate: float) -> float:
+    """Return the latency, ms, of a batch that must still be possible behind the accepted backlog."""
+    tau_ms = workers / rate if rate > 0.0 else math.inf
+    above = bisect_left(hull.taus, tau_ms)
+    if above == len(hull.taus):
+        return hull.cycle_ms(tau_ms)
+    return hull.batch_ms[max(above - 1, 0)]
+
+
+def _gain(offer: tuple[float, Option | None]) -> float:
+    return offer[0]

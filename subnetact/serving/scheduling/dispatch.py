@@ -27,6 +27,8 @@ from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 __all__ = ["Batch", "Dispatcher"]
 
 Item = TypeVar("Item")
+_REMEMBERED_SLOS = 12.0
+"""Policies may ask for the arrival rate of this many SLOs."""
 
 
 class Batch(NamedTuple):
@@ -131,7 +133,7 @@ class Dispatcher(Generic[Item]):
         self.limits: dict[int, int] = {}
         self.queue: EDFQueue[Item] = EDFQueue()
         self.deferred: EDFQueue[Item] = EDFQueue()
-        self.arrivals = ArrivalMeter()
+        self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
         self.gate: ShareGate[Any] | None = None
         self._on_drop = on_drop or _forget
         self.taken: list[Item] = []
@@ -310,7 +312,7 @@ class Dispatcher(Generic[Item]):
                 size = min(size, plan.largest[subnet], self.limits.get(subnet, size))
                 deadlines, items = queue.take_satisfied(size, self._accuracy[subnet])
         else:
-            deadlines, items = queue.take(size if size < queued else queued)
+            deadlines, items = queue.take(min(size, len(queue)))
         column = self._column(plan, subnet, len(items))
         expected = plan.latency[subnet][column]
         if expected != expected:

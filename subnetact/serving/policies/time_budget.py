@@ -1,0 +1,131 @@
+"""How much worker time HullFit may spend per request: the load, the accepted backlog, and limits on latency.
+
+The header of `subnetact.serving.policies.hullfit` explains the method.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from subnetact.errors import PolicyError
+from subnetact.serving.scheduling.context import Context
+
+__all__ = ["TimeBudget", "Tuning"]
+
+_USUAL_ARRIVALS = 4.0
+"""How many arrivals at the usual rate are counted with those of the surge window, which may hold few."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Constants of HullFit, all > 0. Times are shares of the SLO, so that one choice suits every table.
+
+    Attributes:
+        rate_window: the window over which the arrival rate is measured.
+        accepted_share: the backlog that is accepted, as a share of the requests that arrive during one SLO
+            minus one batch.
+        settle: the time over which the backlog is brought to the accepted one.
+        surge_window: the window of the arrival rate that a surge is assumed to keep for one SLO.
+        surge_ahead: how far ahead the guard against surges looks.
+        bank: the most time that can be saved for a later batch.
+
+    Raises:
+        PolicyError: a constant is not finite or not > 0.
+    """
+
+    rate_window: float = 11.0
+    accepted_share: float = 0.7
+    settle: float = 0.83
+    surge_window: float = 0.11
+    surge_ahead: float = 2.0
+    bank: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise PolicyError(f"tuning.{name}: {value} must be finite and > 0")
+
+
+@dataclass
+class TimeBudget:
+    """Turns the load into the time that may be spent per request, and margins into limits on latency.
+
+    Attributes:
+        slo_ms: the usual time from arrival to deadline, ms.
+        margin: share by which latencies are assumed to be longer than profiled.
+        reserve_ms: further reserve before the most urgent deadline, ms.
+        drain_reserve_ms: reserve before the deadlines of the rest of the queue, ms.
+        tuning: further constants.
+        saved_ms: time that earlier batches left unspent, ms.
+    """
+
+    slo_ms: float
+    margin: float
+    reserve_ms: float
+    drain_reserve_ms: float
+    tuning: Tuning
+    saved_ms: float = 0.0
+
+    def others_free(self, context: Context) -> list[float]:
+        """Return when each of the other workers that are up is free, ms; not before now."""
+        now, asking = context.now_ms, context.worker
+        return [
+            max(free, now) for j, free in enumerate(context.free_at_ms) if j != asking and free < math.inf
+        ]
+
+    def time_limit(self, slack_ms: float) -> float:
+        """Return the longest profiled latency, ms, that meets a deadline `slack_ms` away."""
+        return (slack_ms - self.reserve_ms) / (1.0 + self.margin)
+
+    def rate_per_ms(self, context: Context) -> float:
+        """Return the recent arrival rate, per ms."""
+        return context.arrivals.rate_per_ms(context.now_ms, self.tuning.rate_window * self.slo_ms)
+
+    def per_request_ms(self, queued: int, workers: float, rate: float, batch_ms: float) -> float:
+        """Return the worker time, ms, that may be spent per request.
+
+        It is the number of workers divided by the load. The load is the arrival rate, corrected by the
+        backlog: a larger backlog than the accepted one is to be worked off, a smaller one may grow.
+
+        Args:
+            queued: number of requests in the queue.
+            workers: the number of workers whose time is planned.
+            rate: arrivals per ms.
+            batch_ms: latency of a batch that must still be possible behind the accepted backlog.
+        """
+        longest = (1.0 + self.margin) * batch_ms + self.reserve_ms
+        accepted = rate * self.tuning.accepted_share * max(0.0, self.slo_ms - longest)
+        load = rate + (queued - accepted) / (self.tuning.settle * self.slo_ms)
+        return workers / load if load > 0.0 else math.inf
+
+    def surge_spare(self, context: Context, others: list[float], tau_ms: float, rate: float) -> float:
+        """Return the longest batch latency that still leaves time for a surge.
+
+        The surge keeps the arrival rate of the last moments for one SLO. The requests of the surge and of
+        the queue take `tau_ms` each, not counting the batch's own k requests: for these the caller adds
+        k * tau_ms.
+
+        Args:
+            context: the state of the server.
+            others: when each other worker is free, ms.
+            tau_ms: time per request, ms.
+            rate: the usual arrival rate, per ms.
+
+        Returns:
+            The latency, ms; negative if there is not enough time even without a batch.
+        """
+        now, tuning = context.now_ms, self.tuning
+        ahead = tuning.surge_ahead * self.slo_ms
+        window = tuning.surge_window * self.slo_ms
+        expected = 0.0
+        if rate > 0.0:
+            recent = context.arrivals.count(now - window, now)
+            expected = (recent + _USUAL_ARRIVALS) / (window + _USUAL_ARRIVALS / rate) * self.slo_ms
+        capacity = ahead + sum([ahead - (free - now) for free in others if free - now < ahead])
+        return capacity - (context.queued + expected) * tau_ms
+
+    def save(self, allowed_ms: float, taken_ms: float) -> None:
+        """Book a batch: what it leaves of its time is saved for later ones, what it takes more is used up."""
+        saved = self.saved_ms + allowed_ms - taken_ms
+        self.saved_ms = min(max(0.0, saved), self.tuning.bank * self.slo_ms)
