@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from subnetact.engine.engine import Engine
     from subnetact.insertion.description import Description
     from subnetact.insertion.insert import describe, insert_
+    from subnetact.insertion.pretrained import as_pretrained
     from subnetact.latency.table import LatencyTable
     from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
@@ -108,6 +109,7 @@ _HOME = {
     "LatencyPredictor": "nas.latency_predictor",
     "SearchResult": "nas.search",
     "cost": "costs.model",
+    "as_pretrained": "insertion.pretrained",
     "describe": "insertion.insert",
     "evaluate": "nas.evaluation",
     "hypervolume": "pareto",
@@ -175,6 +177,7 @@ __all__ = [
     "UsedWhen",
     "WeightSlice",
     "__version__",
+    "as_pretrained",
     "calibrate",
     "cost",
     "describe",

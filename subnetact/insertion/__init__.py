@@ -5,6 +5,8 @@ Which file answers which question:
 - `insert.py`: `describe` and `insert_`; which models are refused at once.
 - `description.py`: what was found, in one form for every source: `Group`, `Member`, `Stage`, `Description`.
 - `analysis.py`: what the traced graph of a model tells (torch-kirigami).
+- `declaration.py`: what transformers declare, tried block by block, without tracing.
 - `blocks.py`: blocks that a subnet may skip, and their importance.
 - `proof.py`: what is tried on copies before the model is touched.
+- `pretrained.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
 """

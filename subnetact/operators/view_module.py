@@ -214,11 +214,11 @@ def view_module(
 
 
 def owned(view: nn.Module) -> nn.Module:
-    """Return an ordinary, trainable module with its own copy of a view's tensors."""
-    return _own(view, {})
+    """Return an ordinary, trainable module with its own copy of a view's tensors; tied tensors stay tied."""
+    return _own(view, {}, {})
 
 
-def _own(view: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
+def _own(view: nn.Module, done: dict[int, nn.Module], tied: dict[int, nn.Parameter]) -> nn.Module:
     if id(view) in done:
         return done[id(view)]
     module: nn.Module = object.__new__(module_class(view))
@@ -226,12 +226,13 @@ def _own(view: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     module.__dict__.update(view.__dict__)
     module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})
     module._non_persistent_buffers_set = set(view._non_persistent_buffers_set)
-    module._parameters = {
-        name: None if p is None else nn.Parameter(_copy(p), requires_grad=p.is_floating_point())
-        for name, p in view._parameters.items()
-    }
+    for parameter in view._parameters.values():
+        if parameter is not None and id(parameter) not in tied:
+            copied = nn.Parameter(_copy(parameter), requires_grad=parameter.is_floating_point())
+            tied[id(parameter)] = copied
+    module._parameters = {name: None if p is None else tied[id(p)] for name, p in view._parameters.items()}
     module._buffers = {name: None if b is None else _copy(b) for name, b in view._buffers.items()}
-    module._modules = {name: None if m is None else _own(m, done) for name, m in view._modules.items()}
+    module._modules = {n: None if m is None else _own(m, done, tied) for n, m in view._modules.items()}
     return module
 
 

@@ -249,7 +249,8 @@ class Supernet(nn.Module):
 
         Returns:
             The network, in evaluation mode. It can be trained, moved, saved and exported like any other
-            module. Its BatchNorms have the statistics that the subnet runs on.
+            module. Its BatchNorms have the statistics that the subnet runs on. A Hugging Face model still has
+            the configuration of the full network; `subnetact.as_pretrained` gives it its own.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
