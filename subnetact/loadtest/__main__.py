@@ -1,8 +1,7 @@
 """Runs `python -m subnetact.loadtest`."""
 
-import sys
-
+from subnetact.command import run_command
 from subnetact.loadtest.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -31,7 +31,7 @@ from subnetact.serving import TRACES
 
 __all__ = ["main"]
 
-DONE, USAGE, INTERRUPTED = 0, 2, 130
+DONE, USAGE = 0, 2
 RANDOM_INPUTS = 64
 
 
@@ -73,14 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the options. If None, those of `sys.argv`.
 
     Returns:
-        The exit status: 0, 2 if the test cannot run, or 130 if it was interrupted.
+        The exit status: 0, or 2 if the test cannot run.
     """
     args = options().parse_args(arguments)
     try:
         return _run(args)
-    except KeyboardInterrupt:
-        print("\nsubnetact.loadtest: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except BrokenPipeError:  # nobody reads the output any more; `run_command` ends quietly
+        raise
     except (SubnetActError, OSError) as error:
         print(f"subnetact.loadtest: {error}", file=sys.stderr)
         return USAGE

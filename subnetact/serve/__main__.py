@@ -1,8 +1,7 @@
 """Runs `python -m subnetact.serve`."""
 
-import sys
-
+from subnetact.command import run_command
 from subnetact.serve.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

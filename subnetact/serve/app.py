@@ -148,7 +148,7 @@ class ServeApp(FastAPI):
             client = self._client(scope, headers, path)
             found = self._inference.get(path)
             if found is None:
-                await super().__call__(scope, receive, send)
+                await self._route(scope, receive, send)
             elif scope["method"] != "POST":
                 raise HTTPException(405, headers={"Allow": "POST"})
             else:
@@ -157,6 +157,12 @@ class ServeApp(FastAPI):
             return
         except Exception as error:
             await _refuse(send, error, protocol)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except Exception as error:  # FastAPI has told the client, without the reason, and raises it again
+            refusal_of(error)
 
     def _client(self, scope: Scope, headers: Headers, path: str) -> str:
         address = scope.get("client")

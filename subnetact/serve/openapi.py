@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from subnetact.serve.ask import OUTPUTS
@@ -10,7 +11,8 @@ from subnetact.serve.service import Service
 
 __all__ = ["paths"]
 
-NUMBERS = {"type": "array", "items": {}, "description": "numbers, nested like the input or all in a row"}
+MOST_LISTED = 4096
+"""Inputs of more values have no length in the document, so that programs that make examples stay quick."""
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 ERRORS = {
     "400": "The request is malformed.",
@@ -31,14 +33,13 @@ def paths(service: Service) -> dict[str, Any]:
         service: the service.
     """
     asked = _parameters(service)
-    values: dict[str, Any] = dict(NUMBERS)
+    parts = service.signature.parts
+    values = _values(parts[0].shape)
     if not service.signature.single():
-        names = [part.name for part in service.signature.parts]
-        properties = dict.fromkeys(names, NUMBERS)
         values = {
             "type": "object",
-            "required": names,
-            "properties": properties,
+            "required": [part.name for part in parts],
+            "properties": {part.name: _values(part.shape) for part in parts},
             "additionalProperties": False,
         }
     body = {
@@ -56,7 +57,7 @@ def paths(service: Service) -> dict[str, Any]:
     protocol = _operation(
         "Answer tensors (Open Inference Protocol)",
         asked,
-        {"application/json": {"schema": _tensors()}},
+        {"application/json": {"schema": _tensors(service)}},
         {"type": "object"},
     )
     return {"/infer": {"post": plain}, f"/v2/models/{service.name}/infer": {"post": protocol}}
@@ -116,19 +117,43 @@ def _parameters(service: Service) -> list[dict[str, Any]]:
     return query + headers
 
 
-def _tensors() -> dict[str, Any]:
+def _values(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Describe numbers of a shape: nested, or all in a row."""
+    number: dict[str, Any] = {"type": "number", "minimum": -1e6, "maximum": 1e6}
+    if not shape:
+        return number
+    count = math.prod(shape)
+    flat: dict[str, Any] = {"type": "array", "items": number}
+    if count <= MOST_LISTED:
+        flat |= {"minItems": count, "maxItems": count}
+    nested = number
+    for size in reversed(shape):
+        nested = {"type": "array", "items": nested, "minItems": size, "maxItems": size}
+    return {"description": "nested like the input, or all values in a row", "anyOf": [flat, nested]}
+
+
+def _tensors(service: Service) -> dict[str, Any]:
+    """Describe a request with one row."""
     parameters = {"type": "object"}
-    tensor = {
-        "type": "object",
-        "required": ["name", "shape", "datatype"],
-        "properties": {
-            "name": {"type": "string"},
-            "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}},
-            "datatype": {"type": "string", "enum": list(NUMPY)},
-            "parameters": parameters,
-            "data": {"type": "array", "items": {}},
-        },
-    }
+    tensors = [
+        {
+            "type": "object",
+            "required": ["name", "shape", "datatype"],
+            "properties": {
+                "name": {"const": part.name},
+                "shape": {
+                    "type": "array",
+                    "prefixItems": [{"type": "integer", "minimum": 1}, *({"const": n} for n in part.shape)],
+                    "minItems": 1 + len(part.shape),
+                    "maxItems": 1 + len(part.shape),
+                },
+                "datatype": {"enum": list(NUMPY)},
+                "parameters": parameters,
+                "data": {"type": "array", "items": {}, "description": "numbers, or binary_data_size instead"},
+            },
+        }
+        for part in service.signature.parts
+    ]
     output = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
     return {
         "type": "object",
@@ -137,7 +162,12 @@ def _tensors() -> dict[str, Any]:
         "properties": {
             "id": {"type": "string"},
             "parameters": parameters,
-            "inputs": {"type": "array", "items": tensor},
+            "inputs": {
+                "type": "array",
+                "prefixItems": tensors,
+                "minItems": len(tensors),
+                "maxItems": len(tensors),
+            },
             "outputs": {"type": "array", "items": output},
         },
     }

@@ -1,0 +1,173 @@
+"""Which bundles are served: those of own networks too, and never half of one that changes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from subnetact import Engine, LatencyTable, calibrate
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import FileFormatError, MissingExtra, ServeError, TableError
+from subnetact.serve import service
+from subnetact.serve.cli import main
+from subnetact.serve.payloads import Images, numpy_input, values_input
+from subnetact.serve.service import load_engine, scheduler_table
+from subnetact.serve.signature import Signature
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+import torch
+from torch import nn
+import subnetact
+from subnetact import Axis, SubnetNorm, SubnetSpace, WeightSlice
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x, scale):
+        return {"scores": self.b(torch.relu(self.a(x))) * scale, "sum": x.sum(1)}
+
+def supernet(width=8):
+    axis = Axis.uniform("width", ["all"], [4, width])
+    space = SubnetSpace("mine", [axis], lambda v: {"width": v["width"][0]})
+    elastic = {"a": WeightSlice.on(out="width"), "b": WeightSlice.on(in_="width")}
+    return subnetact.insert_(TwoInputs().eval(), space, elastic)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    own = supernet()
+    example = {"x": torch.zeros(4), "scale": torch.ones(3)}
+    engine = subnetact.Engine(own, list(own.space.enumerate()), example=example, accuracy=[60.0, 70.0])
+    table = subnetact.LatencyTable.from_arrays(engine.keys, engine.accuracy, [1, 2], [[1, 2], [2, 3]])
+    engine.tables["cpu"] = table
+    engine.save("bundle")
+"""
+
+
+def test_the_bundle_of_an_own_network_is_served(tmp_path, start, capsys):
+    (tmp_path / "own_network.py").write_text(OWN)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    subprocess.run([sys.executable, "own_network.py"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    bundle = str(tmp_path / "bundle")
+    assert main(["--bundle", bundle]) == 2
+    assert "--model" in capsys.readouterr().err  # the advice names an option of this command
+    options = ["--bundle", bundle, "--model", "own_network:supernet", "--constructor", '{"width": 8}']
+    server = start(*options, environment={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    answers = []
+    for scale in (1.0, 2.0):
+        body = {"input": {"x": [1, 2, 3, 4], "scale": [scale] * 3}, "deadline_ms": 60_000, "min_accuracy": 70}
+        status, _, text = server.call("POST", "/infer", body)
+        answers.append(__import__("json").loads(text))
+        assert status == 200
+    first, second = (answer["output"] for answer in answers)
+    assert second["scores"] == pytest.approx([2 * value for value in first["scores"]], rel=1e-4)
+    assert first["sum"] == 10.0
+    for bad in ({"x": [1, 2, 3, 4]}, [1, 2, 3, 4], {"x": [1, 2, 3, 4], "scale": [1, 1]}):
+        assert server.call("POST", "/infer", {"input": bad})[0] == 400
+
+
+@pytest.fixture
+def two_bundles(digits, tmp_path):
+    """Two bundles of the same subnets with other weights."""
+    first = tmp_path / "first"
+    shutil.copytree(digits[1], first)
+    supernet = load_digits_supernet()
+    with torch.no_grad():
+        supernet.network.classifier.bias.add_(1.0)
+    calibrate(supernet, digits[0].specs, [torch.rand(64, 1, 16, 16)])
+    engine = Engine(supernet, digits[0].specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 72.0, 82.0])
+    return first, engine
+
+
+def test_a_bundle_that_changes_while_it_is_read_is_read_again(two_bundles, monkeypatch):
+    bundle, engine = two_bundles
+    load, calls = Engine.load, []
+
+    def changed_meanwhile(directory, **options):
+        loaded = load(directory, **options)
+        calls.append(loaded)
+        if len(calls) == 1:
+            engine.save(directory)
+        return loaded
+
+    monkeypatch.setattr(service.Engine, "load", changed_meanwhile)
+    found = load_engine(bundle)
+    assert len(calls) == 2
+    assert found is calls[1]
+    x = torch.rand(2, 1, 16, 16)
+    assert torch.allclose(found(x, 2), engine(x, 2), atol=1e-4)
+
+
+def test_a_bundle_that_always_changes_is_refused(two_bundles, monkeypatch):
+    bundle, engine = two_bundles
+    load = Engine.load
+
+    def changed(directory, **options):
+        loaded = load(directory, **options)
+        engine.save(directory)
+        return loaded
+
+    monkeypatch.setattr(service.Engine, "load", changed)
+    with pytest.raises(FileFormatError, match="changes while it is read"):
+        load_engine(bundle)
+
+
+def test_the_table_for_schedulers_is_preferred(digits, tmp_path):
+    engine = digits[0]
+    cpu = engine.tables["cpu"]
+    assert scheduler_table(engine) is cpu
+    engine.tables["scheduler"] = cpu.monotone()
+    try:
+        assert scheduler_table(engine) is engine.tables["scheduler"]
+    finally:
+        del engine.tables["scheduler"]
+    LatencyTable.from_arrays(engine.keys, [float("nan")] * 3, [1], [[1], [2], [3]]).save(
+        tmp_path / "table.json"
+    )
+    with pytest.raises(TableError, match="--table"):
+        scheduler_table(engine, tmp_path / "table.json")
+
+
+def test_what_inputs_may_be():
+    nested = Signature((torch.zeros(2), {"ids": torch.zeros(3, dtype=torch.int64)}))
+    assert [(part.name, part.shape) for part in nested.parts] == [("input_0", (2,)), ("ids", (3,))]
+    x = values_input({"input_0": [1, 2], "ids": [1, 2, 3]}, nested)
+    assert x[0].dtype == torch.float32
+    assert x[1]["ids"].tolist() == [1, 2, 3]
+    from subnetact.errors import InvalidRequest
+
+    for ids in ([1.5, 2, 3], [True, 2.0, 3], ["1", 2, 3], [2**70, 1, 1], [[1, 2, 3]] * 2):
+        with pytest.raises(InvalidRequest, match="whole numbers"):
+            values_input({"input_0": [1, 2], "ids": ids}, nested)
+    with pytest.raises(ServeError, match="example"):
+        Signature(None)
+    with pytest.raises(ServeError, match="complex"):
+        Signature(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(InvalidRequest, match="several"):
+        numpy_input(b"", nested)
+
+
+def test_images_need_pillow(monkeypatch):
+    images = Images(Signature(torch.zeros(3, 4, 4)), 100)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(MissingExtra, match="Pillow"):
+        images.decode(b"\x89PNG\r\n\x1a\n")
+
+
+def test_images_are_normalised_per_channel():
+    image_module = pytest.importorskip("PIL.Image")
+    import io
+
+    images = Images(Signature(torch.zeros(3, 2, 5)), 100, (0.5, 0.25, 0.0), (0.5, 0.25, 1.0))
+    file = io.BytesIO()
+    image_module.new("RGB", (5, 2), (255, 0, 51)).save(file, "PNG")
+    x = images.decode(file.getvalue())
+    assert x.shape == (3, 2, 5)
+    assert torch.allclose(x[:, 0, 0], torch.tensor([1.0, -1.0, 0.2]))

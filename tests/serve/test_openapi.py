@@ -1,0 +1,36 @@
+"""The OpenAPI document, and requests that a machine makes from it: none of them may break the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def test_the_document_is_valid_and_has_no_dangling_reference(server):
+    document = json.loads(server.call("GET", "/openapi.json")[2])
+    assert document["openapi"].startswith("3.1")
+    assert "$ref" not in json.dumps(document["paths"]["/infer"])
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    assert all(operation["summary"] and operation["responses"] for operation in operations)
+
+
+@pytest.mark.slow
+def test_requests_made_from_the_document_find_no_server_error(server, tmp_path):
+    """About ten requests per second and operation, valid and invalid; the status page's stream has no end."""
+    pytest.importorskip("schemathesis")
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    options = (
+        "--checks not_a_server_error --exclude-path /status/events --max-examples 60 --seed 1 --no-color"
+    )
+    done = subprocess.run(
+        [*command, *options.split(), "--request-timeout", "20"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "/infer" in done.stdout or "operations" in done.stdout.lower()
