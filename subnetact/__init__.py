@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from subnetact.costs.model import Cost, CostModel, cost
     from subnetact.engine.engine import Engine
     from subnetact.insertion.description import Description
+    from subnetact.insertion.hugging_face import as_pretrained
     from subnetact.insertion.insert import describe, insert_
-    from subnetact.insertion.pretrained import as_pretrained
     from subnetact.latency.table import LatencyTable
     from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
@@ -109,7 +109,7 @@ _HOME = {
     "LatencyPredictor": "nas.latency_predictor",
     "SearchResult": "nas.search",
     "cost": "costs.model",
-    "as_pretrained": "insertion.pretrained",
+    "as_pretrained": "insertion.hugging_face",
     "describe": "insertion.insert",
     "evaluate": "nas.evaluation",
     "hypervolume": "pareto",

@@ -8,5 +8,5 @@ Which file answers which question:
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
 - `blocks.py`: blocks that a subnet may skip, and their importance.
 - `proof.py`: what is tried on copies before the model is touched.
-- `pretrained.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
+- `hugging_face.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
 """

@@ -48,11 +48,11 @@ QWEN2 = ("Qwen2ForCausalLM", "Qwen2Config")
     ("names", "settings", "choices", "fields"),
     [
         (LLAMA, PAIRS, {"depth": 0.5, "ffn": 0.5, "heads": 0.5},
-         {"num_hidden_layers": 3, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+         {"num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
           "head_dim": 6}),
         (QWEN2, {**PAIRS, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
          {"depth": 0.5, "heads": 0.5},
-         {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 40}),
+         {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40}),
         (("BertForSequenceClassification", "BertConfig"), {}, {"depth": 0.5, "ffn": 0.5},
          {"num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 4}),
     ],
