@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 
 from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
-from subnetact.spec import SubnetSpec, Value
+from subnetact.spec import SubnetSpec, Value, shown
 
 __all__ = ["Axis", "SizeRow", "Slot", "SubnetSpace", "UsedWhen", "make_divisible"]
 
@@ -478,7 +478,8 @@ class SubnetSpace:
     def _choice(self, axis: Axis, index: int, value: Any) -> Value:
         slot = axis.slots[index]
         plain = value.item() if isinstance(value, np.generic) else value
-        if isinstance(plain, int | float | str) and not isinstance(plain, bool):
+        huge = isinstance(plain, int) and not -(2**63) <= plain < 2**63
+        if isinstance(plain, int | float | str) and not isinstance(plain, bool) and not huge:
             for legal in (*slot.choices, *slot.aliases):
                 if plain == legal or (
                     isinstance(plain, int | float)
@@ -487,7 +488,7 @@ class SubnetSpace:
                 ):
                     return slot.aliases.get(legal, legal)
         raise IllegalChoice(
-            f"{self.name}: {axis.name}[{index}] ({slot.name}): {value!r} is not a choice; "
+            f"{self.name}: {axis.name}[{index}] ({slot.name}): {shown(value)} is not a choice; "
             f"choose from {', '.join(map(str, slot.choices))}"
         )
 

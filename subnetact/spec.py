@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from subnetact.errors import SpecError
 
-__all__ = ["SubnetSpec", "Value"]
+__all__ = ["SubnetSpec", "Value", "shown"]
 
 Value: TypeAlias = int | float | str
 """One choice of one slot, for example a width multiplier, a depth or a kernel size."""
@@ -99,21 +99,37 @@ class SubnetSpec:
         Raises:
             SpecError: the mapping does not have the layout that `to_json` writes.
         """
-        try:
-            space, values = data["space"], data["values"]
-            pairs = tuple((name, tuple(slots)) for name, slots in values.items())
-        except (TypeError, KeyError, AttributeError) as error:
+        given: Any = data
+        fields = given if isinstance(given, Mapping) else {}
+        space, values = fields.get("space"), fields.get("values")
+        listed = isinstance(values, Mapping) and all(isinstance(v, list | tuple) for v in values.values())
+        if not isinstance(values, Mapping) or not listed or space is None:
             raise SpecError(
-                f"a specification needs 'space' and 'values' (axis -> list), got {data!r}; "
+                f"a specification needs 'space' and 'values' (axis -> list), got {shown(given)}; "
                 "write it with to_json()"
-            ) from error
-        legal = all(
-            isinstance(name, str)
-            and all(
-                v is None or (isinstance(v, int | float | str) and not isinstance(v, bool)) for v in slots
             )
-            for name, slots in pairs
-        )
+        legal = all(isinstance(name, str) and all(map(_is_value, slots)) for name, slots in values.items())
         if not isinstance(space, str) or not legal:
-            raise SpecError(f"values of a specification are numbers, strings or null, got {data!r}")
-        return cls(space, pairs)
+            raise SpecError(f"values of a specification are numbers, strings or null, got {shown(given)}")
+        return cls(space, tuple((name, tuple(slots)) for name, slots in values.items()))
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: in one line, shortened, and whatever it is.
+
+    Args:
+        value: anything, numbers of thousands of digits included.
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # Python refuses to write integers of more than 4,300 digits.
+        text = f"a {type(value).__name__} that cannot be written"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _is_value(value: Any) -> bool:
+    if value is None or isinstance(value, str):
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -(2**63) <= value < 2**63  # False for NaN, too

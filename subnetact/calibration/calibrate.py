@@ -79,6 +79,7 @@ def calibrate(
     save_every_s: float = 10.0,
     tolerance: float | None = None,
     memory_mb: float = 1024.0,
+    check: bool = True,
 ) -> CalibrationReport:
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
@@ -112,6 +113,7 @@ def calibrate(
             batches, after at least four batches. If None, every subnet takes all batches.
         memory_mb: how much of one subnet's forward pass may be kept for later subnets, in MiB. What does not
             fit is computed again; the statistics are the same. The forward pass of one subnet comes on top.
+        check: whether to run `supernet.check` on the first input, once per supernet.
 
     Returns:
         How many batches each subnet took, what sharing saved, and which subnets ran one at a time and why.
@@ -120,7 +122,7 @@ def calibrate(
         SpecError: a specification is not of this supernet, an argument is out of its range, there are no
             batches, the network does not run on a batch, or statistics are not finite.
         InsertError: a subnet does not run on a batch on which the largest subnet runs, because the elastic
-            description lacks a module; the message names it.
+            description lacks a module, or `supernet.check` fails; the message names the module.
         ResumeMismatch: `resume` is of other weights, subnets, data or settings.
         FileFormatError: `resume` is damaged, of another kind, or of a newer schema.
 
@@ -156,7 +158,7 @@ def calibrate(
         if resume is not None:
             saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
         run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
-        _pass(run, batches, saved, save_every_s, start, progress)
+        _pass(run, batches, saved, save_every_s, start, progress, supernet if check else None)
         found = run.rows()
     rows = {spec: found[spec] for spec in wanted}
     _check_finite(rows)
@@ -182,6 +184,7 @@ def _pass(
     save_every_s: float,
     start: float,
     progress: bool,
+    unchecked: Supernet | None,
 ) -> None:
     length = len(batches) if isinstance(batches, Sized) else None
     subnets = len(run.specs)
@@ -212,6 +215,9 @@ def _pass(
                 if saved is not None and time.perf_counter() - written >= save_every_s:
                     saved.save(run, time.perf_counter() - start)
                     written = time.perf_counter()
+            if unchecked is not None:
+                unchecked.check_once(x)
+                unchecked = None
             if not run.active:
                 break  # Do not read another batch from the data.
     if not given:

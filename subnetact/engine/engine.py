@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subnetact.device import find_device
+from subnetact.engine.arguments import check_dtype, check_weights, percentage, percentages
 from subnetact.engine.bundle import Bundle, load_bundle, save_bundle
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.compiler import Compiler
@@ -91,6 +92,8 @@ class Engine:
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
         graph_backend: what captures graphs. If None, CUDA graphs are used on CUDA devices.
+        check: whether to run `supernet.check` on the example: the corners of the space and not only the
+            narrowest registered subnet. It takes about two forward passes per corner, once per supernet.
 
     Attributes:
         supernet: the supernet.
@@ -102,11 +105,14 @@ class Engine:
 
     Raises:
         DeviceError: torch cannot use the device.
-        EngineError: the budget is negative or infinite, or there is no such backend for `compile`.
+        EngineError: the budget is negative or infinite, there is no such backend for `compile`, `fused_dtype`
+            is no floating-point dtype, or weights are on the meta device or not dense.
         InvalidRequest: a subnet does not run on the example.
+        InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
+            message names the module.
         NotCalibrated: a subnet has no BatchNorm statistics of its own.
-        SpecError: there are no specifications, one is repeated or of another space, or the number of
-            accuracies differs from the number of subnets.
+        SpecError: there are no specifications, one is repeated or of another space, the number of
+            accuracies differs from the number of subnets, or an accuracy is no percentage.
 
     Example:
         ```python
@@ -131,15 +137,12 @@ class Engine:
         fused_dtype: torch.dtype | None = None,
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
+        check: bool = True,
     ) -> None:
         canonical = as_supernet(supernet).distinct(specs, "an engine")
-        known = (
-            [None] * len(canonical) if accuracy is None else [a if a is None else float(a) for a in accuracy]
-        )
-        if len(known) != len(canonical):
-            raise SpecError(
-                f"accuracy: {len(known)} values for {len(canonical)} subnets; give one per subnet"
-            )
+        known = percentages(accuracy, canonical)
+        check_dtype(fused_dtype)
+        check_weights(supernet)
         if not 0 <= memory_budget_mb < math.inf:
             raise EngineError(
                 f"memory_budget_mb: {memory_budget_mb} must be finite and at least 0; 0 means no budget"
@@ -182,7 +185,7 @@ class Engine:
         for spec, percent in zip(canonical, known, strict=True):
             self.register(spec, percent)
         if example is not None:
-            self._try_example()
+            self._try_example(check)
 
     # -- registration ----------------------------------------------------------------------------
 
@@ -260,11 +263,12 @@ class Engine:
         """
         spec = self.supernet.space.check(spec)
         self._refuse_uncalibrated([spec])
+        percent = percentage(accuracy, spec)
         with self._changing:
             known = next((s for s in self._subnets if s.spec == spec), None)
             subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
             if accuracy is not None:
-                subnet.accuracy = float(accuracy)
+                subnet.accuracy = percent
             if subnet.bound is None:
                 subnet.bound = self._bind(spec)
             if known is None:
@@ -589,7 +593,7 @@ class Engine:
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
             return output
 
-    def _try_example(self) -> None:
+    def _try_example(self, check: bool) -> None:
         space = self.supernet.space
         full = space.resolve(space.largest())
 
@@ -597,7 +601,10 @@ class Engine:
             return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
 
         narrowest = min((subnet.spec for subnet in self._subnets), key=width)
-        try_example(self.supernet, narrowest, self._stager.stack([self._example], 1), self._example)
+        batch = self._stager.stack([self._example], 1)
+        try_example(self.supernet, narrowest, batch, self._example)
+        if check:
+            self.supernet.check_once(batch)
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound

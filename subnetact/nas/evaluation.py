@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.errors import SpecError
+from subnetact.device import ran_out_of_memory
+from subnetact.errors import SpecError, SubnetActError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits, map_tensors, tensors_of
+from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["evaluate"]
@@ -59,9 +61,9 @@ def evaluate(
         The accuracy in percent: one number for one subnet, a list of numbers for several.
 
     Raises:
-        SpecError: a specification is not of this supernet, the loader gives no (x, labels) pairs, or the
-            network returns no class scores of shape (N, classes), as a tensor, as `logits` or as the first of
-            several outputs.
+        SpecError: a specification is not of this supernet, a subnet does not run on a batch, the loader gives
+            no (x, labels) pairs, or the network returns no class scores of shape (N, classes), as a tensor,
+            as `logits` or as the first of several outputs.
 
     Example:
         As the accuracy of a search:
@@ -89,7 +91,7 @@ def evaluate(
             x, labels = map_tensors(lambda t: t.to(device), x), labels.to(device)
             seen += len(labels)
             for i, view in enumerate(views):
-                right[i] += int((_scores(call_with(view, x)).argmax(1) == labels).sum())
+                right[i] += int((_scores(_output(view, wanted[i], x)).argmax(1) == labels).sum())
     if not seen:
         raise SpecError("evaluation needs at least one batch, got none; a generator is read only once")
     percent = [100 * count / seen for count in right]
@@ -109,6 +111,20 @@ def _pair(batch: Any) -> tuple[Any, Tensor]:
         "a batch for evaluation is a pair of inputs (N, ...) and labels (N,), or a dictionary of named "
         f"inputs with 'labels', got {type(batch).__name__}"
     )
+
+
+def _output(view: nn.Module, spec: SubnetSpec, x: Any) -> Any:
+    try:
+        return call_with(view, x)
+    except SubnetActError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        raise SpecError(
+            f"evaluate: {spec} does not run on {describe_input(x)}: {summary(view, error)}; "
+            "supernet.check(x) tells whether the description of the supernet lacks a module"
+        ) from error
 
 
 def _scores(output: Any) -> Tensor:

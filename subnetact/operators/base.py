@@ -194,6 +194,15 @@ class Operator(nn.Module):
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""
+        template = args[0] if args else kwargs.get("template")
+        if (args or kwargs) and not isinstance(template, nn.Module):
+            raise InsertError(
+                f"{cls.__name__}(...) is made by insert_; describe a module with {cls.__name__}.on(...)"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         template: nn.Module,

@@ -24,7 +24,7 @@ from subnetact import __version__
 from subnetact.device import machine, measure, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, map_tensors, shapes
-from subnetact.errors import TableError
+from subnetact.errors import SubnetActError, TableError
 from subnetact.journal import Journal
 from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
@@ -32,6 +32,7 @@ from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner
 from subnetact.profile.stability import Window, quantile_name, statistics_of
+from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
@@ -214,9 +215,16 @@ def _measure_window(
                 min_runs=3,
                 before=timed.before,
             )
+    except SubnetActError:
+        raise
     except Exception as error:
         if not ran_out_of_memory(error):
-            raise
+            ready = runner.engine.ready(subnet)
+            where = str(error) if ready.bound is None else summary(ready.bound.view, error)
+            raise TableError(
+                f"subnet {subnet} ({ready.spec}) does not run at batch size {batch_size}: {where}; give the "
+                "engine an example that the network takes, or other batch sizes"
+            ) from error
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
         measurements.add(cell, None)
@@ -351,6 +359,7 @@ def profile_latency(
     tolerance: float = 5.0,
     resume: str | PathLike[str] | None = None,
     shape: int = -1,
+    check: bool = True,
 ) -> LatencyTable:
     """Measure every registered subnet at every batch size on the engine's device.
 
@@ -383,14 +392,16 @@ def profile_latency(
         shape: which of the shapes of the engine to measure, a position in `engine.examples`. By default the
             largest, for which a scheduler is safe with all of them. `Batcher(engine, table=tables)` takes one
             table per shape.
+        check: whether to run `supernet.check` on one input of this shape, once per supernet.
 
     Returns:
         The table, stamped with the machine, the versions, the weights' fingerprint and the settings. Cells
         that ran out of memory are NaN.
 
     Raises:
-        TableError: `engine` is no `Engine`, no table can be made of an argument, or all cells ran out of
-            memory.
+        TableError: `engine` is no `Engine`, no table can be made of an argument, a subnet does not run, or
+            all cells ran out of memory.
+        InsertError: `supernet.check` fails; the message names the module.
         ResumeMismatch: the file `resume` was begun with another machine, other weights or settings.
         FileFormatError: the file `resume` is no journal.
 
@@ -421,6 +432,9 @@ def profile_latency(
     examples = engine.examples
     if type(shape) is not int or not -len(examples) <= shape < len(examples):
         raise TableError(f"shape: {shape!r} is no position among the {len(examples)} examples of the engine")
+    if check:
+        one = batch_like(examples[shape], 1)
+        engine.supernet.check_once(map_tensors(lambda part: part.to(engine.device), one))
     runner = TimedRunner(engine, example=examples[shape])
     journal = None
     if resume is not None:

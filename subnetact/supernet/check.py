@@ -85,6 +85,11 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
         InsertError: another subnet does not run, reads weights that it does not use, or differs from its
             masked reference.
     """
+    with torch.inference_mode(False), torch.no_grad():
+        return _check(network, space, x, compare)
+
+
+def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> CheckReport:
     start = time.perf_counter()
     x = map_tensors(_visible, x)
     full, *narrow = corners(space)

@@ -26,6 +26,7 @@ from subnetact.operators.base import Operator
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check
 from subnetact.supernet.norm_table import NormRow, NormTable
@@ -115,6 +116,7 @@ class Supernet(nn.Module):
         self._exchange = threading.RLock()  # Held while weights are exchanged, and while a view is bound.
         self._watch()
         self._warned = False
+        self._checked: set[tuple[str, int]] = set()
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -316,6 +318,26 @@ class Supernet(nn.Module):
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
         return check(self.network, self.space, x, compare)
+
+    def check_once(self, x: Any) -> None:
+        """Run `check` unless the supernet has passed for inputs of these shapes and dtypes already.
+
+        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Only the first
+        input of the batch is used. After `refresh`, which `load_state_dict` and `to` call, the supernet is
+        checked again.
+
+        Args:
+            x: a batch that the network takes, a tensor or a tuple or dictionary of them.
+
+        Raises:
+            SpecError: the largest subnet does not run on the batch.
+            InsertError: as `check` raises it.
+        """
+        x = map_tensors(lambda t: t[:1], x)
+        seen = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x)), self._weights_generation
+        if seen not in self._checked:
+            self.check(x)
+            self._checked.add(seen)
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of specifications, after a check that all are distinct.
