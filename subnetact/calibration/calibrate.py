@@ -39,6 +39,7 @@ class CalibrationReport:
         one_at_a_time: for each subnet whose layers could not be shared, the reason.
         kept_mb: the most that was kept of one subnet's forward pass for later subnets, in MiB.
         seconds: the time that the calibration took, with earlier parts if it was resumed.
+        adopted: the largest subnet, if it got the statistics that the network came with; otherwise nothing.
     """
 
     batches: Mapping[SubnetSpec, int] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class CalibrationReport:
     one_at_a_time: Mapping[SubnetSpec, str] = field(default_factory=dict)
     kept_mb: float = 0.0
     seconds: float = 0.0
+    adopted: tuple[SubnetSpec, ...] = ()
 
     @property
     def subnets(self) -> int:
@@ -62,6 +64,7 @@ class CalibrationReport:
         used = sorted(set(self.batches.values()))
         batches = f"{used[0]} to {used[-1]}" if len(used) > 1 else f"{used[0] if used else 0}"
         alone = f"; {len(self.one_at_a_time)} one at a time" if self.one_at_a_time else ""
+        alone += "; the largest subnet keeps the statistics that the network came with" * bool(self.adopted)
         return (
             f"{self.subnets} subnets on {batches} batches in {self.seconds:.1f} s; "
             f"{self.saved:.0%} of the layers were shared{alone}"
@@ -80,6 +83,7 @@ def calibrate(
     tolerance: float | None = None,
     memory_mb: float = 1024.0,
     check: bool = True,
+    adopt: bool | None = None,
 ) -> CalibrationReport:
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
@@ -114,6 +118,9 @@ def calibrate(
         memory_mb: how much of one subnet's forward pass may be kept for later subnets, in MiB. What does not
             fit is computed again; the statistics are the same. The forward pass of one subnet comes on top.
         check: whether to run `supernet.check` on the first input, once per supernet.
+        adopt: whether the largest subnet, if it is among the given ones, gets the statistics that the network
+            came with instead of new ones. If None, it does if the network was pretrained and has not changed
+            since `insert_`; its outputs are then those of the original network, bit for bit.
 
     Returns:
         How many batches each subnet took, what sharing saved, and which subnets ran one at a time and why.
@@ -151,6 +158,14 @@ def calibrate(
     wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))
     if not supernet.norm_operators() or not wanted:
         return CalibrationReport(dict.fromkeys(wanted, 0))
+    largest = supernet.space.largest()
+    adopted: tuple[SubnetSpec, ...] = ()
+    if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
+        adopted = (largest,)
+        wanted.remove(largest)
+        if not wanted:
+            supernet.adopt_statistics()
+            return CalibrationReport(adopted=adopted)
     largest_error = None if tolerance is None else tolerance / 100
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
@@ -165,6 +180,8 @@ def calibrate(
     if saved is not None:
         saved.save(run, time.perf_counter() - start)
     supernet.norms.update(rows)
+    if adopted:
+        supernet.adopt_statistics()
     report = CalibrationReport(
         batches=run.batches(),
         layers_computed=run.layers_computed,
@@ -172,6 +189,7 @@ def calibrate(
         one_at_a_time=dict(run.one_at_a_time),
         kept_mb=run.peak / 2**20,
         seconds=time.perf_counter() - start + (0.0 if saved is None else saved.seconds),
+        adopted=adopted,
     )
     _log.info("calibration: %s", report)
     return report

@@ -69,8 +69,8 @@ def check_dtype(dtype: Any) -> None:
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise EngineError(
-            f"fused_dtype: {dtype!r} is no floating-point dtype of torch; give torch.bfloat16 for example, or "
-            "None for the dtype of the weights"
+            f"fused_dtype: {dtype!r} is no floating-point dtype of torch; give torch.bfloat16 for example, "
+            "or None for the dtype of the weights"
         )
 
 

@@ -4,6 +4,7 @@ Which file answers which question:
 
 - `supernet.py`: how a subnet is run, extracted or trained (`Supernet`).
 - `insert.py`: how an ordinary network becomes a supernet (`insert_`).
+- `original_statistics.py`: whether the statistics are still those that the network came with.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in

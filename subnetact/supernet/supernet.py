@@ -30,6 +30,7 @@ from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.storage import renew_storage_
 
@@ -117,6 +118,7 @@ class Supernet(nn.Module):
         self._watch()
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
+        self._original = OriginalStatistics(network)
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -392,6 +394,40 @@ class Supernet(nn.Module):
         with self._exchange:
             self._bind(spec, self._norms.get(spec), note=found)
         return found
+
+    def adopt_statistics(self, spec: SubnetSpec | None = None) -> None:
+        """Give a subnet the BatchNorm statistics that the network came with as its own statistics row.
+
+        The largest subnet of a pretrained network is then the original network, bit for bit. Calibrating it
+        would replace its statistics by averages over the calibration data.
+
+        Args:
+            spec: the subnet. If None, the largest. A smaller subnet gets the statistics of its first
+                channels, which are wrong for it unless its layers have the same inputs as in the largest.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.largest() if spec is None else self.space.check(spec)
+        row = self.space.resolve(spec)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def shared(norm: SubnetNorm) -> nn.Module:
+            found[norm.path] = norm.shared_statistics(row)
+            return norm.bind(row)
+
+        with torch.inference_mode(False), torch.no_grad():
+            bind(self.network, row, shared)
+            self._norms.update({spec: NormRow.of(found)})
+
+    def has_original_statistics(self) -> bool:
+        """Tell whether the largest subnet is the pretrained network that `insert_` was given.
+
+        Returns:
+            True if the network was no family's supernet, its BatchNorms had been trained, and neither their
+            statistics nor the weights have changed since. `calibrate` then leaves the largest subnet alone.
+        """
+        return self.origin is None and self._original.hold(self.network)
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.

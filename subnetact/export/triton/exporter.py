@@ -94,7 +94,8 @@ def to_triton(
     """
     if flavour not in FLAVOURS:
         raise ExportError(f"flavour: {flavour!r} is not known; choose from {', '.join(FLAVOURS)}")
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+    given: Any = name
+    if not isinstance(given, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", given):
         raise ExportError(f"name: {name!r} is not a model name; use letters, digits, _, - and .")
     if slo_ms is not None and not 0 < slo_ms < math.inf:
         raise ExportError(f"slo_ms: {slo_ms} must be finite and > 0")
