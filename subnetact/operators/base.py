@@ -57,7 +57,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subnetact.errors import InsertError, SpecError
+from subnetact.errors import InsertError, SpecError, ViewError
 from subnetact.operators.segments import Kept, Segments
 from subnetact.operators.tensor_version import storage_id, tensor_version
 from subnetact.operators.view_module import view_module
@@ -417,6 +417,17 @@ class Operator(nn.Module):
         """Return the packed copies that views may be using now."""
         return list(self._packed.values())
 
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse to run: without a subnet, an operator has no size.
+
+        Raises:
+            SpecError: always.
+        """
+        raise SpecError(
+            f"{self.path}: an elastic module runs only as part of a subnet; call supernet(x, subnet=spec), "
+            f"or take the subnet's own module, supernet.subnet(spec).get_submodule({self.path!r})"
+        )
+
     def forget(self) -> None:
         """Drop the shared tensors, because the parameters are about to be replaced or were replaced.
 
@@ -437,3 +448,24 @@ class Operator(nn.Module):
         """Return the error that says why this operator cannot make its template elastic."""
         kind = type(self.template).__name__
         return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")
+
+
+def _refusing(register: str) -> Any:
+    def method(self: Operator, *_: Any, **__: Any) -> Any:
+        raise ViewError(
+            f"{self.path}: {register} on an elastic module has no effect, because subnets have modules of "
+            f"their own; register the hook on supernet.subnet(spec).get_submodule({self.path!r})"
+        )
+
+    method.__name__ = register
+    return method
+
+
+for _name in (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+    "register_backward_hook",
+):
+    setattr(Operator, _name, _refusing(_name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -116,6 +116,18 @@ class LayerSelect(Operator):
                 for name in self._modules
             }
         return view_module(self.template, modules=modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module | None]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, position: int | slice | str) -> Any:
+        """Return a layer of the full stack by its position or name, or a list of layers for a slice."""
+        if isinstance(position, str):
+            return self._modules[position]
+        return list(self._modules.values())[position]
 
     def _stand_in(self, name: str) -> nn.Module:
         found = self._stand_ins.get(name)

@@ -11,6 +11,7 @@ Which file answers which question:
   which all weights that a subnet does not use are NaN or zero.
 - `stack_use.py`: whether a network sees the positions of its layers; `key_value_cache.py`: what subnets that
   skip layers read and write in the cache of a language model.
+- `name_prefix.py`: the prefixes that wrappers add to names of tensors.
 - `batches.py`: what a network is called with.
 - `bind.py`: how the network of one subnet is put together from operators and a size row.
 - `trace.py`: how a view's forward becomes a `torch.fx` graph; `elementwise.py`: which of its nodes are

@@ -29,6 +29,10 @@ class OriginalStatistics:
             bool(mean.any()) or not bool((var == 1).all()) for mean, var in _statistics(network).values()
         )
 
+    def end(self) -> None:
+        """Note that other weights were loaded: the network is not the one that was given any more."""
+        self._trained = False
+
     def hold(self, network: nn.Module) -> bool:
         """Tell whether the statistics were trained, and neither they nor the weights have changed since.
 

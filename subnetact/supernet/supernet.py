@@ -29,6 +29,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check
+from subnetact.supernet.name_prefix import prefix_hint, without_prefix
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.replacements import Replacements, substituted
@@ -74,7 +75,11 @@ def as_supernet(value: object) -> Supernet:
 class Supernet(nn.Module):
     """One copy of the weights, and every subnet as a zero-copy view of it.
 
-    `insert_` and `ofa_adapters.load` make supernets. The state_dict of a supernet is that of its network.
+    `insert_` and `ofa_adapters.load` make supernets. The state_dict of a supernet is that of its network,
+    with the names of the network. `named_parameters` and `named_modules` add the prefix `network.`, under
+    which the supernet holds the network; `load_state_dict` takes names with and without the prefix. Settings
+    of the network, such as `config`, are read through the supernet; methods belong to its subnets:
+    `supernet.subnet(spec).generate(...)`.
 
     Args:
         network: the network, with operators in it.
@@ -467,6 +472,28 @@ class Supernet(nn.Module):
 
     # -- nn.Module --------------------------------------------------------------------------------
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            network = self.__dict__.get("_modules", {}).get("network")
+            if network is None or name.startswith("__") or not hasattr(network, name):
+                raise
+        value = getattr(network, name)
+        if isinstance(value, nn.Module | Tensor) or callable(value):
+            kind = (
+                "module"
+                if isinstance(value, nn.Module)
+                else "tensor"
+                if isinstance(value, Tensor)
+                else "method"
+            )
+            raise AttributeError(
+                f"Supernet has no attribute {name!r}; its network has this {kind}. A subnet has its own, "
+                f"supernet.subnet(spec).{name}; the full one is supernet.network.{name}"
+            )
+        return value
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
         with self._exchange:
@@ -490,7 +517,9 @@ class Supernet(nn.Module):
         memory, and those of subclasses of `nn.Parameter`, are loaded in place as well.
 
         Args:
-            state_dict: tensors by the names of the network.
+            state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
+                `network.` and `_orig_mod.`, which wrappers and `supernet.named_parameters()` add, the prefix
+                is dropped.
             strict: whether all tensors must be there, with their shapes, and no others. If they are not,
                 nothing is loaded.
             assign: whether to use the given tensors themselves instead of copying them, as in
@@ -507,6 +536,7 @@ class Supernet(nn.Module):
         """
         table = None if norms is None else self._own(norms)
         own = self.network.state_dict()
+        state_dict = without_prefix(state_dict, own)
         wrong = [f"{n} is missing" for n in own if n not in state_dict]
         wrong += [f"{n} is extra" for n in state_dict if n not in own]
         wrong += [
@@ -515,12 +545,14 @@ class Supernet(nn.Module):
             if n in own and t.shape != own[n].shape
         ]
         if strict and wrong:
-            raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all)")
+            hint = prefix_hint(state_dict, own)
+            raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
             self._forget()  # Packed copies must not follow weights that are half loaded.
             moved = [] if assign else renew_storage_(self.network)
             try:
                 result = self.network.load_state_dict(state_dict, strict, assign)
+                self._original.end()
                 if table is not None:
                     self._norms = table
                 return result
