@@ -417,8 +417,12 @@ class Operator(nn.Module):
         """Return the packed copies that views may be using now."""
         return list(self._packed.values())
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Refuse to run: without a subnet, an operator has no size.
+
+        Args:
+            args: what the template takes.
+            kwargs: what the template takes by name.
 
         Raises:
             SpecError: always.
@@ -451,7 +455,16 @@ class Operator(nn.Module):
 
 
 def _refusing(register: str) -> Any:
-    def method(self: Operator, *_: Any, **__: Any) -> Any:
+    def method(self: Operator, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
+        """Refuse a hook: subnets have modules of their own, and a hook on the operator would never run.
+
+        Args:
+            args: what the method of `nn.Module` takes.
+            kwargs: what the method of `nn.Module` takes by name.
+
+        Raises:
+            ViewError: always.
+        """
         raise ViewError(
             f"{self.path}: {register} on an elastic module has no effect, because subnets have modules of "
             f"their own; register the hook on supernet.subnet(spec).get_submodule({self.path!r})"
