@@ -7,6 +7,7 @@ largest one's predictions (BigNAS, ECCV'20, section 3.1; US-Nets, ICCV'19, secti
 import argparse
 import copy
 import random
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from subnetact.digits import (
 )
 from subnetact.nas.evaluation import evaluate
 from subnetact.supernet.supernet import Supernet
+from subnetact.training import sandwich_step
 
 
 def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: int) -> None:
@@ -30,22 +32,17 @@ def train(supernet: Supernet, data: Digits, epochs: int, batch_size: int, seed: 
     steps = epochs * (len(data.labels) // batch_size)
     optimizer = torch.optim.AdamW(supernet.parameters(), lr=3e-3, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
-    space = supernet.space
+    smoothed = partial(F.cross_entropy, label_smoothing=0.05)
     supernet.train()
     for _ in (bar := tqdm(range(steps), desc="training")):
         chosen = torch.randint(len(data.labels), (batch_size,), generator=generator)
         x, labels = distort(data.images[chosen], generator), data.labels[chosen]
         optimizer.zero_grad(set_to_none=True)
-        logits = supernet(x, subnet=space.largest())
-        loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
-        torch.autograd.backward(loss)
-        teacher = logits.detach().softmax(1)
-        for spec in (space.smallest(), space.sample(rng), space.sample(rng)):
-            torch.autograd.backward(F.cross_entropy(supernet(x, subnet=spec), teacher))
+        losses = sandwich_step(supernet, x, labels, rng=rng, loss=smoothed)
         torch.nn.utils.clip_grad_norm_(supernet.parameters(), 2.0)
         optimizer.step()
         schedule.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        bar.set_postfix(loss=f"{losses.largest:.3f}", refresh=False)
     supernet.eval()
 
 

@@ -14,6 +14,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
     insertion/                           describe, insert_: what can be elastic in a model, and the proof
+    training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, interpolate, merge, compare (no torch)
     engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles

@@ -1,0 +1,195 @@
+"""sandwich_step: adds the gradients of the largest, the smallest and some random subnets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from subnetact.errors import SpecError
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import as_batch, call_with, describe_input, logits
+from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.training.gradients import average_gradients_
+
+__all__ = ["SandwichLosses", "sandwich_step"]
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class SandwichLosses:
+    """What one step computed.
+
+    Attributes:
+        losses: the loss of every subnet that was trained, the largest first, as numbers.
+    """
+
+    losses: Mapping[SubnetSpec, float]
+
+    @property
+    def largest(self) -> float:
+        """The loss of the first subnet, which is the largest unless `subnets` was given."""
+        return next(iter(self.losses.values()))
+
+    @property
+    def mean(self) -> float:
+        """The mean of all losses."""
+        return sum(self.losses.values()) / len(self.losses)
+
+
+def sandwich_step(
+    supernet: Supernet | DistributedDataParallel,
+    x: Any,
+    target: Any,
+    *,
+    rng: random.Random,
+    loss: Loss = F.cross_entropy,
+    random_subnets: int = 2,
+    subnets: Sequence[SubnetSpec] | None = None,
+    distillation: float = 1.0,
+    temperature: float = 1.0,
+    teacher: Callable[..., Any] | None = None,
+    backward: Callable[[Tensor], Any] | None = None,
+    average: bool | None = None,
+) -> SandwichLosses:
+    """Add the gradients of one batch for the largest, the smallest and some random subnets.
+
+    The largest subnet learns from the targets. The others learn from the largest one's outputs
+    (in-place distillation), from the targets, or from a mixture. The call runs one subnet after the other,
+    forward and backward, so that memory holds the activations of one subnet at a time. It changes no
+    parameter: call `optimizer.zero_grad()` before and `optimizer.step()` after it. To accumulate gradients
+    over several batches, call it several times in between, and divide the loss by their number.
+
+    Training leaves the shared BatchNorm statistics of no use to any one subnet: call `calibrate` afterwards.
+
+    Args:
+        supernet: the supernet in training mode, or a `DistributedDataParallel` around it.
+        x: the batch: a tensor, or a tuple or mapping of tensors.
+        target: what `loss` compares outputs with, for example labels of shape (N,).
+        rng: draws the random subnets. Processes may draw different ones.
+        loss: a function of the class scores and the target. Of an output with `logits`, or of several
+            outputs, the scores are `logits` or the first. The result is a scalar tensor.
+        random_subnets: number of random subnets per step.
+        subnets: the subnets to train instead, the teacher first. Use this to shrink progressively.
+        distillation: share, from 0 to 1, of the distillation in the loss of all subnets but the first; the
+            rest is `loss`.
+        temperature: divides the scores of teacher and student. The distillation is the cross-entropy with the
+            teacher's probabilities, times the square of the temperature.
+        teacher: a network that is called with the batch, without gradients, for the scores to learn from. The
+            first subnet then has distillation in its loss, too. If None, the first subnet is the teacher.
+        backward: called with each loss. If None, `loss.backward()`. With a gradient scaler, give
+            `lambda loss: scaler.scale(loss).backward()`.
+        average: whether to average the gradients over all processes at the end; give False for all but the
+            last of several batches that are accumulated. If None, this happens if `supernet` is a
+            `DistributedDataParallel`.
+
+    Returns:
+        The loss of every subnet.
+
+    Raises:
+        SpecError: an argument is out of its range, the supernet is in evaluation mode, or distillation finds
+            no class scores of shape (N, classes, ...).
+        InsertError: `supernet` is not a `Supernet`.
+
+    Source:
+        US-Nets (ICCV'19), section 3; BigNAS (ECCV'20), section 3.1.
+
+    Example:
+        >>> for x, labels in loader:
+        ...     optimizer.zero_grad()
+        ...     losses = sandwich_step(supernet, x, labels, rng=rng)
+        ...     optimizer.step()
+    """
+    plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
+    specs = _specs(plain, subnets, random_subnets, rng)
+    if not 0.0 <= distillation <= 1.0 or not temperature > 0.0:
+        raise SpecError(
+            f"distillation: {distillation} must be from 0 to 1, and temperature: {temperature} above 0"
+        )
+    if not plain.training:
+        raise SpecError("the supernet is in evaluation mode; call supernet.train() before a training step")
+    x = as_batch(x)
+    wanted: Tensor | None = None
+    if teacher is not None and distillation:
+        with torch.no_grad():
+            wanted = _probabilities(call_with(teacher, x), temperature)
+    run_backward = backward or _backward
+    losses: dict[SubnetSpec, float] = {}
+    with _unsynchronised(supernet):
+        for spec in specs:
+            scores = logits(_run(supernet, x, spec))
+            if wanted is None or not distillation:
+                total = loss(scores, target)
+                if distillation and len(specs) > 1:
+                    wanted = _probabilities(scores.detach(), temperature)
+            else:
+                total = distillation * _distillation(scores, wanted, temperature)
+                if distillation < 1.0:
+                    total = total + (1.0 - distillation) * loss(scores, target)
+            if total.dim():
+                got = tuple(total.shape)
+                raise SpecError(f"loss: the result must be a scalar, got shape {got}; average over the batch")
+            run_backward(total)
+            losses[spec] = float(total.detach())
+    if average or (average is None and isinstance(supernet, DistributedDataParallel)):
+        group = supernet.process_group if isinstance(supernet, DistributedDataParallel) else None
+        if not distributed.is_initialized():
+            raise SpecError("average: torch.distributed is not initialised; call init_process_group first")
+        average_gradients_(plain.parameters(), group)
+    return SandwichLosses(losses)
+
+
+def _specs(
+    supernet: Supernet, subnets: Sequence[SubnetSpec] | None, count: int, rng: random.Random
+) -> list[SubnetSpec]:
+    space = supernet.space
+    if subnets is not None:
+        return supernet.distinct(subnets, "a training step")
+    if type(count) is not int or count < 0:
+        raise SpecError(f"random_subnets: {count!r} is no whole number of at least 0")
+    found = [space.largest(), space.smallest(), *(space.sample(rng) for _ in range(count))]
+    return list(dict.fromkeys(found))
+
+
+def _run(supernet: nn.Module, x: Any, spec: SubnetSpec) -> Any:
+    if isinstance(x, tuple):
+        return supernet(*x, subnet=spec)
+    return supernet(**x, subnet=spec) if isinstance(x, dict) else supernet(x, subnet=spec)
+
+
+@contextmanager
+def _unsynchronised(supernet: nn.Module) -> Iterator[None]:
+    """Keep `DistributedDataParallel` from averaging after each subnet; one average of the sum is enough."""
+    with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
+        yield
+
+
+def _backward(total: Tensor) -> None:
+    torch.autograd.backward(total)
+
+
+def _probabilities(output: Any, temperature: float) -> Tensor:
+    scores = logits(output)
+    if not isinstance(scores, Tensor) or scores.dim() < 2:
+        raise SpecError(
+            f"distillation needs class scores of shape (N, classes, ...), got {describe_input(scores)}; give "
+            "distillation=0.0 for other outputs"
+        )
+    return (scores.float() / temperature).softmax(1)
+
+
+def _distillation(scores: Any, wanted: Tensor, temperature: float) -> Tensor:
+    if not isinstance(scores, Tensor) or scores.shape != wanted.shape:
+        raise SpecError(
+            f"distillation: the student's {describe_input(scores)} does not fit the teacher's scores of "
+            f"shape {tuple(wanted.shape)}"
+        )
+    return F.cross_entropy(scores.float() / temperature, wanted) * temperature**2

@@ -1,0 +1,246 @@
+"""One step of the sandwich rule equals the sum of losses that are written by hand."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subnetact import (
+    Axis,
+    SubnetNorm,
+    SubnetSpace,
+    SubnetSpec,
+    Supernet,
+    WeightSlice,
+    insert_,
+)
+from subnetact.errors import InsertError, SpecError
+from subnetact.training import sandwich_step
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.bn(self.conv(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def new_supernet(seed: int = 0) -> Supernet:
+    torch.manual_seed(seed)
+    axis = Axis.uniform("width", ["all"], [2, 4, 6, 8])
+    space = SubnetSpace("net", [axis], lambda values: {"width": values["width"][0]})
+    elastic = {
+        "conv": WeightSlice.on(out="width"),
+        "bn": SubnetNorm.on(channels="width"),
+        "head": WeightSlice.on(in_="width"),
+    }
+    return insert_(Net().eval(), space, elastic).train()
+
+
+def data(n: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 3, 6, 6, generator=generator), torch.randint(5, (n,), generator=generator)
+
+
+def gradients(supernet: Supernet) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in supernet.named_parameters() if p.grad is not None}
+
+
+def pruned_scores(supernet: Supernet, x: Tensor, width: int) -> Tensor:
+    """The scores of a subnet, from the full parameters and slices by hand."""
+    net: Any = supernet.network
+    y = F.conv2d(x, net.conv.weight[:width], net.conv.bias[:width], padding=1)
+    y = F.batch_norm(y, None, None, net.bn.weight[:width], net.bn.bias[:width], training=True)
+    return F.linear(F.relu(y).mean((2, 3)), net.head.weight[:, :width], net.head.bias)
+
+
+def by_hand(x: Tensor, labels: Tensor, widths: list[int], alpha: float, t: float) -> dict[str, Tensor]:
+    supernet = new_supernet()
+    largest = pruned_scores(supernet, x, widths[0])
+    total = F.cross_entropy(largest, labels)
+    teacher = (largest.detach() / t).softmax(1)
+    for width in widths[1:]:
+        scores = pruned_scores(supernet, x, width)
+        soft = -(teacher * (scores / t).log_softmax(1)).sum(1).mean() * t * t
+        total = total + (1 - alpha) * F.cross_entropy(scores, labels) + alpha * soft
+    total.backward()
+    return gradients(supernet)
+
+
+def widths_of(specs: Any) -> list[int]:
+    return [dict(spec.values)["width"][0] for spec in specs]
+
+
+@pytest.mark.parametrize(("alpha", "temperature"), [(1.0, 1.0), (0.25, 2.0), (0.0, 1.0)])
+def test_gradients_are_those_of_the_losses_by_hand(alpha: float, temperature: float) -> None:
+    supernet, (x, labels) = new_supernet(), data()
+    found = sandwich_step(
+        supernet, x, labels, rng=random.Random(3), distillation=alpha, temperature=temperature
+    )
+    widths = widths_of(found.losses)
+    assert widths[:2] == [8, 2]
+    assert len(widths) > 2
+    expected = by_hand(x, labels, widths, alpha, temperature)
+    for name, grad in gradients(supernet).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_accumulate_over_batches() -> None:
+    supernet = new_supernet()
+    expected: dict[str, Tensor] = {}
+    for seed in (1, 2):
+        x, labels = data(seed=seed)
+        sandwich_step(supernet, x, labels, rng=random.Random(0), random_subnets=0)
+        for name, grad in by_hand(x, labels, [8, 2], 1.0, 1.0).items():
+            expected[name] = expected.get(name, torch.zeros_like(grad)) + grad
+    for name, grad in gradients(supernet).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_teacher_of_its_own_teaches_all_subnets() -> None:
+    supernet, (x, labels) = new_supernet(), data()
+    scores = torch.randn(8, 5)
+    calls: list[bool] = []
+
+    def teacher(images: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        assert torch.equal(images, x)
+        return scores
+
+    found = sandwich_step(supernet, x, labels, rng=random.Random(0), teacher=teacher, random_subnets=0)
+    assert calls == [False]
+    for width, loss in zip((8, 2), found.losses.values(), strict=True):
+        expected = -(scores.softmax(1) * pruned_scores(supernet, x, width).log_softmax(1)).sum(1).mean()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_chosen_subnets_and_an_own_loss_and_backward() -> None:
+    supernet, (x, labels) = new_supernet(), data()
+    chosen = [supernet.space.spec(width=[w]) for w in (6, 4)]
+    seen: list[float] = []
+
+    def backward(loss: Tensor) -> None:
+        seen.append(float(loss))
+        (2 * loss).backward()
+
+    found = sandwich_step(
+        supernet,
+        x,
+        labels,
+        rng=random.Random(0),
+        subnets=chosen,
+        loss=lambda scores, y: F.cross_entropy(scores, y, label_smoothing=0.1),
+        distillation=0.0,
+        backward=backward,
+    )
+    assert list(found.losses) == chosen
+    assert list(found.losses.values()) == pytest.approx(seen)
+    assert float(supernet.network.conv.weight.grad[6:].abs().max()) == 0.0  # type: ignore[union-attr, operator, index]
+    assert found.largest == seen[0]
+    assert found.mean == pytest.approx(sum(seen) / 2)
+
+
+def test_it_works_under_autocast() -> None:
+    supernet, (x, labels) = new_supernet(), data()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sandwich_step(supernet, x, labels, rng=random.Random(0))
+    expected = by_hand(x, labels, widths_of(found.losses), 1.0, 1.0)
+    for name, grad in gradients(supernet).items():
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, expected[name], rtol=0.2, atol=0.02)
+
+
+def test_a_few_steps_learn() -> None:
+    supernet, (x, labels) = new_supernet(), data(64)
+    optimizer = torch.optim.AdamW(supernet.parameters(), lr=0.02)
+    rng, means = random.Random(0), []
+    for _ in range(150):
+        optimizer.zero_grad()
+        means.append(sandwich_step(supernet, x, labels, rng=rng, distillation=0.5).mean)
+        optimizer.step()
+    assert sum(means[-5:]) < 0.8 * sum(means[:5])
+
+
+def test_bad_arguments_change_nothing() -> None:
+    supernet, (x, labels) = new_supernet(), data()
+    rng = random.Random(0)
+    foreign = SubnetSpec("other", (("width", (8,)),))
+    for options, message in (
+        ({"distillation": 1.5}, "distillation"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"random_subnets": -1}, "random_subnets"),
+        ({"subnets": []}, "at least one"),
+        ({"subnets": [foreign]}, "other"),
+        ({"loss": lambda scores, y: scores, "distillation": 0.0}, "scalar"),
+        ({"average": True, "random_subnets": 0, "distillation": 0.0}, "init_process_group"),
+    ):
+        options_: dict[str, Any] = options
+        with pytest.raises(SpecError, match=message):
+            sandwich_step(supernet, x, labels, rng=rng, **options_)
+        if "average" not in options_:
+            assert not gradients(supernet)
+    with pytest.raises(SpecError, match=r"supernet\.train\(\)"):
+        sandwich_step(new_supernet().eval(), x, labels, rng=rng)
+    with pytest.raises(InsertError, match="Supernet"):
+        sandwich_step(Net(), x, labels, rng=rng)  # type: ignore[arg-type]
+
+
+def test_outputs_without_scores_need_no_distillation() -> None:
+    class Regression(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum(1)
+
+    supernet = new_supernet()
+    regression = Regression().eval()
+    sn = insert_(
+        regression,
+        supernet.space,
+        {
+            "conv": WeightSlice.on(out="width"),
+            "bn": SubnetNorm.on(channels="width"),
+            "head": WeightSlice.on(in_="width"),
+        },
+    ).train()
+    x, _ = data()
+    with pytest.raises(SpecError, match=r"distillation=0\.0"):
+        sandwich_step(sn, x, torch.zeros(8), rng=random.Random(0), loss=F.mse_loss)
+    found = sandwich_step(sn, x, torch.zeros(8), rng=random.Random(0), loss=F.mse_loss, distillation=0.0)
+    assert len(found.losses) >= 2
+
+
+def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
+    """Each process has half of the batch and other random subnets; the mean is that of both by hand."""
+    script = Path(__file__).parent / "two_processes.py"
+    store = tmp_path / "store"
+    command = [sys.executable, str(script), str(store)]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / f"{rank}.pt")], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for worker in workers:
+        _, errors = worker.communicate(timeout=120)
+        assert worker.returncode == 0, errors.decode()
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert results[0]["widths"] != results[1]["widths"], "the processes draw different subnets"
+    expected: dict[str, Tensor] = {}
+    for rank, result in enumerate(results):
+        for step in range(2):
+            x, labels = data(seed=10 + 2 * rank + step)
+            for name, grad in by_hand(x, labels, result["widths"][step], 1.0, 1.0).items():
+                expected[name] = expected.get(name, torch.zeros_like(grad)) + grad / 2
+    for result in results:
+        assert result["gradients"].keys() == expected.keys()
+        for name, grad in result["gradients"].items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
