@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias, overload
@@ -174,6 +176,30 @@ class SubnetSpace:
         self.resolve = lru_cache(maxsize=4096)(self._row)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle takes along.
+
+        Raises:
+            SpecError: a function of the space is a lambda or was defined inside a function, which pickle
+                cannot find again. Picklers that take such functions along (cloudpickle, dill) are let do so.
+        """
+        pickler = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        for function in (self._resolve, self._parse, self._format):
+            name = getattr(function, "__qualname__", "")
+            if pickler not in ("cloudpickle", "dill") and ("<locals>" in name or "<lambda>" in name):
+                raise SpecError(
+                    f"{self.name}: the function {name} cannot be pickled; define it at the top level of a "
+                    "module, or build the supernet again in the other process: Engine.load(directory, "
+                    "supernet=...) loads a bundle into it"
+                )
+        return self._state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SubnetSpace:
+        copied = object.__new__(SubnetSpace)
+        memo[id(self)] = copied
+        copied.__setstate__(deepcopy(self._state(), memo))
+        return copied
+
+    def _state(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "resolve"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

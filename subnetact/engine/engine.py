@@ -67,7 +67,8 @@ class Engine:
     changes of the weights, and `load_state_dict`.
 
     Args:
-        supernet: the supernet; it is moved to `device` and set to evaluation mode.
+        supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
+            subnets in evaluation mode.
         specs: the subnets to register. Their ids are their positions: 0, 1, ...
         example: one input without a batch dimension, (C, H, W) for images: `x[0]`, not the batch `x`. (The
             `example` of `to_torchscript` has the batch dimension.) It fixes the shape and dtype that
@@ -154,7 +155,6 @@ class Engine:
         self._refuse_uncalibrated(canonical)
         if self.device != home:
             supernet.to(self.device)
-        supernet.eval()
         self.tables: dict[str, LatencyTable] = {}
         self.fingerprint = supernet.fingerprint()
         for one in example if isinstance(example, list) else [] if example is None else [example]:
@@ -186,6 +186,17 @@ class Engine:
             self.register(spec, percent)
         if example is not None:
             self._try_example(check)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle or copy an engine.
+
+        Raises:
+            EngineError: always; the message says what to do instead.
+        """
+        raise EngineError(
+            "an engine holds locks and compiled code and cannot be pickled or copied; engine.save(directory) "
+            "and Engine.load(directory) take it to another process"
+        )
 
     # -- registration ----------------------------------------------------------------------------
 

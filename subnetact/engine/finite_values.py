@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from subnetact.engine.packed_conv import plain_conv
 from subnetact.operators.view_module import module_class
 
 __all__ = ["LIMIT", "overflows", "stays_finite"]
@@ -66,7 +67,8 @@ def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
 
 def _is_known(module: nn.Module) -> bool:
     cls = module_class(module)
-    return cls in _LAYERS or (issubclass(cls, _BatchNorm) and cls.forward is _BatchNorm.forward)
+    norm = issubclass(cls, _BatchNorm) and cls.forward is _BatchNorm.forward
+    return cls in _LAYERS or norm or plain_conv(module)
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:

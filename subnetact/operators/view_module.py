@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import ViewError
+from subnetact.operators.tensor_version import storage_id
 
 __all__ = ["is_view", "mix_in_", "mix_out_", "module_class", "owned", "view_module"]
 
@@ -73,6 +75,25 @@ class _View(nn.Module):
         raise ViewError(
             "loading into a view would change every subnet; load into the supernet, or into "
             "supernet.extract(spec)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        copied: nn.Module = object.__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            object.__setattr__(copied, name, deepcopy(value, memo))
+        return copied
+
+    def __copy__(self) -> nn.Module:
+        copied: nn.Module = object.__new__(type(self))
+        for name, value in self.__dict__.items():
+            object.__setattr__(copied, name, value)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ViewError(
+            "a view shares its weights with every other subnet and cannot be pickled; pickle "
+            "supernet.extract(spec), or keep supernet.state_dict() and spec.to_json()"
         )
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -214,11 +235,11 @@ def view_module(
 
 
 def owned(view: nn.Module) -> nn.Module:
-    """Return an ordinary, trainable module with its own copy of a view's tensors; tied tensors stay tied."""
+    """Return an ordinary, trainable module with its own copy of a view's tensors; ties are kept."""
     return _own(view, {}, {})
 
 
-def _own(view: nn.Module, done: dict[int, nn.Module], tied: dict[int, nn.Parameter]) -> nn.Module:
+def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -> nn.Module:
     if id(view) in done:
         return done[id(view)]
     module: nn.Module = object.__new__(module_class(view))
@@ -226,14 +247,34 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tied: dict[int, nn.Paramet
     module.__dict__.update(view.__dict__)
     module.__dict__.update({name: OrderedDict(view.__dict__[name]) for name in _HOOKS})
     module._non_persistent_buffers_set = set(view._non_persistent_buffers_set)
-    for parameter in view._parameters.values():
-        if parameter is not None and id(parameter) not in tied:
-            copied = nn.Parameter(_copy(parameter), requires_grad=parameter.is_floating_point())
-            tied[id(parameter)] = copied
-    module._parameters = {name: None if p is None else tied[id(p)] for name, p in view._parameters.items()}
-    module._buffers = {name: None if b is None else _copy(b) for name, b in view._buffers.items()}
-    module._modules = {n: None if m is None else _own(m, done, tied) for n, m in view._modules.items()}
+
+    def copied(tensor: Any, make: Callable[[Tensor], Tensor]) -> Any:
+        if tensor is None:
+            return None
+        key: Any = (
+            make,
+            storage_id(tensor),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        if not tensor.numel():
+            key = id(tensor)
+        if key not in tensors:
+            tensors[key] = tensor, make(tensor)  # The tensor is kept, so that no other gets its storage.
+        return tensors[key][1]
+
+    module._parameters = {name: copied(p, _own_parameter) for name, p in view._parameters.items()}
+    module._buffers = {name: copied(b, _copy) for name, b in view._buffers.items()}
+    module._modules = {
+        name: None if m is None else _own(m, done, tensors) for name, m in view._modules.items()
+    }
     return module
+
+
+def _own_parameter(tensor: Tensor) -> Tensor:
+    return nn.Parameter(_copy(tensor), requires_grad=tensor.is_floating_point())
 
 
 def _copy(tensor: Tensor) -> Tensor:

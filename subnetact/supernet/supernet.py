@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from subnetact.errors import (
     CheckpointError,
@@ -127,6 +128,7 @@ class Supernet(nn.Module):
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copies take along; views and locks are made again."""
         unshared = {"_lock": None, "_exchange": None, "_replacements": None}
         return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}}
 
@@ -231,6 +233,9 @@ class Supernet(nn.Module):
         In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the
         statistics of the batch and updates the shared running statistics, as in elastic training.
 
+        `torch.compile(supernet)` compiles the network of every subnet that runs; choosing the subnet breaks
+        the graph, so `fullgraph=True` is refused by torch. `Engine(compile=...)` compiles for serving.
+
         Args:
             args: the inputs of the network.
             subnet: the subnet to run; `active` stays as it is. If None, the active subnet runs.
@@ -243,12 +248,16 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self._active if subnet is None else subnet
-        if self.training:
-            row = self.space.resolve(spec)
-            with self._exchange:
-                bound = bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
-            return bound(*args, **kwargs)
-        return self.subnet(spec)(*args, **kwargs)
+        if torch.compiler.is_compiling():  # Binding is no computation; the network of the subnet is compiled.
+            return _bound_outside_graphs(self, spec)(*args, **kwargs)
+        return self._bound(spec)(*args, **kwargs)
+
+    def _bound(self, spec: SubnetSpec) -> nn.Module:
+        if not self.training:
+            return self.subnet(spec)
+        row = self.space.resolve(spec)
+        with self._exchange:
+            return bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of one subnet, with its own copy of the weights.
@@ -258,8 +267,9 @@ class Supernet(nn.Module):
 
         Returns:
             The network, in evaluation mode. It can be trained, moved, saved and exported like any other
-            module. Its BatchNorms have the statistics that the subnet runs on. A Hugging Face model still has
-            the configuration of the full network; `subnetact.as_pretrained` gives it its own.
+            module. Its BatchNorms have the statistics that the subnet runs on. Parameters that are tied in
+            the supernet and sliced in the same way are one parameter in it, too. A Hugging Face model still
+            has the configuration of the full network; `subnetact.as_pretrained` gives it its own.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -693,6 +703,11 @@ class _Removed(nn.Module):
             "the operators of this supernet were removed; call insert_ again, or use the network that "
             "remove() returned"
         )
+
+
+@_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
+def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
+    return supernet._bound(spec)
 
 
 def _callers_level() -> int:

@@ -100,9 +100,7 @@ def trace_(
         if inside and path.startswith(inside):
             continue
         wanted = layer or (is_leaf is not None and is_leaf(module))
-        if (
-            path and wanted and not isinstance(module, SkippedLayer)
-        ):  # The identity leaves no call in a graph.
+        if path and wanted and not isinstance(module, SkippedLayer):  # An identity leaves no call.
             leaves[path] = module
             inside = f"{path}."  # named_modules() yields a module, then the modules in it, then all others
         else:
