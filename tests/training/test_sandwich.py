@@ -132,7 +132,7 @@ def test_chosen_subnets_and_an_own_loss_and_backward() -> None:
     seen: list[float] = []
 
     def backward(loss: Tensor) -> None:
-        seen.append(float(loss))
+        seen.append(float(loss.detach()))
         (2 * loss).backward()
 
     found = sandwich_step(
