@@ -8,8 +8,10 @@ put into the copy.
 3. Subnets equal the model in which everything that they do not use is zero and skipped blocks are identities.
    A slice of the wrong rows passes the first two tests and not this one.
 
-For the second and the third test, small random numbers are added to all vectors of weights. Otherwise a scale
-that training begins at zero, such as that of the last BatchNorm of a residual block, would hide the block.
+For the second and the third test, the weights are disturbed: small random numbers are added to all vectors,
+and matrices are scaled up to the gain of one. Otherwise a scale that training begins at zero, such as that of
+the last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of
+queries and keys are used.
 """
 
 from __future__ import annotations
@@ -46,8 +48,11 @@ __all__ = ["Proof", "outputs_of"]
 
 EXACT = 1e-5
 """The largest difference of outputs that should be equal, as a share of the largest output."""
-COMPARED = 1e-3
+COMPARED = 5e-5
 """The same for the masked model, which sums over more numbers."""
+SHORT = 5e-2
+"""The same for all outputs of 16 bits."""
+RANDOM = ", whose output differs from run to run; make it deterministic in evaluation mode"
 RANDOM_SUBNETS = 2
 ENOUGH_S = 1.5
 """After so many seconds no further random subnets are tried."""
@@ -74,6 +79,7 @@ class Proof:
     """
 
     def __init__(self, model: nn.Module, description: Description, x: Any, expected: list[Tensor]) -> None:
+        self.model = model
         self.description = description
         self.x = x
         self.expected = expected
@@ -91,7 +97,8 @@ class Proof:
         except Exception as error:
             return f"the largest subnet does not run: {_line(error)}"
         if not _close(full, self.expected, EXACT):
-            return "the largest subnet differs from the model"
+            again = _close(outputs_of(self.model, self.x), self.expected, EXACT)
+            return f"the largest subnet differs from the model{'' if again else RANDOM}"
         rng = random.Random(0)
         drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
@@ -162,11 +169,8 @@ class Proof:
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for name, tensor in network.state_dict(keep_vars=True).items():
-                    if tensor.is_floating_point() and tensor.numel() == max(tensor.shape, default=1):
-                        noise = 0.1 + 0.2 * torch.rand(tensor.shape, generator=generator)
-                        tensor.add_(
-                            noise.to(tensor) if "running_mean" not in name else noise.to(tensor) - 0.2
-                        )
+                    if tensor.is_floating_point():
+                        _disturb_(name, tensor, generator)
             self._weights = network, private_copy(network)
             for stack in (m for copied in self._weights for m in copied.modules()):
                 if isinstance(stack, LayerSelect):
@@ -181,26 +185,40 @@ class Proof:
                 return False
             path, _, name = loud.path.rpartition(".")
             if loud.path in places:  # it is not inside a skipped block
-                places[path]._modules[name] = _PaddedNorm(loud.bind(row), loud.full("features"))
+                places[path]._modules[name] = _PaddedNorm(loud, row)
         return True
 
 
 class _PaddedNorm(nn.Module):
     """A norm over the first features of its input, which fills the other features with zeros."""
 
-    def __init__(self, norm: nn.Module, full: int) -> None:
+    def __init__(self, operator: LayerNormSlice, row: SizeRow) -> None:
         super().__init__()
-        self.norm = norm
-        self.full = full
-        weight: Any = norm.weight
-        self.kept = len(weight)
+        self.norm = operator.bind(row)
+        self.full = operator.full("features")
+        self.kept = operator.size("features", row)
+        self.first = isinstance(operator.template, nn.GroupNorm) or "2d" in type(operator.template).__name__
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the first features of the axis that has as many as the norm."""
-        axis = 1 if x.dim() == 4 and x.shape[1] == self.full else x.dim() - 1
+        axis = 1 if self.first or x.shape[-1] != self.full else x.dim() - 1
         y: Tensor = self.norm(x.narrow(axis, 0, self.kept))
         padding = [0, 0] * (x.dim() - 1 - axis) + [0, self.full - self.kept]
         return F.pad(y, padding)
+
+
+def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    """Change weights so that everything that is computed with them is seen in the output."""
+    noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+    if tensor.numel() == max(tensor.shape, default=1):
+        tensor.add_(0.2 * noise - 0.1 if "running_mean" in name else 0.2 * noise + 0.1)
+        return
+    gain = (tensor.shape[0] / tensor.numel()) ** 0.5
+    spread = float(tensor.float().std())
+    if spread < 1e-3 * gain:
+        tensor.add_(gain * (2 * noise - 1))
+    elif spread < gain:
+        tensor.mul_(gain / spread)
 
 
 def _structure(model: nn.Module) -> nn.Module:
@@ -216,14 +234,15 @@ def _structure(model: nn.Module) -> nn.Module:
 
 def _close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
     return len(found) == len(expected) and all(
-        a.shape == b.shape
-        and bool(
-            torch.allclose(a, b, rtol=0, atol=tolerance * max(1e-30, float(b[b.isfinite()].abs().max())))
-            if b.numel() and bool(b.isfinite().any())
-            else torch.equal(a, b)
-        )
+        a.shape == b.shape and _near(a.double(), b.double(), SHORT if a.dtype.itemsize < 4 else tolerance)
         for a, b in zip(found, expected, strict=True)
     )
+
+
+def _near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    finite = expected[expected.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(found, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
 
 
 def _copied(value: Any) -> Any:
