@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from subnetact.errors import InsertError, MissingExtra
+from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import LAYERS, TracedModel
 from subnetact.insertion.blocks import block_influences, skippable_blocks, stages_of
 from subnetact.insertion.declaration import declared
@@ -49,12 +49,13 @@ def describe(
         example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
         axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels), "ffn" (neurons
             between two linear layers) and "heads" (attention heads).
-        choices: axis, or name or pattern of groups -> choices, as shares of the full size (floats) or sizes
-            (integers). A list is meant for all axes. What is not named has the shares 0.5, 0.75 and 1.0.
-        only: a pattern of names of modules, or several, as in "layer[34].*". Only groups whose outputs all
-            belong to such modules, and such blocks, become elastic.
-        fixed: a pattern of names of modules, or several. These modules stay as they are, and so does
-            everything that would change them.
+        choices: axis, or name or pattern of groups and stages -> choices: shares of the full size if one of
+            them is a float, otherwise sizes. A list is meant for all axes. What is not named has the shares
+            0.5, 0.75 and 1.0.
+        only: a pattern of names of modules with `*`, `?` and `[...]`, or several, "layer[34].*" for example.
+            A pattern means everything inside a module, too. Only the outputs of such modules become elastic,
+            and only such blocks can be skipped.
+        fixed: a pattern of names of modules, or several, as for `only`. These modules stay as they are.
         each_block: whether every skippable block has a slot of its own, with the choices 0 and 1. If False,
             a slot per stage says how many blocks are kept, the most important ones.
         proof: whether to try the description on copies of the model. What fails is left out and listed in
@@ -78,16 +79,15 @@ def describe(
     _check_model(model)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     expected = _runs(model, example)
-    found = _found(model, example, "depth" in axes, each_block)
-    kept, stages, refused = _selected(found, axes, *patterns)
-    given = choices if isinstance(choices, Mapping) else dict.fromkeys(axes, choices or SHARES)
+    found = _found(model, example, axes, each_block)
+    kept, stages, refused = _selected(model, found, axes, *patterns)
     description = Description(type(model).__name__, kept, stages, refused)
-    for pattern in given:
-        if pattern not in axes:
-            description.matching(pattern)
-    description = _chosen(description, given)
     if not description.slots:
         raise InsertError(_nothing(model, description))
+    if isinstance(choices, Mapping):
+        for pattern in choices:
+            description.matching(pattern)
+    description = _chosen(description, choices if choices is not None else SHARES)
     return _proved(model, description, example, expected) if proof else description
 
 
@@ -105,9 +105,9 @@ def insert_(
     `insert_(model, description, example=x)` takes a `Description`, which may have been edited or read; and
     `insert_(model, space, elastic)` takes a space and an elastic description written by hand.
 
-    With an example, everything is tried on copies of the model first: the largest subnet equals the model,
-    subnets do not read weights that they do not use, and they equal the model in which everything that they
-    do not use is zero and skipped blocks are identities.
+    A description is always tried on copies of the model first: the largest subnet equals the model, subnets
+    do not read weights that they do not use, and they equal the model in which everything that they do not
+    use is zero and skipped blocks are identities. What is written by hand is tried if there is an example.
 
     A hand-written elastic description names every module that consumes a narrowed output as well: the
     BatchNorm after a narrowed convolution (`channels=`) and the next convolution or linear layer (`in_=`).
@@ -137,15 +137,16 @@ def insert_(
         >>> print(supernet.report)
     """
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
-        return put_operators_(model, description, elastic)
+        return _checked(put_operators_(model, description, elastic), example)
+    if "proof" in options:
+        raise InsertError("proof: insert_ tries every description; give the option to describe")
     if description is None and example is not None:
         description = describe(model, example, **options)
         if elastic is not None:
             description = _tried(model, description.override(elastic), example)
-    elif isinstance(description, Description) and elastic is None and not options:
+    elif isinstance(description, Description) and elastic is None and not options and example is not None:
         _check_model(model)
-        if example is not None:
-            description = _tried(model, description, example)
+        description = _tried(model, description, example)
     else:
         raise InsertError(
             "insert_ takes a model and an example (insert_(model, example=x)), also with a description "
@@ -162,8 +163,9 @@ def insert_(
 _Found = tuple[list[Group], list[Stage], dict[str, str]]
 
 
-def _found(model: nn.Module, example: Any, depth: bool, each_block: bool) -> _Found:
+def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool) -> _Found:
     """Return groups and stages without choices, and what is refused."""
+    depth = "depth" in axes
     stated = declared(model, example)
     groups, refused = list(stated.groups), dict(stated.refused)
     blocks = dict(stated.blocks)
@@ -176,11 +178,17 @@ def _found(model: nn.Module, example: Any, depth: bool, each_block: bool) -> _Fo
         refused["everything else"] = str(error)
     else:
         graph = traced.graph()
-        known = {(member.module, member.part) for group in groups for member in group.members}
-        for item in traced.groups([n for n in _layers(model, graph) if (n, "out") not in known]):
+        known = {(m.module, m.part) for group in groups for m in group.members}
+        operators = {m.module: m.operator for group in groups for m in group.members}
+        layers = [n for n in _layers(model, graph) if (n, "out") not in known] if axes != ("depth",) else []
+        for item in traced.groups(layers):
             if not isinstance(item, Group):
                 refused.setdefault(*item)
-            elif known.isdisjoint((member.module, member.part) for member in item.members):
+            elif not known.isdisjoint((m.module, m.part) for m in item.members):
+                continue  # a declared group has its members
+            elif any(operators.get(m.module, m.operator) is not m.operator for m in item.members):
+                refused[item.name] = "a module in it already has another operator"
+            else:
                 groups.append(item)
         stacks = {block.rpartition(".")[0] for block in blocks}
         if depth:
@@ -205,34 +213,51 @@ def _layers(model: nn.Module, graph: Any) -> list[str]:
     return [n for n in dict.fromkeys(inside) if isinstance(modules[n], LAYERS)]
 
 
-def _selected(found: _Found, axes: Sequence[str], only: list[str], fixed: list[str]) -> _Found:
+def _selected(
+    model: nn.Module, found: _Found, axes: Sequence[str], only: list[str], fixed: list[str]
+) -> _Found:
     """Return what the axes and the patterns leave."""
 
-    def allowed(inner: Sequence[str], all_: Sequence[str]) -> bool:
-        wanted = all(any(fnmatchcase(name, p) for p in only) for name in inner)
-        return wanted and not any(fnmatchcase(name, p) for name in all_ for p in fixed)
-
     groups, stages, refused = found
+    paths = [path for path, _ in model.named_modules()]
+
+    def elastic(names: Iterable[str]) -> bool:
+        return all(any(_matches(name, pattern) for pattern in only) for name in names)
+
+    def stays(names: Iterable[str]) -> bool:
+        return any(_matches(name, pattern) for name in names for pattern in fixed)
+
     kept = [
         group
         for group in groups
         if group.axis in axes
-        and allowed([m.module for m in group.members if m.part == "out"], [m.module for m in group.members])
+        and elastic(m.module for m in group.members if m.part == "out")
+        and not stays(m.module for m in group.members)
     ]
     left = []
     for stage in stages:
-        blocks = tuple(block for block in stage.blocks if allowed([f"{block}."], [block, f"{block}."]))
+        inside = {b: [p for p in paths if p == b or p.startswith(f"{b}.")] for b in stage.blocks}
+        blocks = tuple(b for b in stage.blocks if elastic([b]) and not stays(inside[b]))
         if blocks:
             left.append(replace(stage, blocks=blocks))
-    return kept, left, {n: why for n, why in refused.items() if allowed([n], [n])}
+    return kept, left, {name: why for name, why in refused.items() if elastic([name]) and not stays([name])}
 
 
-def _chosen(description: Description, choices: Mapping[str, Sequence[float]]) -> Description:
-    """Return a description with choices; later patterns count more, the shares of all others are `SHARES`."""
-    for axis in AXES:
-        if any(slot.axis == axis for slot in description.slots.values()):
-            description = description.with_choices(axis, choices.get(axis, SHARES))
-    for pattern, given in choices.items():
+def _matches(name: str, pattern: str) -> bool:
+    """Tell whether a pattern means a module, or a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def _chosen(
+    description: Description, choices: Mapping[str, Sequence[float]] | Sequence[float]
+) -> Description:
+    """Return a description with choices: names count more than axes, later patterns than earlier ones."""
+    named = choices if isinstance(choices, Mapping) else {}
+    for axis in dict.fromkeys(slot.axis for slot in description.slots.values()):
+        given = named.get(axis, SHARES) if isinstance(choices, Mapping) else choices
+        description = description.with_choices(axis, given)
+    for pattern, given in named.items():
         if pattern not in AXES:
             description = description.with_choices(pattern, given)
     return description
@@ -253,6 +278,8 @@ def _proved(model: nn.Module, description: Description, example: Any, expected: 
         failure = trial.failure()
         if failure is None:
             return description
+        if not trial.is_largest_right:
+            raise InsertError(f"{type(model).__name__}: {failure}")
         culprits = trial.culprits()
         if not culprits:
             raise InsertError(f"{type(model).__name__}: {failure}")
@@ -267,9 +294,20 @@ def _tried(model: nn.Module, description: Description, example: Any) -> Descript
     trial = Proof(model, description, example, _runs(model, example))
     failure = trial.failure()
     if failure is not None:
-        named = trial.culprits()
+        named = trial.culprits() if trial.is_largest_right else {}
         raise InsertError("; ".join(f"{name}: {why}" for name, why in named.items()) or failure)
     return description
+
+
+def _checked(supernet: Supernet, example: Any) -> Supernet:
+    """Return the supernet if `Supernet.check` finds nothing wrong; otherwise give the model back."""
+    if example is not None:
+        try:
+            supernet.check(example)
+        except SubnetActError:
+            supernet.remove()
+            raise
+    return supernet
 
 
 def _adopt_statistics(supernet: Supernet) -> None:
@@ -284,12 +322,18 @@ def _adopt_statistics(supernet: Supernet) -> None:
 
 def _runs(model: nn.Module, example: Any) -> list[Tensor]:
     try:
-        return outputs_of(model, example)
+        found = outputs_of(model, example)
     except Exception as error:
         raise InsertError(
             f"{type(model).__name__} does not run on the example: {error}; give what you would give to the "
             "model: a tensor, a tuple of arguments or a dictionary of named arguments"
         ) from error
+    if not found:
+        raise InsertError(
+            f"{type(model).__name__} returns no tensors that can be compared; return tensors, in tuples, "
+            "lists or dictionaries"
+        )
+    return found
 
 
 def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[str]:

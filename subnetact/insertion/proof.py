@@ -74,6 +74,9 @@ class Proof:
         x: an input of the model.
         expected: what `outputs_of` returned for the model.
 
+    Attributes:
+        is_largest_right: whether `failure` found that the largest subnet equals the model.
+
     Raises:
         InsertError: the operators cannot be put in.
     """
@@ -87,6 +90,7 @@ class Proof:
         self.network = put_operators_(trial, description.space, description.elastic).network
         self.space: SubnetSpace = description.space
         self.largest = self.space.resolve(self.space.largest())
+        self.is_largest_right = False
         self._weights: tuple[nn.Module, nn.Module] | None = None
 
     def failure(self) -> str | None:
@@ -99,6 +103,7 @@ class Proof:
         if not _close(full, self.expected, EXACT):
             again = _close(outputs_of(self.model, self.x), self.expected, EXACT)
             return f"the largest subnet differs from the model{'' if again else RANDOM}"
+        self.is_largest_right = True
         rng = random.Random(0)
         drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)

@@ -216,7 +216,7 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     assert len(description.stages) in (3, 4)
     torch.testing.assert_close(call(model, x), expected, rtol=0, atol=0)
 
-    supernet = insert_(model, description)
+    supernet = insert_(model, description, example=x)
     space = supernet.space
     torch.testing.assert_close(call(supernet.subnet(space.largest()), x), expected, rtol=1e-5, atol=1e-5)
     rng = random.Random(0)
@@ -234,7 +234,7 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
 def test_views_are_zero_copy(name: str) -> None:
     make, example, *_ = MODELS[name]
     model = make()
-    supernet = insert_(model, describe(model, example()))
+    supernet = insert_(model, describe(model, example()), example=example())
     storages = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
     view = supernet.subnet(supernet.space.smallest())
     assert {p.untyped_storage().data_ptr() for p in view.parameters()} <= storages

@@ -61,7 +61,7 @@ def test_a_description_becomes_a_supernet() -> None:
     network = model()
     x = torch.randn(2, 8, 4, 4)
     full = network(x)
-    supernet = subnetact.insert_(network, description())
+    supernet = subnetact.insert_(network, description(), example=x)
     supernet.eval()
     assert torch.equal(supernet(x), full)
     smallest = supernet.subnet(supernet.space.smallest())
@@ -147,5 +147,6 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_insert_says_what_it_takes() -> None:
-    with pytest.raises(InsertError, match="insert_ takes"):
-        subnetact.insert_(model(), description().space)
+    for arguments in ((description().space,), (description(),), ()):
+        with pytest.raises(InsertError, match="insert_ takes"):
+            subnetact.insert_(model(), *arguments)

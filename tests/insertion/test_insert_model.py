@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import subnetact
-from subnetact.errors import InsertError
+from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.proof import Proof, outputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -132,12 +136,22 @@ def test_axes_choices_only_and_fixed() -> None:
         ({"choices": {"width": (0.5, 2.0)}}, r"first.width: 2.0 is not a choice"),
         ({"choices": {"width": (32,)}}, r"first.width: 32 is not a choice"),
         ({"choices": {"third.width": (0.5,)}}, "no group or stage matches 'third.width'"),
+        ({"choices": {"heads": (0.5,)}}, "no group or stage matches 'heads'"),
         ({"only": "head"}, "nothing in Hidden can be elastic; head: its outputs are inputs or outputs"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InsertError, match=message):
         subnetact.describe(Hidden(torch.relu).eval(), X, **options)
+
+
+class WithoutTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return SimpleNamespace(scores=self.first(x))
 
 
 def branching(t: torch.Tensor) -> torch.Tensor:
@@ -175,6 +189,8 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         "scripted": (lambda: torch.jit.trace(plain(), X), "scripted module"),
         "branching": (lambda: Hidden(branching).eval(), "cannot be traced"),
         "another input": (lambda: nn.Linear(4, 2).eval(), "does not run on the example"),
+        "random": (lambda: Hidden(lambda t: F.dropout(t)).eval(), "output differs from run to run"),
+        "no tensors": (lambda: WithoutTensors().eval(), "returns no tensors that can be compared"),
         "no model": (lambda: torch.relu, "expected a model"),
     }
 
@@ -285,3 +301,69 @@ def test_remove_keeps_what_was_trained() -> None:
     plain = supernet.remove()
     assert all(module.training for module in plain.modules())
     assert torch.equal(plain.eval()(X.double()), expected)
+
+
+def test_tied_weights_are_left_alone() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+            self.three.weight = self.one.weight
+            self.hidden, self.out = nn.Linear(16, 12), nn.Linear(12, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.hidden(self.three(self.two(self.one(x)).relu()).relu()).relu())
+
+    description = subnetact.describe(Tied().eval(), torch.randn(2, 8))
+    assert [group.full for group in description.groups.values()] == [12]
+    assert "one.weight and three.weight are one tied tensor" in description.refused["one"]
+
+
+def test_an_output_of_zeros_hides_nothing() -> None:
+    model = Hidden(torch.relu).eval()
+    description = subnetact.describe(model, X)
+    broken = Hidden(lambda t: t.flip(1)).eval()
+    for network in (model, broken):
+        nn.init.zeros_(network.head.weight)
+        nn.init.zeros_(network.head.bias)
+    subnetact.insert_(model, description, example=X)
+    with pytest.raises(InsertError, match=r"first\.width: a subnet differs"):
+        subnetact.insert_(broken, description, example=X)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_wrong_rows_of_queries_keys_or_values_are_noticed(part: int) -> None:
+    """Queries and keys hardly matter to the output of a network with small weights."""
+    model = make("timm:vit_tiny_patch16_224", img_size=64, depth=1)
+    x = torch.randn(1, 3, 64, 64)
+    description = subnetact.describe(model, x, axes=("heads",))
+    (group,) = description.groups.values()
+    members = list(group.members)
+    segment = next(i for i, m in enumerate(members) if m.start == part * 192)
+    members[segment : segment + 1] = [
+        replace(members[segment], multiple=32, start=part * 192),
+        replace(members[segment], multiple=32, start=part * 192 + 96),
+    ]
+    wrong = subnetact.Description("wrong", [replace(group, members=tuple(members))])
+    with pytest.raises(InsertError, match="differs from the model with unused weights"):
+        subnetact.insert_(model, wrong, example=x)
+
+
+def test_handwritten_descriptions_are_checked_on_an_example() -> None:
+    found = subnetact.describe(Hidden(torch.relu).eval(), X)
+    model = Hidden(lambda t: t.flip(1)).eval()
+    modules = dict(model.named_modules())
+    with pytest.raises(InsertError, match="differs from the original network"):
+        subnetact.insert_(model, found.space, found.elastic, example=X)
+    assert dict(model.named_modules()) == modules
+    supernet = subnetact.insert_(model, example=X, elastic={"second": None, "head": None})
+    assert "second" in supernet.report.fixed
+
+
+def test_it_works_without_the_package_only_if_something_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    description = subnetact.describe(Hidden(torch.relu).eval(), X)
+    monkeypatch.setitem(sys.modules, "torch_kirigami", None)
+    with pytest.raises(MissingExtra, match=r"subnetact\[auto\]"):
+        subnetact.insert_(Hidden(torch.relu).eval(), example=X)
+    supernet = subnetact.insert_(Hidden(torch.relu).eval(), description, example=X)
+    assert "first" in supernet.report.elastic
