@@ -18,14 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
+from subnetact.insertion.importance import ChannelGroup
+from subnetact.insertion.reorder import reorder_
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Importance", "importance", "rewire_"]
-
-PRODUCERS = {"heads": ("query", "key", "value"), "neurons": ("intermediate",)}
-"""The linear layers whose outputs are the heads' features, and the neurons."""
-CONSUMERS = {"heads": "attention_output", "neurons": "output"}
-"""The linear layer that reads them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def _sum(a: Importance, b: Importance) -> Importance:
 
 
 def rewire_(supernet: Supernet, scores: list[Importance]) -> None:
-    """Sort the heads and neurons of every layer in place, the most important first.
+    """Sort the heads and neurons of every layer in place, the most important first, with `reorder_`.
 
     Every BERT that was only fine-tuned needs this before narrow subnets are trained or served, because a
     subnet keeps the first heads and neurons. The full network computes the same function as before. Existing
@@ -132,22 +129,16 @@ def rewire_(supernet: Supernet, scores: list[Importance]) -> None:
     given = [(len(score.heads), len(score.neurons)) for score in scores]
     if shapes != given:
         raise SpecError(f"dynabert: scores of (heads, neurons) {given} do not fit layers of {shapes}")
-    with torch.no_grad():
-        for layer, score in zip(layers, scores, strict=True):
-            order = score.heads.argsort(descending=True, stable=True)
-            features = (order[:, None] * size + torch.arange(size, device=order.device)).flatten()
-            _permute(layer, "heads", features)
-            _permute(layer, "neurons", score.neurons.argsort(descending=True, stable=True))
+    by_module: dict[str, Tensor] = {}
+    for i, score in enumerate(scores):
+        by_module |= {f"layers.{i}.query": score.heads, f"layers.{i}.intermediate": score.neurons}
 
+    def scored(group: ChannelGroup) -> Tensor | None:
+        return next((by_module[name] for name in group.modules if name in by_module), None)
 
-def _permute(layer: Any, what: str, order: Tensor) -> None:
-    for name in PRODUCERS[what]:
-        linear = getattr(layer, name)
-        order = order.to(linear.weight.device)
-        linear.weight.copy_(linear.weight[order])
-        linear.bias.copy_(linear.bias[order])
-    columns = getattr(layer, CONSUMERS[what])
-    columns.weight.copy_(columns.weight[:, order])
+    words = network.words.weight
+    tokens = torch.zeros(1, min(8, len(network.positions.weight) - 1), dtype=torch.long, device=words.device)
+    reorder_(supernet, scored, example={"input_ids": tokens})
 
 
 def _check(supernet: Supernet) -> None:

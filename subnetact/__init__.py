@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from subnetact.insertion.description import Description
     from subnetact.insertion.hugging_face import as_pretrained
     from subnetact.insertion.insert import describe, insert_
+    from subnetact.insertion.reorder import ReorderReport, reorder_
     from subnetact.latency.table import LatencyTable
     from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
@@ -140,6 +141,8 @@ _HOME = {
     "WeightSlice": "operators",
     "calibrate": "calibration.calibrate",
     "insert_": "insertion.insert",
+    "ReorderReport": "insertion.reorder",
+    "reorder_": "insertion.reorder",
     "pareto_front": "pareto",
     "profile_latency": "profile.sweep",
     "search": "nas.search",
@@ -168,6 +171,7 @@ __all__ = [
     "ModelSwitching",
     "NormTable",
     "Policy",
+    "ReorderReport",
     "SearchResult",
     "SlackFit",
     "Slot",
@@ -188,6 +192,7 @@ __all__ = [
     "insert_",
     "pareto_front",
     "profile_latency",
+    "reorder_",
     "search",
     "simulate",
 ]

@@ -1,0 +1,108 @@
+"""Importance: scores that say which channels, heads and neurons narrow subnets should keep.
+
+A unit is what `reorder_` moves as a whole: a channel, a neuron, or a head. Its score is a sum over the
+weights that belong to it. Narrow subnets keep the units with the highest scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["MEASURES", "ChannelGroup", "Importance", "UnitWeights", "by_batch_norm", "by_l1", "by_taylor"]
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """The entries of one weight that belong to the units of a group.
+
+    Attributes:
+        module: the name of the module.
+        operator: the name of the class of its operator, `WeightSlice` for example.
+        parameter: the name of its parameter.
+        role: `writes` if the entries compute the units, `reads` if they take them as inputs, `keeps` if the
+            module passes each unit on by itself, as BatchNorm does.
+        values: the entries, of shape (units, entries per unit).
+        gradient: the gradient of the loss with respect to the entries, of the same shape; None unless the
+            measure is "taylor".
+    """
+
+    module: str
+    operator: str
+    parameter: str
+    role: str
+    values: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """Units that `reorder_` puts into a new order, and all weights that move with them.
+
+    Attributes:
+        name: the first part of a module that computes the units, for example `layer1.0.conv1.out`.
+        dimensions: the dimensions of the space that the weights follow.
+        units: the number of units.
+        weights: the weights.
+    """
+
+    name: str
+    dimensions: tuple[str, ...]
+    units: int
+    weights: tuple[UnitWeights, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of all modules with weights in the group."""
+        return tuple(dict.fromkeys(weight.module for weight in self.weights))
+
+
+Importance: TypeAlias = Callable[[ChannelGroup], Tensor | None]
+"""Returns the score of every unit of a group, of shape (units,), or None to leave the group as it is."""
+
+
+def by_l1(group: ChannelGroup) -> Tensor | None:
+    """Return the sum of the absolute weights that compute a unit or read it, without biases.
+
+    Args:
+        group: the group.
+
+    Source: Pruning Filters for Efficient ConvNets (Li et al., ICLR 2017).
+    """
+    mixing = [w for w in group.weights if w.role != "keeps" and "bias" not in w.parameter]
+    return _total([w.values.abs().sum(1) for w in mixing])
+
+
+def by_batch_norm(group: ChannelGroup) -> Tensor | None:
+    """Return the absolute scale of a unit in the BatchNorms, or None if the group has no BatchNorm.
+
+    Args:
+        group: the group.
+
+    Source: Network Slimming (Liu et al., ICCV 2017).
+    """
+    norms = [w for w in group.weights if w.operator == "SubnetNorm" and w.parameter == "weight"]
+    return _total([w.values.abs().sum(1) for w in norms])
+
+
+def by_taylor(group: ChannelGroup) -> Tensor | None:
+    """Return how much the loss changes, to first order, if the weights of a unit become zero.
+
+    Args:
+        group: the group, with gradients. The absolute changes are added over the weights.
+
+    Source: Importance Estimation for Neural Network Pruning (Molchanov et al., CVPR 2019).
+    """
+    return _total([(w.values * w.gradient).sum(1).abs() for w in group.weights if w.gradient is not None])
+
+
+def _total(scores: list[Tensor]) -> Tensor | None:
+    return torch.stack(scores).sum(0) if scores else None
+
+
+MEASURES: Mapping[str, Importance] = {"l1": by_l1, "batch_norm": by_batch_norm, "taylor": by_taylor}
+"""The measures that `reorder_` knows by name."""

@@ -1,0 +1,583 @@
+"""reorder_: the full network stays, and narrow subnets keep the most important units."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_families import small_inputs, small_supernet
+from torch import Tensor, nn
+
+import subnetact
+from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice, reorder_
+from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
+from subnetact.insertion.importance import ChannelGroup
+from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, ParameterSlice, Segments
+from subnetact.supernet.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+PLAIN = {"atol": 5e-5, "rtol": 1e-5}
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
+
+
+def space_of(sizes: Callable[[int], dict[str, int]], choices: list[int], keep: int = 0) -> SubnetSpace:
+    """Return a space with one width, and `keep` layers that can be skipped."""
+    axes = [Axis.uniform("width", ["all"], choices)]
+    axes += [Axis.uniform("keep", [str(i) for i in range(keep)], [0, 1])] if keep else []
+    return SubnetSpace(
+        "reorder",
+        axes,
+        lambda v: {
+            **sizes(v["width"][0]),
+            **({f"keep{i}": k for i, k in enumerate(v["keep"])} if keep else {}),
+        },
+    )
+
+
+def randomised(network: nn.Module) -> nn.Module:
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.2, 2)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+            module.running_mean = torch.randn(module.num_features) * 0.2
+            module.running_var = torch.rand(module.num_features) + 0.5
+    return network.eval()
+
+
+class Convs(nn.Module):
+    """A stem, two residual blocks with hidden channels, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.blocks = nn.Sequential(Residual(), Residual())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(6, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True))
+
+
+def convs(keep: bool = False) -> tuple[Any, Supernet]:
+    torch.manual_seed(0)
+    network = randomised(Convs())
+    original = copy.deepcopy(network)
+    elastic = {"blocks": LayerSelect.on(**{"1": "keep1"})} if keep else {}
+    for i in range(2):
+        elastic |= {
+            f"blocks.{i}.conv1": WeightSlice.on(out="width"),
+            f"blocks.{i}.bn1": SubnetNorm.on(channels="width"),
+            f"blocks.{i}.conv2": WeightSlice.on(in_="width"),
+        }
+    space = space_of(lambda w: {"width": w}, [3, 8], keep=2 if keep else 0)
+    return original, subnetact.insert_(network, space, elastic)
+
+
+class Grouped(nn.Module):
+    """Attention with grouped queries: four query heads of four features share two keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(12, 16)
+        self.k, self.v = nn.Linear(12, 8), nn.Linear(12, 8)
+        self.o = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        rotation = torch.linspace(1, 2, 4)  # The features of a head differ, as with rotary embeddings.
+        return x + self.o(F.scaled_dot_product_attention(q * rotation, k, v).transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """A pre-norm transformer block with fused queries, keys and values, and a fused gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = Token()
+        self.embed = nn.Linear(12, 16)
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.proj = nn.Linear(16, 36), nn.Linear(12, 16)
+        self.gate_up, self.down = nn.Linear(16, 20), nn.Linear(10, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(self.embed(x))
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return self.head((x + self.down(F.silu(gate) * up)).mean(1))
+
+
+class Token(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.token
+
+
+def fused() -> tuple[Any, Supernet]:
+    torch.manual_seed(0)
+    network = Fused().eval()
+    for norm in (network.norm1, network.norm2):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    original = copy.deepcopy(network)
+    space = space_of(lambda w: {"stream": 4 * w + 4, "heads": 4 * w, "neurons": 3 * w + 1}, [1, 3])
+    stream = LayerNormSlice.on(features="stream")
+    elastic = {
+        "token": ParameterSlice.on(features="stream"),
+        "embed": WeightSlice.on(out="stream"),
+        "norm1": stream,
+        "norm2": stream,
+        "qkv": WeightSlice.on(in_="stream", out=Segments(*[("heads", 12)] * 3)),
+        "proj": WeightSlice.on(in_="heads", out="stream"),
+        "gate_up": WeightSlice.on(in_="stream", out=Segments(*[("neurons", 10)] * 2)),
+        "down": WeightSlice.on(in_="neurons", out="stream"),
+        "head": WeightSlice.on(in_="stream"),
+    }
+    return original, subnetact.insert_(network, space, elastic)
+
+
+def outputs(network: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return network(x)
+
+
+# -- the order ---------------------------------------------------------------------------------------
+
+
+def test_hidden_channels_are_sorted_and_narrow_subnets_keep_the_best() -> None:
+    original, supernet = convs()
+    report = reorder_(supernet, "l1", IMAGES)
+    assert report.reordered == {"blocks.0.conv1.out": 8, "blocks.1.conv1.out": 8}
+    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
+    with torch.no_grad():  # The best three channels of the original alone, the others silent:
+        for block in original.blocks:
+            score = block.conv1.weight.abs().sum((1, 2, 3)) + block.conv2.weight.abs().sum((0, 2, 3))
+            block.conv2.weight[:, score.argsort(descending=True)[3:]] = 0
+    narrow = supernet.space.smallest()
+    torch.testing.assert_close(outputs(supernet.subnet(narrow), IMAGES), outputs(original, IMAGES), **PLAIN)
+
+
+def test_batch_norm_scales_give_the_order() -> None:
+    original, supernet = convs()
+    reorder_(supernet, "batch_norm", IMAGES)
+    state = supernet.state_dict()
+    for i in range(2):
+        scale = original.blocks[i].bn1.weight.abs()
+        assert torch.equal(state[f"blocks.{i}.bn1.weight"].abs(), scale.sort(descending=True).values)
+        order = scale.argsort(descending=True)
+        for name in ("running_mean", "running_var", "bias"):
+            assert torch.equal(state[f"blocks.{i}.bn1.{name}"], getattr(original.blocks[i].bn1, name)[order])
+    assert torch.equal(state["stem.weight"], original.stem.weight)
+
+
+def test_taylor_scores_are_weights_times_gradients() -> None:
+    original, supernet = convs()
+    batches = [(IMAGES, torch.tensor([0, 1, 2])), (IMAGES.flip(0), torch.tensor([3, 1, 0]))]
+    totals = [torch.zeros(8), torch.zeros(8)]
+    for x, labels in batches:
+        original.zero_grad()
+        F.cross_entropy(original(x), labels).backward()
+        for total, block in zip(totals, original.blocks, strict=True):
+            total += (block.conv1.weight * block.conv1.weight.grad).sum((1, 2, 3)).abs()
+            total += (block.conv2.weight * block.conv2.weight.grad).sum((0, 2, 3)).abs()
+            for parameter in (block.bn1.weight, block.bn1.bias):
+                total += (parameter * parameter.grad).abs()
+    reorder_(supernet, "taylor", batches=batches)
+    for i, total in enumerate(totals):
+        order = total.argsort(descending=True)
+        moved = supernet.state_dict()[f"blocks.{i}.conv1.weight"]
+        assert torch.equal(moved, original.blocks[i].conv1.weight[order])
+
+
+def test_heads_move_as_a_whole_and_fused_layers_per_segment() -> None:
+    original, supernet = fused()
+    view = supernet.subnet(supernet.space.largest())
+    report = reorder_(supernet, "l1", TOKENS)
+    assert report.reordered == {"embed.out": 16, "qkv.out.0": 3, "gate_up.out.0": 10}
+    torch.testing.assert_close(outputs(view, TOKENS), outputs(original, TOKENS), **PLAIN)
+    own = dict(original.named_parameters())
+    rows = own["qkv.weight"].abs().sum(1).view(3, 3, 4).sum((0, 2))
+    score = rows + own["proj.weight"].abs().sum(0).view(3, 4).sum(1)
+    heads = score.argsort(descending=True)
+    columns = (
+        own["embed.weight"].abs().sum(1)
+        + own["proj.weight"].abs().sum(1)
+        + own["down.weight"].abs().sum(1)
+        + own["qkv.weight"].abs().sum(0)
+        + own["gate_up.weight"].abs().sum(0)
+        + own["head.weight"].abs().sum(0)
+    ).argsort(descending=True)
+    expected = own["qkv.weight"].view(3, 3, 4, 16)[:, heads][..., columns].flatten(0, 2)
+    assert torch.equal(supernet.state_dict()["qkv.weight"], expected)
+    assert torch.equal(supernet.state_dict()["token.token"], own["token.token"][columns])
+
+
+def test_a_narrow_fused_subnet_is_the_best_heads_and_neurons_of_the_original() -> None:
+    original, supernet = fused()
+    reorder_(supernet, "l1", TOKENS, dimensions=["heads", "neurons"])
+    own = dict(original.named_parameters())
+    heads = own["qkv.weight"].abs().sum(1).view(3, 3, 4).sum((0, 2))
+    heads = (heads + own["proj.weight"].abs().sum(0).view(3, 4).sum(1)).argsort(descending=True)
+    neurons = own["gate_up.weight"].abs().sum(1).view(2, 10).sum(0) + own["down.weight"].abs().sum(0)
+    with torch.no_grad():
+        for head in heads[1:]:
+            original.proj.weight[:, 4 * head : 4 * head + 4] = 0
+        original.down.weight[:, neurons.argsort(descending=True)[4:]] = 0
+    same_stream = SubnetSpace(
+        "same",
+        [Axis.uniform("width", ["all"], [1, 3])],
+        lambda v: {"stream": 16, "heads": 4 * v["width"][0], "neurons": 3 * v["width"][0] + 1},
+    )
+    _, plain = fused()
+    elastic = {
+        "qkv": WeightSlice.on(out=Segments(*[("heads", 12)] * 3)),
+        "proj": WeightSlice.on(in_="heads"),
+        "gate_up": WeightSlice.on(out=Segments(*[("neurons", 10)] * 2)),
+        "down": WeightSlice.on(in_="neurons"),
+    }
+    again = subnetact.insert_(plain.extract(plain.space.largest()), same_stream, elastic)
+    again.load_state_dict(supernet.state_dict())
+    found = outputs(again.subnet(same_stream.smallest()), TOKENS)
+    torch.testing.assert_close(found, outputs(original, TOKENS), **PLAIN)
+
+
+def test_query_heads_move_with_the_keys_and_values_that_they_share() -> None:
+    torch.manual_seed(0)
+    network = Grouped().eval()
+    original = copy.deepcopy(network)
+    elastic = {
+        "q": WeightSlice.on(out="queries"),
+        "k": WeightSlice.on(out="keys"),
+        "v": WeightSlice.on(out="keys"),
+        "o": WeightSlice.on(in_="queries"),
+    }
+    supernet = subnetact.insert_(
+        network, space_of(lambda w: {"queries": 8 * w, "keys": 4 * w}, [1, 2]), elastic
+    )
+    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), TOKENS)
+    assert report.reordered == {"q.out": 2}
+    torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
+    swapped = original.q.weight.view(2, 8, 12).flip(0).flatten(0, 1)
+    assert torch.equal(supernet.state_dict()["q.weight"], swapped)
+    assert torch.equal(supernet.state_dict()["k.bias"], original.k.bias.view(2, 4).flip(0).flatten())
+
+
+def test_grouped_convolutions_move_whole_groups() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 12, 1),
+        nn.BatchNorm2d(12),
+        nn.Conv2d(12, 24, 3, padding=1, groups=4),
+        nn.ReLU(),
+        nn.Conv2d(24, 24, 3, padding=1, groups=24),
+        nn.Conv2d(24, 5, 1),
+    )
+    original = copy.deepcopy(randomised(network))
+    elastic = {
+        "0": WeightSlice.on(out="narrow"),
+        "1": SubnetNorm.on(channels="narrow"),
+        "2": WeightSlice.on(in_="narrow", out="wide"),
+        "4": WeightSlice.on(in_="wide"),
+        "5": WeightSlice.on(in_="wide"),
+    }
+    supernet = subnetact.insert_(
+        network, space_of(lambda w: {"narrow": 3 * w, "wide": 6 * w}, [1, 4]), elastic
+    )
+    report = reorder_(supernet, "l1", IMAGES)
+    assert report.reordered == {"0.out": 4}
+    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
+    groups = supernet.state_dict()["2.weight"].view(4, 6, 3, 3, 3)
+    before = original[2].weight.view(4, 6, 3, 3, 3)
+    assert not torch.equal(groups, before)
+    assert sorted(groups.sum((1, 2, 3, 4)).tolist()) == sorted(before.sum((1, 2, 3, 4)).tolist())
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.up, self.down = nn.Linear(12, 9), nn.Linear(9, 12)
+        self.gamma = nn.Parameter(torch.randn(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.down(F.relu(self.up(x)) * self.gamma)
+
+
+def test_multihead_attention_and_parameters_of_a_block() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(Encoder(), nn.Linear(12, 2)).eval()
+    nn.init.normal_(network[0].attention.in_proj_bias)
+    original = copy.deepcopy(network)
+    elastic = {
+        "0": ElasticAttribute.on(gamma="neurons"),
+        "0.attention": AttentionSlice.on(out="heads"),
+        "0.attention.out_proj": WeightSlice.on(in_="heads"),
+        "0.up": WeightSlice.on(out="neurons"),
+        "0.down": WeightSlice.on(in_="neurons"),
+    }
+    supernet = subnetact.insert_(
+        network, space_of(lambda w: {"heads": 4 * w, "neurons": 3 * w}, [1, 3]), elastic
+    )
+    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), TOKENS)
+    assert sorted(report.reordered.values()) == [3, 9]
+    torch.testing.assert_close(outputs(supernet, TOKENS), outputs(original, TOKENS), **PLAIN)
+    assert torch.equal(supernet.state_dict()["0.gamma"], original[0].gamma.flip(0))
+    rows = original[0].attention.in_proj_weight.view(3, 3, 4, 12).flip(1).flatten(0, 2)
+    assert torch.equal(supernet.state_dict()["0.attention.in_proj_weight"], rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [
+        ("ofa_resnet50", 34),
+        ("ofa_mbv3", 32),
+        ("compofa_mbv3", 32),
+        ("attentivenas", 32),
+        ("dynabert", 12),
+        ("hydravit", 5),
+    ],
+)
+def test_published_families_stay_the_same_networks(family: str, groups: int) -> None:
+    supernet, inputs = small_supernet(family), small_inputs(family, 2)
+    x = inputs if len(inputs) > 1 else inputs["x"]
+    view = supernet.subnet(supernet.space.largest())
+    with torch.no_grad():
+        before = view(**inputs)
+        narrow = supernet(**inputs, subnet=supernet.space.smallest())
+        report = reorder_(supernet, "l1", x)
+        after = view(**inputs)
+        assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+        changed = supernet(**inputs, subnet=supernet.space.smallest())
+    assert (changed - narrow).abs().max() > 1e-3 * narrow.abs().max()
+    assert (len(report.reordered), report.kept) == (groups, {})
+
+
+def test_own_scores_choose_and_leave_groups() -> None:
+    original, supernet = convs()
+    seen: list[ChannelGroup] = []
+
+    def first_block(group: ChannelGroup) -> Tensor | None:
+        seen.append(group)
+        return torch.arange(8.0) if "blocks.0.conv1" in group.modules else None
+
+    report = reorder_(supernet, first_block, IMAGES)
+    assert report.reordered == {"blocks.0.conv1.out": 8}
+    assert report.kept == {"blocks.1.conv1.out": "its importance is not known"}
+    assert torch.equal(
+        supernet.state_dict()["blocks.0.conv1.weight"], original.blocks[0].conv1.weight.flip(0)
+    )
+    assert torch.equal(supernet.state_dict()["blocks.1.conv1.weight"], original.blocks[1].conv1.weight)
+    assert [(g.units, g.dimensions) for g in seen] == [(8, ("width",))] * 2
+    assert {(w.parameter, w.role, tuple(w.values.shape)) for w in seen[0].weights} == {
+        ("weight", "writes", (8, 54)),
+        ("weight", "keeps", (8, 1)),
+        ("bias", "keeps", (8, 1)),
+        ("weight", "reads", (8, 6)),
+    }
+
+
+# -- statistics, views, engines ----------------------------------------------------------------------
+
+
+def test_statistics_of_shallower_subnets_move_and_those_of_narrow_ones_go() -> None:
+    _, supernet = convs(keep=True)
+    space = supernet.space
+    shallow, narrow = space.spec(width=8, keep=[1, 0]), space.spec(width=3, keep=[1, 1])
+    subnetact.calibrate(supernet, [shallow, narrow, space.largest()], [IMAGES], progress=False)
+    before = {spec: outputs(supernet.subnet(spec), IMAGES) for spec in (shallow, space.largest())}
+    with pytest.warns(UncalibratedSubnetWarning, match="statistics of 1 narrow subnets are gone"):
+        report = reorder_(supernet, "l1", IMAGES)
+    assert report.dropped == 1
+    assert set(supernet.norms) == {shallow, space.largest()}
+    for spec, expected in before.items():
+        torch.testing.assert_close(outputs(supernet.subnet(spec), IMAGES), expected, **PLAIN)
+    subnetact.calibrate(supernet, [narrow], [IMAGES], progress=False)
+    with torch.no_grad():
+        assert torch.equal(supernet.subnet(narrow)(IMAGES), supernet.extract(narrow)(IMAGES))
+
+
+def test_engines_and_copies_follow() -> None:
+    original, supernet = fused()
+    engine = subnetact.Engine(
+        supernet, [supernet.space.smallest(), supernet.space.largest()], example=TOKENS[0]
+    )
+    engine(TOKENS, subnet=0)
+    reorder_(supernet, "l1", TOKENS)
+    torch.testing.assert_close(engine(TOKENS, subnet=1), outputs(original, TOKENS), **PLAIN)
+    expected = outputs(supernet.extract(supernet.space.smallest()), TOKENS)
+    torch.testing.assert_close(engine(TOKENS, subnet=0), expected, **PLAIN)
+    assert not supernet.check(TOKENS).compared  # LayerNorm is not silent; the corners ran.
+
+
+def test_tied_weights_move_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.mix, self.head = (
+                nn.Embedding(20, 8),
+                nn.Linear(8, 8),
+                nn.Linear(8, 20, bias=False),
+            )
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.words(x)
+            return self.head(x + F.relu(self.mix(x)))
+
+    torch.manual_seed(0)
+    network = Tied().eval()
+    original = copy.deepcopy(network)
+    elastic = {
+        "words": WeightSlice.on(out="width"),
+        "mix": WeightSlice.on(in_="width", out="width"),
+        "head": WeightSlice.on(in_="width"),
+    }
+    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w}, [4, 8]), elastic)
+    x = torch.arange(20)[None]
+    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), x)
+    assert report.reordered == {"words.out": 8}
+    torch.testing.assert_close(outputs(supernet, x), outputs(original, x), **PLAIN)
+    assert torch.equal(supernet.state_dict()["head.weight"], original.head.weight.flip(1))
+
+
+# -- what cannot be sorted ---------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """A forward that reads the order of its channels, which no operator follows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down, self.side = nn.Linear(12, 8), nn.Linear(8, 12), nn.Linear(8, 12)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.how == "numbered":
+            x = x * torch.arange(1, 1 + x.shape[-1]).to(x)
+        if self.how == "output":
+            return x
+        side = self.side(x) if self.how == "forgotten" else 0
+        return self.down(F.relu(x)) + side
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("numbered", "a layer does not see the same input after any permutation"),
+        ("output", "it reaches the output of the network"),
+        ("forgotten", r"0\.side reads it and does not follow it"),
+    ],
+)
+def test_what_reads_the_order_of_channels_is_left_alone(how: str, reason: str) -> None:
+    network = nn.Sequential(Positions(how), Residual1d(), nn.Linear(12, 3)).eval()
+    if how == "output":
+        network = nn.Sequential(Residual1d(), Positions(how)).eval()
+    at, other = ("1", "0") if how == "output" else ("0", "1")
+    elastic = {
+        f"{at}.up": WeightSlice.on(out="width"),
+        f"{at}.down": WeightSlice.on(in_="width"),
+        f"{other}.up": WeightSlice.on(out="hidden"),
+        f"{other}.down": WeightSlice.on(in_="hidden"),
+    }
+    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w, "hidden": w}, [4, 8]), elastic)
+    before = outputs(supernet, TOKENS)
+    fingerprint = supernet.fingerprint()
+    with pytest.raises(InsertError, match=rf"{at}\.up\.out \(dimension width\) cannot be sorted: {reason}"):
+        reorder_(supernet, "l1", TOKENS, dimensions=["width"])
+    assert supernet.fingerprint() == fingerprint
+    report = reorder_(supernet, "l1", TOKENS)
+    assert list(report.reordered) == [f"{other}.up.out"]
+    assert reason.replace("\\", "") in str(report)
+    torch.testing.assert_close(outputs(supernet, TOKENS), before, **PLAIN)
+
+
+class Residual1d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+def test_a_changed_output_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, supernet = convs()
+    fingerprint, norms = supernet.fingerprint(), supernet.norms
+    monkeypatch.setattr("subnetact.insertion.reorder._alike", lambda *_: False)
+    with pytest.raises(InsertError, match=r"would change by more than rounding.* The supernet is unchanged"):
+        reorder_(supernet, "l1", IMAGES)
+    assert supernet.fingerprint() == fingerprint
+    assert len(supernet.norms) == len(norms)
+
+
+def test_a_zero_initialised_branch_hides_nothing() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(Positions("numbered"), nn.Linear(12, 3)).eval()
+    nn.init.zeros_(network[0].down.weight)
+    elastic = {"0.up": WeightSlice.on(out="width"), "0.down": WeightSlice.on(in_="width")}
+    supernet = subnetact.insert_(network, space_of(lambda w: {"width": w}, [4, 8]), elastic)
+    with pytest.raises(InsertError, match="nothing in this supernet can be sorted"):
+        reorder_(supernet, "l1", TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"importance": "size"}, SpecError, "no importance 'size'; choose from l1, batch_norm, taylor"),
+        ({"importance": 3}, SpecError, "a name or a function, got int"),
+        ({"example": None}, SpecError, "give a batch that it takes"),
+        ({"importance": "taylor"}, SpecError, '"taylor" needs batches'),
+        ({"dimensions": ["height"]}, SpecError, "no dimensions height; choose from width"),
+        ({"example": torch.zeros(1, 5)}, InsertError, "the largest subnet does not run on the example"),
+        (
+            {"importance": lambda _: torch.ones(3)},
+            SpecError,
+            r"8 finite scores are needed, got of shape \(3,\)",
+        ),
+        ({"importance": lambda g: torch.full((g.units,), torch.nan)}, SpecError, "8 finite scores"),
+        ({"importance": lambda _: 1.0}, SpecError, "got float"),
+    ],
+)
+def test_bad_arguments_change_nothing(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    _, supernet = convs()
+    fingerprint = supernet.fingerprint()
+    with pytest.raises(error, match=message):
+        reorder_(supernet, **{"example": IMAGES, **arguments})
+    assert supernet.fingerprint() == fingerprint
+
+
+def test_nothing_is_elastic() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        supernet = subnetact.insert_(
+            nn.Sequential(nn.Linear(12, 3)).eval(), space_of(lambda w: {"w": w}, [1]), {}
+        )
+        with pytest.raises(InsertError, match="nothing is elastic"):
+            reorder_(supernet, "l1", TOKENS)
+        with pytest.raises(InsertError, match="expected a Supernet"):
+            reorder_(nn.Linear(3, 3), "l1", TOKENS)  # type: ignore[arg-type]
