@@ -425,7 +425,7 @@ def test_training_updates_the_shared_statistics_of_the_used_channels() -> None:
 def test_calibrated_statistics_are_those_of_the_extracted_network() -> None:
     _, supernet = dense()
     specs = list(supernet.space.enumerate())
-    subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
+    subnetact.calibrate(supernet, specs, [IMAGES], progress=False, adopt=False)
     for spec in specs:
         extracted = supernet.extract(spec)
         network = copy.deepcopy(extracted).train()
