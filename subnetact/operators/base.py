@@ -424,6 +424,9 @@ class Operator(nn.Module):
             args: what the template takes.
             kwargs: what the template takes by name.
 
+        Returns:
+            Nothing.
+
         Raises:
             SpecError: always.
         """

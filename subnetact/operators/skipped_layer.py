@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
 
-__all__ = ["SkippedLayer", "returns_tuple", "skipped"]
+__all__ = ["SkippedLayer", "first_name", "returns_tuple", "skipped"]
 
 _INNER = frozenset(nn.Module().__dict__)
 
@@ -30,9 +30,7 @@ class SkippedLayer(nn.Module):
         super().__init__()
         self.__dict__.update({name: v for name, v in layer.__dict__.items() if name not in _INNER})
         self.__dict__["stands_for"] = type(layer)
-        self.__dict__["first_name"] = next(
-            (n for n in inspect.signature(type(layer).forward).parameters if n != "self"), ""
-        )
+        self.__dict__["first_name"] = first_name(layer)
         self.__dict__["inner"] = {
             name: None if child is None else skipped(child) for name, child in layer._modules.items()
         }
@@ -79,6 +77,15 @@ class SkippedUnary(SkippedLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return the argument."""
         return x
+
+
+def first_name(layer: nn.Module) -> str:
+    """Return the name that a layer has for its first argument; an empty string if it takes none.
+
+    Args:
+        layer: the layer.
+    """
+    return next((n for n in inspect.signature(type(layer).forward).parameters if n != "self"), "")
 
 
 def skipped(layer: nn.Module) -> SkippedLayer:

@@ -7,9 +7,11 @@ on; the weights of the supernet itself are only read.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from subnetact.errors import InsertError, SpecError
+from subnetact.operators import LayerSelect, ModuleSwitch
+from subnetact.operators.skipped_layer import first_name
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input, map_tensors
@@ -83,7 +87,7 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
     Raises:
         SpecError: the largest subnet does not run on the batch.
         InsertError: another subnet does not run, reads weights that it does not use, or differs from its
-            masked reference.
+            masked reference; or a skipped layer cannot be an identity.
     """
     with torch.inference_mode(False), torch.no_grad():
         return _check(network, space, x, compare)
@@ -95,6 +99,7 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
     full, *narrow = corners(space)
     largest = space.resolve(full)
     view = shared_view(network, largest)
+    chains = [_Chain(view, stack) for stack in _stacks(network)] if compare else []
     try:
         _outputs(view, x)
     except Exception as error:
@@ -102,6 +107,8 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
             f"check: {full} does not run on {describe_input(x)}: {summary(view, error)}; give a batch "
             "that the network takes, with a batch dimension, (N, C, H, W) for images"
         ) from error
+    for chain in chains:
+        chain.refuse_breaks()
     copy = private_copy(network) if narrow else network
     not_compared: dict[SubnetSpec, str] = {}
     for spec in narrow:
@@ -145,6 +152,62 @@ def difference(view: nn.Module, reference: nn.Module, x: Any) -> str | None:
         Exception: what the view or the reference raises.
     """
     return _first_difference(_outputs(view, x), _outputs(reference, x))
+
+
+def _stacks(network: nn.Module) -> list[LayerSelect]:
+    """Return the stacks in which skipped layers are identities in their places."""
+    found = [module for module in network.modules() if isinstance(module, LayerSelect)]
+    return [stack for stack in found if not isinstance(stack, ModuleSwitch) and not stack.shortens]
+
+
+class _Chain:
+    """What the layers of a stack pass on, noted while the largest subnet runs once.
+
+    Args:
+        view: the view of the largest subnet, which nobody else uses.
+        stack: the operator of the stack.
+    """
+
+    def __init__(self, view: nn.Module, stack: LayerSelect) -> None:
+        self._stack = stack
+        self._given: dict[str, Any] = {}
+        self._returned: dict[str, Any] = {}
+        for name, layer in view.get_submodule(stack.path)._modules.items():
+            if layer is not None:
+                first = first_name(stack._modules[name] or layer)
+                layer.register_forward_hook(partial(self._note, name, first), with_kwargs=True)
+
+    def _note(
+        self,
+        name: str,
+        first: str,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        self._given[name] = args[0] if args else kwargs.get(first, next(iter(kwargs.values()), None))
+        self._returned[name] = output
+
+    def refuse_breaks(self) -> None:
+        """Refuse a layer whose output is not the next layer's input, if either of them can be skipped."""
+        names, skippable, path = list(self._returned), self._stack.dims, self._stack.path
+        for name, output in self._returned.items():
+            if name in skippable and not isinstance(output, Tensor):
+                raise InsertError(
+                    f"check: {path}.{name} returns a {type(output).__name__}, and the identity in the place of "
+                    "a skipped layer returns a tensor; let the layer return one tensor, or never skip it"
+                )
+        for name, following in itertools.pairwise(names):
+            output, given = self._returned[name], self._given[following]
+            tensors = isinstance(given, Tensor) and isinstance(output, Tensor)
+            handed_on = tensors and given.data_ptr() == output.data_ptr()
+            if not handed_on and (name in skippable or following in skippable):
+                raise InsertError(
+                    f"check: the network changes the output of {path}.{name} before layer {following} gets it, "
+                    "and would do so with the identity in the place of a skipped layer, too; do this (a "
+                    "residual connection, an activation) in the layers, or accept the change with compare=False"
+                )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -168,6 +169,71 @@ def test_a_narrowed_layer_norm_is_run_but_not_compared() -> None:
     assert list(report.not_compared.values()) == [
         "because 1 (LayerNormSlice) is not silent if its dropped weights are zero"
     ]
+
+
+class Loop(nn.Module):
+    """Layers that the network calls one after another, in a way that each test gives."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.layers, self.body = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.body(layer, x)
+        return x
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, y) if self.bias is not None else y
+
+
+def skippable(network: nn.Module) -> Supernet:
+    elastic = {"layers": LayerSelect.on(**{"1": "keep"})}
+    return insert_(network.eval(), space_of(keep=[0, 1]), elastic)
+
+
+def test_a_network_that_changes_the_outputs_of_its_layers_is_refused() -> None:
+    x = torch.randn(2, 4)
+    assert len(skippable(Loop(lambda layer, x: layer(x))).check(x).ran) == 2
+    assert len(skippable(Loop(lambda layer, x: layer(input=x))).check(x).ran) == 2
+    for body in (lambda layer, x: x + layer(x), lambda layer, x: torch.tanh(layer(x))):
+        supernet = skippable(Loop(body))
+        with pytest.raises(InsertError, match=r"changes the output of layers\.0 before layer 1 gets it"):
+            supernet.check(x)
+        supernet.check(x, compare=False)
+
+
+def test_a_skippable_layer_that_turns_out_to_return_a_tuple_is_refused() -> None:
+    network = Loop(lambda layer, x: layer(x)[0])
+    network.layers = nn.ModuleList([Twice(4, 4) for _ in range(3)])
+    with pytest.raises(InsertError, match=r"layers\.1 returns a tuple, and the identity"):
+        skippable(network).check(torch.randn(2, 4))
+
+
+def test_readers_are_not_disturbed_by_a_check() -> None:
+    supernet = stack_of_blocks("0", "1", "2")
+    x = torch.randn(2, 3, 6, 6)
+    specs = list(supernet.space.enumerate())
+    expected = [supernet(x, subnet=spec) for spec in specs]
+    wrong: list[int] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            wrong.extend(
+                i for i, spec in enumerate(specs) if not torch.equal(supernet(x, subnet=spec), expected[i])
+            )
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(5):
+        supernet.check(IMAGES)
+    done.set()
+    reader.join()
+    assert not wrong
 
 
 class Standardised(nn.Conv2d):

@@ -129,6 +129,13 @@ def test_generation_with_a_cache_equals_generation_without(kind: str, skipped: t
     torch.testing.assert_close(rest.logits, plain, rtol=5e-5, atol=5e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_language_models_pass_the_check(kind: str) -> None:
+    supernet = supernet_of(language_model(kind))
+    report = supernet.check({"input_ids": TOKENS})
+    assert report.compared == report.ran[1:], report
+
+
 @torch.no_grad()
 def test_a_cache_of_a_subnet_with_other_layers_is_refused() -> None:
     supernet = supernet_of(language_model("llama"))
