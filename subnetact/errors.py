@@ -9,6 +9,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     │   └── UserCodeError                 A function that a command line names raised; the cause is chained
     ├── InsertError (ValueError)          An elastic description does not fit its network
     ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
+    ├── StaleWeights (RuntimeError)       Copies of weights differ from the weights that they were made of
     ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
     ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
     │   └── MissingFile (FileNotFoundError)  A file, or the folder that it belongs in, does not exist
@@ -62,6 +63,7 @@ __all__ = [
     "SearchError",
     "ServeError",
     "SpecError",
+    "StaleWeights",
     "SubnetActError",
     "TableError",
     "TraceError",
@@ -99,6 +101,10 @@ class InsertError(SubnetActError, ValueError):
 
 class ViewError(SubnetActError, RuntimeError):
     """An operation on a view would change the shared weights."""
+
+
+class StaleWeights(SubnetActError, RuntimeError):
+    """Copies of weights differ from the weights that they were made of."""
 
 
 class CheckpointError(SubnetActError, ValueError):

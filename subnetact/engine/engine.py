@@ -44,7 +44,7 @@ from subnetact.errors import (
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch
-from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.supernet.supernet import Supernet, as_supernet, stale_weights
 
 __all__ = ["Engine"]
 
@@ -514,6 +514,37 @@ class Engine:
             compiled=0 if self._compiler is None else len(self._compiler),
             unfused={i: subnet.refused for i, subnet in sorted(self._served.items()) if subnet.refused},
         )
+
+    def verify(self, refresh: bool = False) -> tuple[str, ...]:
+        """Find fused programs, slices and packed copies that no longer match the weights they were made of.
+
+        The engine notices most changes by itself. Changes through `parameter.data`, through NumPy, or of
+        tensors that were made in inference mode leave no trace; call this method after them, or from time to
+        time. All weights are read once per fused program.
+
+        Args:
+            refresh: whether to make everything that is stale again, instead of raising an error.
+
+        Returns:
+            What was found, one line each. It is empty if all is well.
+
+        Raises:
+            StaleWeights: something was found, and `refresh` is False.
+        """
+        found = list(self.supernet.verify(refresh=True)) if refresh else []
+        served = sorted(self._served.items())
+        current = [(s, s.bound) for _, s in served if s.bound and s.bound.current(self.supernet, s.spec)]
+        found += self.supernet.stale((str(s), b.view, b.statistics_row) for s, b in current)
+        for subnet, _ in current:
+            if self._promoter is not None and not self._promoter.matches(subnet):
+                found.append(f"{subnet}: the fused program was made of other weights")
+                if refresh:
+                    self._cache.drop((Promoter.KIND, subnet.id))
+        if found and refresh:
+            self.supernet.refresh()
+        elif found:
+            raise stale_weights(found, "engine")
+        return tuple(found)
 
     # -- bundles ---------------------------------------------------------------------------------
 

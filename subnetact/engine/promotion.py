@@ -20,6 +20,7 @@ from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.outputs import agree
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["PROMOTE_AFTER", "PinResult", "Promoter"]
@@ -51,6 +52,7 @@ class _Promoted:
     program: FusedProgram
     bound: Bound
     versions: list[int]
+    sums: list[int]
 
     def __call__(self, x: Tensor) -> Any:
         return self.program(x) if self.program.accepts(x) else self.bound.view(x)
@@ -151,6 +153,13 @@ class Promoter:
         """Tell whether a subnet id has a fused program now."""
         return (self.KIND, subnet) in self._cache
 
+    def matches(self, subnet: ReadySubnet) -> bool:
+        """Tell whether the fused program of a subnet, if there is one, was made of the present weights."""
+        promoted: _Promoted | None = self._cache.get((self.KIND, subnet.id))
+        if promoted is None or subnet.bound is None or not promoted.fresh(subnet.bound):
+            return True  # Without a program, or with one that the next call discards, nothing is stale.
+        return checksum(promoted.bound.read) == promoted.sums
+
     def _promote(self, subnet: ReadySubnet, bound: Bound, example: Tensor, since: int) -> None:
         try:
             # A program that was used while this subnet collected its uses is worth as much, so it stays.
@@ -167,13 +176,14 @@ class Promoter:
             return False
         self._cache.put(place, _Reservation(), nbytes, self.KIND, before, pinned=True)
         try:
+            sums = checksum(bound.read)
             program = self._program(subnet, bound, example)
         finally:
             self._cache.drop(place)
         if program is None:
             return False
         program.limit(partial(self._cache.grow, key))
-        promoted, pinned = _Promoted(program, bound, bound.versions()), subnet.id in self._pinned
+        promoted, pinned = _Promoted(program, bound, bound.versions(), sums), subnet.id in self._pinned
         kept = self._cache.put(key, promoted, program.nbytes, self.KIND, before, pinned)
         if subnet.bound is None:  # It was removed in the meantime.
             self._cache.drop(key)

@@ -27,12 +27,14 @@ class Bound:
         weights_generation: that of the supernet when the view was made.
         sources: the tensors that the view reads, except inference tensors, which do not count versions. They
             are left out once, here, because `versions` runs with every call of a fused program or graph.
+        read: the tensors that the view reads, inference tensors included.
     """
 
     view: nn.Module
     statistics_row: NormRow | None
     weights_generation: int
     sources: tuple[Tensor, ...]
+    read: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, supernet: Supernet, spec: SubnetSpec) -> Bound:
@@ -54,8 +56,9 @@ class Bound:
         else:
             norms = supernet.norm_operators().values()
             sources += [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        counting = tuple(source for source in sources if not source.is_inference())
-        return cls(view, statistics_row, generation, counting)
+        read = tuple(sources)
+        counting = tuple(source for source in read if not source.is_inference())
+        return cls(view, statistics_row, generation, read if len(counting) == len(read) else counting, read)
 
     def current(self, supernet: Supernet, spec: SubnetSpec) -> bool:
         """Tell whether the supernet would bind the subnet to the same tensors now."""

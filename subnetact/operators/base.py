@@ -44,7 +44,7 @@ sizes, and all views of these sizes share them. They follow the weights by thems
 view reads a packed parameter, the version counters of the operator's parameters and buffers are compared
 with those that the copy was made of, and after a change in place the copy is made again. Zero-copy slices pay
 nothing for this. Changes that version counters do not show (through `parameter.data`, NumPy, or on tensors
-that were made in inference mode) need `Supernet.refresh`.
+that were made in inference mode) need `Supernet.refresh`; `Supernet.verify` finds them.
 """
 
 from __future__ import annotations
@@ -134,6 +134,14 @@ class PackedCopy:
                         for name, tensor in self.tensors.items():
                             tensor.copy_(made[name])
                     self._versions = versions
+
+    def matches(self) -> bool:
+        """Tell whether the tensors equal, up to rounding, what the sources would give now."""
+        made = self._made()
+        return all(
+            torch.allclose(tensor, made[name], rtol=1e-5, atol=1e-6, equal_nan=True)
+            for name, tensor in self.tensors.items()
+        )
 
     def finish(self) -> None:
         """Keep the tensors as they are from now on, for the views that still use them."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["checksum", "renew_storage_"]
+__all__ = ["checksum", "elsewhere", "renew_storage_"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -66,3 +66,14 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
             real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
             sums.append(real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
         return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
+
+
+def elsewhere(view: nn.Module, storages: Collection[int]) -> list[str]:
+    """Return the names of the tensors of a view that are on none of the given storages.
+
+    Args:
+        view: the view. Packed copies, which have storage of their own, are left out.
+        storages: what `storage_id` returned.
+    """
+    named = (*view.named_parameters(), *view.named_buffers())
+    return [n for n, t in named if "packed" not in t.__dict__ and storage_id(t) not in storages]

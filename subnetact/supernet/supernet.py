@@ -20,10 +20,12 @@ from subnetact.errors import (
     ForeignSpec,
     InsertError,
     SpecError,
+    StaleWeights,
     UncalibratedSubnetWarning,
 )
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
+from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -34,7 +36,7 @@ from subnetact.supernet.name_prefix import prefix_hint, without_prefix
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.storage import renew_storage_
+from subnetact.supernet.storage import elsewhere, renew_storage_
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
@@ -449,8 +451,9 @@ class Supernet(nn.Module):
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
         Call this method after `parameter.data = ...`, and after values were changed through `parameter.data`,
-        through NumPy, or in tensors that were made in inference mode. Other changes in place, replaced
-        modules and parameters, `supernet.load_state_dict` and `supernet.to` need no call.
+        through NumPy, or in tensors that were made in inference mode; `verify` finds such changes. Other
+        changes in place, replaced modules and parameters, `supernet.load_state_dict` and `supernet.to` need
+        no call.
         """
         with self._exchange, self._lock:
             self._weights_generation += 1
@@ -469,6 +472,55 @@ class Supernet(nn.Module):
         """
         operators = [m for m in self.network.modules() if isinstance(m, Operator)]
         return sum(packed.nbytes for operator in operators for packed in operator.packed_copies())
+
+    def verify(self, refresh: bool = False) -> tuple[str, ...]:
+        """Find cached slices and copies that no longer match the weights that they were made of.
+
+        Most changes of weights are noticed without this method. Those that nothing shows are found here:
+        replaced storage (`parameter.data = ...`), and changes of what packed copies were computed from
+        through `parameter.data`, through NumPy, or in tensors that were made in inference mode.
+        `Engine.verify` looks at fused programs as well.
+
+        Args:
+            refresh: whether to call `refresh` if something is found, instead of raising an error.
+
+        Returns:
+            What was found, one line each. It is empty if all is well.
+
+        Raises:
+            StaleWeights: something was found, and `refresh` is False.
+        """
+        with self._exchange:
+            with self._lock:
+                views = [(str(spec), view, row) for spec, (view, row) in self._views.items()]
+            found = self.stale(views)
+        if found and refresh:
+            self.refresh()
+        elif found:
+            raise stale_weights(found, "supernet")
+        return tuple(found)
+
+    def stale(self, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
+        """Compare views, and the packed copies of the operators, with the present weights.
+
+        Args:
+            views: name, view and statistics row of each subnet. If it has no statistics of its own, the row
+                is None.
+
+        Returns:
+            What does not match, one line each.
+        """
+        present = {storage_id(t) for t in (*self.network.parameters(), *self.network.buffers())}
+        found = []
+        for name, view, row in views:
+            own = present if row is None else present | {storage_id(row.flat)}
+            moved = elsewhere(view, own)
+            if moved:
+                found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
+        for module in self.network.modules():
+            if isinstance(module, Operator) and not all(copy.matches() for copy in module.packed_copies()):
+                found.append(f"{module.path}: a packed copy differs from the weights")
+        return found
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.
@@ -709,6 +761,20 @@ class _Removed(nn.Module):
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
 def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
     return supernet._bound(spec)
+
+
+def stale_weights(found: list[str], owner: str) -> StaleWeights:
+    """Return the error of `verify`.
+
+    Args:
+        found: what was found, one line each.
+        owner: what has the methods that mend it: `supernet` or `engine`.
+    """
+    return StaleWeights(
+        f"{'; '.join(found[:5])} ({len(found)} in all); weights were changed without a trace: call "
+        f"{owner}.verify(refresh=True), and change weights in place (with torch.no_grad()) or with "
+        "supernet.load_state_dict"
+    )
 
 
 def _callers_level() -> int:

@@ -142,7 +142,7 @@ def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     """Return which elements an operator reads for a subnet, found with gradients, if it computes tensors."""
     reading: Any = object.__new__(type(operator))
     leaves = {
-        name: nn.Parameter(p.detach(), requires_grad=p.is_floating_point())
+        name: nn.Parameter(p.clone() if p.is_inference() else p.detach(), requires_grad=p.is_floating_point())
         for name, p in operator._parameters.items()
         if p is not None
     }

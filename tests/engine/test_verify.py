@@ -1,0 +1,110 @@
+"""verify finds what was made of other weights, where version counters show nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subnetact
+from subnetact.errors import StaleWeights
+from subnetact.operators import ElasticKernel, KernelConv2d
+from subnetact.supernet.supernet import Supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def make() -> Supernet:
+    torch.manual_seed(0)
+    network = nn.Sequential(KernelConv2d(4, [3, 5], matrices=True), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+    axes = [subnetact.Axis.uniform(name, ["all"], c) for name, c in (("k", (3, 5)), ("w", (2, 4)))]
+    space = subnetact.SubnetSpace("found", axes, lambda v: {"k": v["k"][0], "w": v["w"][0], "c": 4})
+    elastic = {
+        "0": ElasticKernel.on(channels="c", kernel="k"),
+        "1": subnetact.WeightSlice.on(out="w"),
+        "2": subnetact.WeightSlice.on(in_="w"),
+    }
+    return subnetact.insert_(network, space, elastic).eval()
+
+
+def through_data(parameter: Tensor) -> None:
+    parameter.data.mul_(1.2)
+
+
+def through_numpy(parameter: Tensor) -> None:
+    parameter.detach().numpy()[...] *= 1.2
+
+
+def new_storage(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data * 1.2
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy, new_storage])
+@pytest.mark.parametrize("budget", [0, 64])
+def test_changes_that_leave_no_trace_are_found(change: Callable[[Tensor], None], budget: int) -> None:
+    supernet = make()
+    spec = supernet.space.smallest()
+    engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=budget)
+    assert bool(engine.pin(0)) == (budget > 0)
+    engine(X, 0), supernet(X, subnet=spec)
+    assert engine.verify() == supernet.verify() == ()
+    for parameter in supernet.parameters():
+        change(parameter)
+    for owner in (supernet, engine):
+        with pytest.raises(StaleWeights, match=r"verify\(refresh=True\)"):
+            owner.verify()
+    assert engine.verify(refresh=True)
+    assert engine.verify() == supernet.verify() == ()
+    expected = supernet.extract(spec)(X)
+    for run in (lambda: engine(X, 0), lambda: supernet(X, subnet=spec)):
+        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_a_fused_program_is_stale() -> None:
+    supernet = make()
+    spec = supernet.space.largest()
+    engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=64)
+    assert engine.pin(0)
+    supernet.network[2].weight.data[1, 2] += 1e-3  # one value
+    assert supernet.verify() == ()
+    with pytest.raises(StaleWeights, match="fused program"):
+        engine.verify()
+    assert len(engine.verify(refresh=True)) == 1
+    torch.testing.assert_close(engine(X, 0), supernet.extract(spec)(X), rtol=1e-5, atol=1e-6)
+    assert engine.pin(0)
+    assert engine.verify() == ()
+
+
+def test_weights_that_were_made_in_inference_mode_are_compared_too() -> None:
+    with torch.inference_mode():
+        supernet = make()
+    spec = supernet.space.smallest()
+    engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=64)
+    assert engine.pin(0)
+    with torch.inference_mode():
+        for parameter in supernet.parameters():
+            parameter.mul_(1.2)
+    with pytest.raises(StaleWeights):
+        engine.verify()
+    engine.verify(refresh=True)
+    torch.testing.assert_close(engine(X, 0), supernet.extract(spec)(X), rtol=1e-4, atol=1e-4)
+
+
+def test_changes_that_are_followed_are_no_findings() -> None:
+    supernet = make()
+    specs = list(supernet.space.enumerate())
+    engine = subnetact.Engine(supernet, specs, example=X[0], memory_budget_mb=64)
+    for i, spec in enumerate(specs):
+        engine.pin(i), supernet(X, subnet=spec)
+    with torch.no_grad():
+        for parameter in supernet.parameters():
+            parameter.mul_(1.1)
+    for i, spec in enumerate(specs):
+        engine(X, i), supernet(X, subnet=spec)
+    assert engine.verify() == supernet.verify() == ()
+    supernet.load_state_dict({name: t * 1.1 for name, t in supernet.state_dict().items()})
+    supernet.network[1] = nn.Conv2d(4, 2, 1)
+    assert engine.verify() == supernet.verify() == ()
