@@ -195,8 +195,8 @@ class _Chain:
         for name, output in self._returned.items():
             if name in skippable and not isinstance(output, Tensor):
                 raise InsertError(
-                    f"check: {path}.{name} returns a {type(output).__name__}, and the identity in the place of "
-                    "a skipped layer returns a tensor; let the layer return one tensor, or never skip it"
+                    f"check: {path}.{name} returns a {type(output).__name__}, and the identity in the place "
+                    "of a skipped layer returns a tensor; let the layer return one tensor, or never skip it"
                 )
         for name, following in itertools.pairwise(names):
             output, given = self._returned[name], self._given[following]
@@ -204,9 +204,9 @@ class _Chain:
             handed_on = tensors and given.data_ptr() == output.data_ptr()
             if not handed_on and (name in skippable or following in skippable):
                 raise InsertError(
-                    f"check: the network changes the output of {path}.{name} before layer {following} gets it, "
-                    "and would do so with the identity in the place of a skipped layer, too; do this (a "
-                    "residual connection, an activation) in the layers, or accept the change with compare=False"
+                    f"check: the network changes the output of {path}.{name} before layer {following} gets "
+                    "it, and would do so with the identity in the place of a skipped layer, too; do this (a "
+                    "residual connection, an activation) in the layers, or accept it with compare=False"
                 )
 
 
