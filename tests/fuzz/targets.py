@@ -1,0 +1,584 @@
+"""What is fuzzed: every reader of a file, and every public function that takes arguments from outside.
+
+A target gets a `random.Random`, makes an input that is damaged or hostile, and gives it to the library. The
+library may accept the input or raise one of its own errors; everything else is a finding. `test_fuzz.py` runs
+each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an hour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import shutil
+import struct
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import ofa_adapters
+import subnetact
+from ofa_adapters.__main__ import main as families_main
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import SubnetActError
+from subnetact.export import load_exported, to_exported_programs
+from subnetact.journal import Journal
+from subnetact.nas.state import SearchState
+from subnetact.profile.cli import main as profile_main
+from subnetact.profile.measurements import Measurements
+from subnetact.serving.live.corrections import Corrections
+from subnetact.serving.policies import Fixed, make_policy
+from subnetact.serving.simulation import traces
+from subnetact.serving.simulation.cli import main as simulate_main
+from subnetact.serving.simulation.replay import LiveRun
+
+__all__ = ["TARGETS", "Finding", "run"]
+
+NASTY: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2, 0.5, -0.5, 1e308, 1e-320, math.nan, math.inf, -math.inf),
+    *(10**5, 2**31, 2**63, 10**30, 10**400, "", "x", "0", "nan", "../x", "/dev/zero", "é\ud800", "a" * 3000),
+    *([], {}, [[]], [None], [1, [2]], {"a": 1}, {"": {}}, [0.7], ["x"], [[[[[[]]]]]], [10**400]),
+)
+WORDS = (
+    "",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "nan",
+    "inf",
+    "1e400",
+    "9" * 30,
+    "x",
+    "../x",
+    "/dev/zero",
+    "all",
+    "random:2",
+)
+TABLE = subnetact.LatencyTable.from_arrays(
+    ["a", "b"], [70.0, math.nan], [1, 4], [[1.0, 2.0], [3.0, 6.0]], {"p99": [[1.0, 2.0], [3.0, 6.0]]},
+    {"device": "cpu"}, [1, 2], [[[1.0, 2.0], [3.0, 6.0]]] * 2,
+)  # fmt: skip
+
+
+class Finding(Exception):
+    """The library raised something that is none of its own errors."""
+
+
+def run(name: str, source: random.Random) -> None:
+    """Run a target once.
+
+    Args:
+        name: a key of `TARGETS`.
+        source: makes the input.
+
+    Raises:
+        Finding: the library raised an error that is none of its own.
+    """
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                TARGETS[name](source, Path(place))
+            except SubnetActError:
+                pass
+            except SystemExit as end:
+                if end.code not in (0, 1, 2, None):
+                    raise Finding(f"{name}: exit status {end.code}") from end
+            except Exception as error:
+                raise Finding(f"{name}: {type(error).__name__}: {error!s:.300}") from error
+
+
+# -- inputs ------------------------------------------------------------------------------------------
+
+
+def changed(value: Any, source: random.Random) -> Any:
+    """Return a JSON value with one to three of its parts replaced, removed or doubled."""
+    for _ in range(source.choice((1, 1, 1, 2, 3))):
+        value = _changed_once(value, source)
+    return value
+
+
+def _changed_once(value: Any, source: random.Random) -> Any:
+    if isinstance(value, dict) and value and source.random() < 0.9:
+        key = source.choice(list(value))
+        if source.random() < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: _changed_once(value[key], source)}
+    if isinstance(value, (list, tuple)) and value and source.random() < 0.9:
+        i = source.randrange(len(value))
+        if source.random() < 0.1:
+            return [*value[:i], *value[i + 1 :]]
+        if source.random() < 0.1:
+            return [*value[: i + 1], *value[i:]]
+        return [*value[:i], _changed_once(value[i], source), *value[i + 1 :]]
+    return source.choice(NASTY)
+
+
+def damaged(data: bytes, source: random.Random) -> bytes:
+    """Return bytes that are cut, or of which some are changed."""
+    raw = bytearray(data)
+    kind = source.random()
+    if kind < 0.2:
+        return bytes(raw[: source.randrange(len(raw) + 1)])
+    for _ in range(source.choice((1, 2, 8))):
+        if raw:
+            at = source.randrange(min(len(raw), 4096) if kind < 0.7 else len(raw))
+            raw[at] = source.randrange(256)
+    return bytes(raw)
+
+
+def text(value: Any) -> bytes:
+    """Return a JSON value as bytes; NaN and half characters stay in it."""
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def json_file(path: Path, source: random.Random) -> None:
+    """Change a file of JSON in place: a value of it, or its bytes."""
+    data = path.read_bytes()
+    hostile = damaged(data, source) if source.random() < 0.3 else text(changed(json.loads(data), source))
+    path.write_bytes(hostile)
+
+
+def lines_file(path: Path, source: random.Random) -> None:
+    """Change one line of a file with one JSON value per line."""
+    lines = path.read_bytes().splitlines()
+    i = source.randrange(len(lines))
+    lines[i] = (
+        damaged(lines[i], source) if source.random() < 0.2 else text(changed(json.loads(lines[i]), source))
+    )
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def tensor_file(path: Path, source: random.Random) -> None:
+    """Change a safetensors file in place: JSON in its metadata, its header, or its bytes."""
+    data = path.read_bytes()
+    if source.random() < 0.3:
+        path.write_bytes(damaged(data, source))
+        return
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    facts = header.get("__metadata__", {})
+    inner = [name for name in facts if facts[name][:1] in ("{", "[")]
+    if inner and source.random() < 0.8:
+        name = source.choice(inner)
+        facts[name] = json.dumps(changed(json.loads(facts[name]), source))
+    else:
+        header = changed(header, source)
+    raw = json.dumps(header).encode("utf-8", "surrogatepass")
+    raw += b" " * (-len(raw) % 8)
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + size :])
+
+
+def signed(index: Path, document: dict[str, Any]) -> None:
+    """Write the index of a folder with the right checksums, as an attacker can."""
+    document.pop("checksum", None)
+    files = document.get("files")
+    for name in files if isinstance(files, dict) else ():
+        path = index.parent / name if isinstance(name, str) and "\0" not in name else index.parent
+        if path.is_file() and path.parent == index.parent:
+            data = path.read_bytes()
+            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    whole = json.dumps(document, sort_keys=True).encode()
+    index.write_text(json.dumps({**document, "checksum": hashlib.sha256(whole).hexdigest()}))
+
+
+# -- seeds -------------------------------------------------------------------------------------------
+
+
+@cache
+def seeds() -> Path:
+    """Return a folder with one valid file or folder of every kind."""
+    place = Path(tempfile.mkdtemp(prefix="subnetact-fuzz-"))
+    supernet = digits()
+    engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 16, 16))
+    engine.tables["cpu"] = subnetact.LatencyTable.from_arrays(
+        engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
+    )
+    engine.save(place / "bundle")
+    supernet.norms.save(place / "norms.safetensors")
+    TABLE.save(place / "table.json")
+    space = subnetact.SubnetSpace(
+        "tiny", [subnetact.Axis.uniform("width", ["all"], (2, 4))], lambda v: {"width": int(v["width"][0])}
+    )
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+    tiny = subnetact.insert_(network, space, {"0": subnetact.WeightSlice.on(out="width")})
+    exported = subnetact.Engine(tiny, [space.largest()], example=torch.zeros(1, 5, 5))
+    to_exported_programs(exported, place / "export", progress=False)
+    stages = {"forward": {"mean": 1e6, "std": 1.0, "p99": 2e6}}
+    model = {
+        "id": 0,
+        "accuracy": 70.0,
+        "subnet_dimension": {"depth_values": [1], "elasticity_ratio": [0.2], "width_multiplier": [1]},
+        "latency_and_batch_ns": [{"batch_size": 1, "mean": 1e6, "std": 1.0, "p99": 2e6, "stages": stages}],
+    }
+    (place / "superserve.json").write_text(json.dumps({"models": [model]}))
+    journal = Journal(place / "journal.jsonl", {"threads": 1})
+    for i in range(3):
+        journal.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
+    lines = (place / "journal.jsonl").read_text().replace(', "checksums": true', "")
+    (place / "journal.jsonl").write_text(lines)
+    state = search_state()
+    for spec in digits().space.sample(0, 4):
+        state.found[spec] = (70.0, 1.0)
+    state.population = [0, 1]
+    state.save(place / "search.json")
+    Corrections(TABLE).save(place / "corrections.json")
+    table_json = TABLE.with_accuracy([70.0, 80.0]).to_json()
+    header = {
+        **{"kind": "subnetact.decision_log", "schema": 1, "table": table_json},
+        **{"policy": "Fixed", "workers": 1, "expired": "drop"},
+    }
+    batch = {
+        "t": 0.0,
+        "w": 0,
+        "queued": 1,
+        "slack": 5.0,
+        "s": 0,
+        "b": 1,
+        "ms": 1.0,
+        "met": 1,
+        "a": [0.0],
+        "d": [9.0],
+    }
+    (place / "log.jsonl").write_text(
+        "\n".join(map(json.dumps, (header, batch, {"o": "dropped", "a": [1.0], "d": [9.0], "p": [1]}))) + "\n"
+    )
+    with suppress(InterruptedError):
+        subnetact.calibrate(
+            load_digits_supernet(),
+            list(supernet.norms),
+            _interrupted(),
+            progress=False,
+            resume=place / "unfinished",
+            save_every_s=0,
+        )
+    torch.save(
+        {"state_dict": ofa_adapters.load("ofa_mbv3", width_mult=0.1, n_classes=2).state_dict()},
+        place / "c.pth",
+    )
+    return place
+
+
+def _interrupted() -> Iterator[torch.Tensor]:
+    yield torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    yield torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    raise InterruptedError
+
+
+@cache
+def digits() -> subnetact.Supernet:
+    """Return the supernet for digits with two calibrated subnets."""
+    supernet = load_digits_supernet()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    images = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    subnetact.calibrate(supernet, specs, [images], progress=False)
+    return supernet
+
+
+def search_state() -> SearchState:
+    """Return a new search in the space of digits."""
+    return SearchState(digits().space, {"objectives": 1}, 0)
+
+
+def copied(name: str, place: Path) -> Path:
+    """Copy a seed into a folder, and return its path."""
+    seed, path = seeds() / name, place / name
+    (shutil.copytree if seed.is_dir() else shutil.copy)(seed, path)
+    return path
+
+
+def reader(name: str, change: Callable[[Path, random.Random], None], read: Callable[[Path], Any]) -> Any:
+    """Return a target that changes a seed and reads it."""
+
+    def target(source: random.Random, place: Path) -> None:
+        path = copied(name, place)
+        change(path, source)
+        read(path)
+
+    return target
+
+
+# -- targets -----------------------------------------------------------------------------------------
+
+
+def fuzz_bundle(source: random.Random, place: Path) -> None:
+    """Change the index or a file of a bundle, and load it."""
+    folder = copied("bundle", place)
+    index = folder / "bundle.json"
+    document = json.loads(index.read_text())
+    kind = source.random()
+    if kind < 0.7:
+        document = _changed_once(document, source)
+        if not isinstance(document, dict):
+            return
+    elif kind < 0.85:
+        tensor_file(folder / source.choice(("weights.safetensors", "norms.safetensors")), source)
+    else:
+        json_file(folder / "latency-0.json", source)
+    signed(index, document)
+    subnetact.Engine.load(folder)
+
+
+def fuzz_export(source: random.Random, place: Path) -> None:
+    """Change the index or the program of an export, load it and run it."""
+    import zipfile
+
+    folder = copied("export", place)
+    index, program = folder / "export.json", folder / "program-0.pt2"
+    document = json.loads(index.read_text())
+    if source.random() < 0.4:
+        document = _changed_once(document, source)
+        if not isinstance(document, dict):
+            return
+    else:
+        with zipfile.ZipFile(program) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith("model.json"))
+            graph = json.loads(archive.read(name))
+        with zipfile.ZipFile(program, "w") as archive:
+            archive.writestr(name, text(changed(graph, source)))
+    signed(index, document)
+    loaded = load_exported(folder)
+    try:
+        loaded(torch.zeros(2, 1, 5, 5), subnet=0)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # The operators refuse their arguments.
+        return
+
+
+def fuzz_checkpoint(source: random.Random, place: Path) -> None:
+    """Change a checkpoint, inspect it and load it."""
+    path = copied("c.pth", place)
+    if source.random() < 0.4:
+        path.write_bytes(damaged(path.read_bytes(), source))
+    else:
+        content = torch.load(path, weights_only=True)
+        name = source.choice(list(content["state_dict"]))
+        tensor = content["state_dict"][name]
+        nasty = source.choice(
+            (
+                *NASTY,
+                *(tensor.double(), tensor.to(torch.int8), tensor * math.nan, tensor[:0], tensor.to("meta")),
+                *(tensor.to(torch.complex64), torch.zeros(1).expand(10**6, 10**6), tensor.to_sparse()),
+            )
+        )
+        content["state_dict"][name] = nasty
+        if source.random() < 0.2:
+            content["model"] = content["state_dict"]["self"] = content
+        torch.save(content, path)
+    families_main(["inspect", str(path)])
+    ofa_adapters.load("ofa_mbv3", path, width_mult=0.1, n_classes=2)
+
+
+def fuzz_constructor(source: random.Random, place: Path) -> None:
+    """Build a small family from hostile arguments."""
+    arguments = {
+        "ofa_resnet50": {
+            "n_classes": 2,
+            "width_mult_list": [0.1],
+            "depth_list": [0],
+            "bn_param": [0.1, 1e-5],
+        },
+        "ofa_mbv3": {
+            "n_classes": 2,
+            "width_mult": 0.1,
+            "ks_list": [3],
+            "depth_list": [2],
+            "expand_ratio_list": [3],
+        },
+        "us_mobilenet_v2": {"num_classes": 2},
+    }
+    family = source.choice(list(arguments))
+    with torch.device("meta"):
+        ofa_adapters.load(family, **_changed_once(arguments[family], source))
+
+
+def fuzz_spec(source: random.Random, place: Path) -> None:
+    """Read specifications of subnets."""
+    space = digits().space
+    hostile = changed(space.sample(source.randrange(99)).to_json(), source)
+    if source.random() < 0.5:
+        space.check(subnetact.SubnetSpec.from_json(hostile))
+    elif source.random() < 0.5:
+        space.parse(changed(space.format(space.sample(source.randrange(99))), source))
+    else:
+        key = space.sample(source.randrange(99)).key
+        space.parse(damaged(key.encode(), source).decode("latin-1"))
+
+
+def fuzz_table_arguments(source: random.Random, place: Path) -> None:
+    """Make a table from a hostile document, and use it."""
+    document = changed(TABLE.to_json(), source)
+    path = place / "table.json"
+    path.write_bytes(text(document))
+    if not isinstance(document, dict):
+        return
+    path.write_bytes(text({"kind": "subnetact.latency_table", "schema": 1, **document}))
+    table = subnetact.LatencyTable.load(path)
+    table.monotone().save(path)
+    assert subnetact.LatencyTable.load(path) == table.monotone()
+
+
+def fuzz_traces(source: random.Random, place: Path) -> None:
+    """Make arrivals from hostile arguments."""
+    small = [v for v in NASTY if not isinstance(v, (int, float)) or not abs(v) < math.inf or abs(v) <= 10**5]
+    number = lambda: source.choice((0.5, 2.0, 20.0, source.choice(small)))  # noqa: E731
+    kind = source.randrange(4)
+    if kind == 0:
+        traces.bursty(number(), number(), number(), number(), source.choice((0, number())))
+    elif kind == 1:
+        traces.from_counts(source.choice(([1, 2, 3], number())), number(), number())
+    elif kind == 2:
+        traces.from_timestamps(source.choice(([1.0, 2.0], number())), number(), number())
+    else:
+        traces.time_varying(number(), number(), number(), number(), number())
+
+
+def fuzz_simulate(source: random.Random, place: Path) -> None:
+    """Simulate with hostile arguments."""
+    table = TABLE.with_accuracy([70.0, 80.0])
+    arguments: dict[str, Any] = {
+        **{"arrivals_ms": [0.0, 1.0, 2.0], "slo_ms": 20.0, "workers": 2, "expired": "drop", "noise": 0.1},
+        **{"overhead_ms": 0.1, "min_accuracy": 60.0, "seed": 1, "switch_ms": 0.0, "blocks": 1, "events": ()},
+        **{"co_runners": (), "resume": False},
+    }
+    name = source.choice(list(arguments))
+    arguments[name] = source.choice(NASTY)
+    policy = make_policy(source.choice(("hullfit", "slackfit:4", "fixed:0", "maxbatch")), table, 20.0)
+    subnetact.simulate(table=table, policy=policy, progress=False, **arguments)
+
+
+class _Runner:
+    keys = TABLE.subnets
+
+    def check(self, x: Any) -> None:
+        """Accept every input."""
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        """Return the inputs."""
+        return inputs
+
+
+def fuzz_submit(source: random.Random, place: Path) -> None:
+    """Submit requests with hostile deadlines, minimum accuracies and priorities."""
+    table = TABLE.with_accuracy([70.0, 80.0])
+    with subnetact.Batcher(_Runner(), policy=Fixed(table, 0), slo_ms=1e4) as batcher:
+        for _ in range(5):
+            arguments = {"deadline_ms": 50.0, "min_accuracy": None, "priority": None}
+            arguments[source.choice(list(arguments))] = source.choice(
+                (*NASTY, np.float16(20.0), np.float32(20.0), np.int64(3), "20")
+            )
+            try:
+                future = batcher.submit(1, **arguments)  # type: ignore[arg-type]
+            except SubnetActError:
+                continue
+            error = future.exception(timeout=30)
+            if error is not None and not isinstance(error, SubnetActError):
+                raise error
+
+
+def fuzz_command(main: Callable[[list[str]], int], options: dict[str, int], fixed: list[str]) -> Any:
+    """Return a target that gives hostile options to a command."""
+
+    def target(source: random.Random, place: Path) -> None:
+        given = list(fixed)
+        for name in source.sample(list(options), source.choice((1, 1, 2, 3))):
+            words = (source.choice((*WORDS, str(seeds() / "table.json"))) for _ in range(options[name]))
+            given += [name, *words]
+        with _in(place):
+            status = main(given)
+        if status not in (0, 1, 2, 3):
+            raise Finding(f"exit status {status} of {given}")
+
+    return target
+
+
+@contextmanager
+def _in(place: Path) -> Iterator[None]:
+    import os
+
+    before = os.getcwd()
+    os.chdir(place)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _profile(arguments: list[str]) -> int:
+    errors = StringIO()
+    with redirect_stderr(errors):
+        status = profile_main(arguments)
+    if "Traceback" in errors.getvalue():
+        raise Finding(f"{arguments}: {errors.getvalue()[-300:]}")
+    return status
+
+
+SIMULATE = ("--slo-ms", "--workers", "--noise", "--overhead-ms", "--scale", "--seed", "--table", "--policy")
+PROFILE = (
+    *("--family", "--checkpoint", "--bundle", "--constructor", "--subnets", "--accuracy", "--fit-subnets"),
+    *(
+        "--evaluations",
+        "--seed",
+        "--calibrate-on",
+        "--batch-sizes",
+        "--input-shape",
+        "--input-dtype",
+        "--dtype",
+    ),
+    *("--memory-budget-mb", "--device", "--threads", "--co-runners", "--co-runner-subnet", "--warmup-ms"),
+    *("--min-time-ms", "--windows", "--max-windows", "--tolerance", "--quantiles", "--statistic", "--out"),
+)
+TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
+    "spec": fuzz_spec,
+    "latency table": reader("table.json", json_file, subnetact.LatencyTable.load),
+    "latency table, arguments": fuzz_table_arguments,
+    "SuperServe profile": reader("superserve.json", json_file, subnetact.LatencyTable.from_superserve),
+    "norm table": reader("norms.safetensors", tensor_file, subnetact.NormTable.load),
+    "bundle": fuzz_bundle,
+    "export": fuzz_export,
+    "checkpoint": fuzz_checkpoint,
+    "constructor": fuzz_constructor,
+    "journal": reader("journal.jsonl", lines_file, lambda p: Measurements(Journal(p, {"threads": 1}))),
+    "search state": reader("search.json", json_file, lambda path: search_state().load(path)),
+    "corrections": reader("corrections.json", json_file, lambda path: Corrections(TABLE).load(path)),
+    "decision log": reader("log.jsonl", lines_file, LiveRun.load),
+    "unfinished calibration": reader(
+        "unfinished",
+        tensor_file,
+        lambda path: subnetact.calibrate(
+            load_digits_supernet(), list(digits().norms), list(_first_batches()), progress=False, resume=path
+        ),
+    ),
+    "traces": fuzz_traces,
+    "simulate": fuzz_simulate,
+    "Batcher.submit": fuzz_submit,
+    "python -m subnetact.simulate": fuzz_command(
+        simulate_main,
+        dict.fromkeys(SIMULATE, 1),
+        ["--trace", "bursty", "--duration-s", "0.05", "--policy", "fixed:0"],
+    ),
+    "python -m subnetact.profile": fuzz_command(_profile, dict.fromkeys(PROFILE, 1), ["--dry-run"]),
+    "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
+}
+
+
+def _first_batches() -> Iterator[torch.Tensor]:
+    try:
+        yield from _interrupted()
+    except InterruptedError:
+        return
+
+
+if __name__ == "__main__":
+    sys.exit("run tests/fuzz/long.py")

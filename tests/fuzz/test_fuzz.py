@@ -1,0 +1,38 @@
+"""Every reader and every public entry, shortly, with inputs that are the same in every run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from fuzz.targets import TARGETS, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
+"""By target: the seeds of inputs that once raised something else than an error of the library."""
+SLOW = {"constructor", "checkpoint", "Batcher.submit", "unfinished calibration", "bundle"}
+SLOW |= {"python -m subnetact.profile", "python -m subnetact.simulate"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_hostile_inputs_raise_errors_of_the_library(name: str) -> None:
+    @settings(
+        max_examples=8 if name in SLOW else 40,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(0, 2**32))
+    def fuzz(seed: int) -> None:
+        run(name, random.Random(seed))
+
+    fuzz()
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CORPUS for seed in CORPUS[name]])
+def test_what_was_found_stays_mended(name: str, seed: int) -> None:
+    run(name, random.Random(seed))
