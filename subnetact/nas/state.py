@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from subnetact.documents import DocumentFormat
-from subnetact.errors import ResumeMismatch, SpecError
+from subnetact.errors import FileFormatError, ResumeMismatch, SpecError
 from subnetact.pareto import Costs
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -101,7 +101,9 @@ class SearchState:
                 f"{path}: a search in space {data.get('space')}, this one is in {self.space.id}; resume with "
                 "the same supernet, or name a new file"
             )
-        before: Any = data.get("settings") or {}
+        before: Any = data.get("settings")
+        if not isinstance(before, Mapping):
+            raise FileFormatError(f"{path}: damaged: it has no settings; {STATE.next_step}")
         if before != self.settings:
             differing = [
                 f"{name} was {before.get(name)!r}, is {self.settings.get(name)!r}"

@@ -14,6 +14,8 @@ from subnetact.serving.simulation.scenario import checked_arrivals
 __all__ = ["binned_fluid_bound", "fluid_bound"]
 
 Floats = npt.NDArray[np.float64]
+LONGEST = 10**8
+"""Most steps of the grid."""
 
 
 def fluid_bound(
@@ -52,7 +54,10 @@ def fluid_bound(
     if not (np.isfinite(step_ms) and step_ms > 0):
         raise TraceError(f"step_ms: {step_ms} must be finite and > 0")
     due = np.sort(arrivals + np.asarray(slo_ms, dtype=np.float64))
-    count = int(np.ceil((due[-1] - arrivals[0]) / step_ms)) + 1
+    steps_needed = float((due[-1] - arrivals[0]) / step_ms)
+    if not steps_needed < LONGEST:
+        raise TraceError(f"slo_ms: {steps_needed:.3g} steps of {step_ms} ms; give a shorter SLO or trace")
+    count = int(np.ceil(steps_needed)) + 1
     grid = arrivals[0] + step_ms * np.arange(count + 1)
     upper = np.searchsorted(arrivals, grid, side="right")
     lower = np.searchsorted(due, grid, side="right")

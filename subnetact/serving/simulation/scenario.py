@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.errors import PolicyError, ProfileMismatch, TraceError
+from subnetact.errors import PolicyError, ProfileMismatch, SubnetActError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
 
-__all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals"]
+__all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals", "numeric_arguments"]
 
 Floats = npt.NDArray[np.float64]
+MOST_WORKERS = 65_536
+
+
+@contextmanager
+def numeric_arguments() -> Iterator[None]:
+    """Translate the errors of arguments that are no numbers, or are too large; also a decorator.
+
+    Raises:
+        TraceError: there was such an error inside the block.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, SubnetActError):
+            raise
+        raise TraceError(f"an argument is of the wrong kind, or out of range ({error!s:.200})") from error
 
 
 class WorkerEvent(NamedTuple):
@@ -62,7 +79,7 @@ def checked_arrivals(arrivals_ms: npt.ArrayLike) -> Floats:
     """
     try:
         arrivals = np.asarray(arrivals_ms, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"arrivals_ms: not numbers ({error})") from error
     if arrivals.ndim != 1:
         raise TraceError(f"arrivals_ms: shape {arrivals.shape}; give one dimension")
@@ -109,6 +126,7 @@ class Scenario:
     co_runners: tuple[CoRunner, ...]
 
     @classmethod
+    @numeric_arguments()
     def checked(
         cls,
         arrivals_ms: npt.ArrayLike,
@@ -132,6 +150,8 @@ class Scenario:
                 "policy: made for another table (its subnets or batch sizes differ); make it from this one"
             )
         check_count(workers, "workers")
+        if workers > MOST_WORKERS:
+            raise PolicyError(f"workers: {workers:.3g} are more than {MOST_WORKERS}")
         for name, value in (("noise", noise), ("overhead_ms", overhead_ms), ("switch_ms", switch_ms)):
             if not (math.isfinite(value) and value >= 0):
                 raise PolicyError(f"{name}: {value} must be finite and >= 0")

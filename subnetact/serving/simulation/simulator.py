@@ -14,7 +14,7 @@ from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.preemptive_loop import PreemptiveLoop
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent
+from subnetact.serving.simulation.scenario import CoRunner, Scenario, WorkerEvent, numeric_arguments
 
 __all__ = ["CoRunner", "WorkerEvent", "simulate"]
 
@@ -110,7 +110,8 @@ def simulate(
     reset: Any = getattr(policy, "reset", None)
     if reset is not None:
         reset()
-    rng = np.random.default_rng(seed)
+    with numeric_arguments():
+        rng = np.random.default_rng(seed)
     options: dict[str, Any] = {
         "expired": expired_rule(expired, hopeless),
         "rng": rng,

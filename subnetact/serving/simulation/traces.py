@@ -8,15 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TraceError
-from subnetact.serving.simulation.scenario import checked_arrivals
+from subnetact.serving.simulation.scenario import checked_arrivals, numeric_arguments
 
 __all__ = ["IN_BIN", "bursty", "from_counts", "from_timestamps", "poisson", "time_varying"]
 
 Floats = npt.NDArray[np.float64]
+MOST_ARRIVALS = 5e7
 IN_BIN = ("poisson", "uniform", "even")
 """The processes inside a bin that `from_counts` accepts."""
 
 
+@numeric_arguments()
 def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, seed: int = 0) -> Floats:
     """Return a steady base merged with a bursty variant.
 
@@ -40,6 +42,7 @@ def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, s
     _at_least("variant_qps", variant_qps, 0.0)
     _at_least("cv2", cv2, 0.0)
     _above("duration_s", duration_s)
+    _bounded("duration_s", (base_qps + variant_qps) * duration_s)
     rng = np.random.default_rng(seed)
     base = np.arange(math.ceil(base_qps * duration_s)) * (1000.0 / base_qps) if base_qps else np.empty(0)
     variant = np.empty(0)
@@ -49,6 +52,7 @@ def bursty(base_qps: float, variant_qps: float, cv2: float, duration_s: float, s
     return merged[merged < duration_s * 1000.0]
 
 
+@numeric_arguments()
 def time_varying(
     start_qps: float,
     end_qps: float,
@@ -91,10 +95,12 @@ def time_varying(
     knots_s = np.concatenate([[0.0], lead_s + times_s, [lead_s + ramp_s + tail_s]])
     lead = start_qps * lead_s
     cumulative = np.concatenate([[0.0], lead + ramp, [lead + ramp[-1] + end_qps * tail_s]])
+    _bounded("qps", float(cumulative[-1]))
     units = _unit_renewals(float(cumulative[-1]), cv2, np.random.default_rng(seed))
     return np.interp(units, cumulative, knots_s * 1000.0)
 
 
+@numeric_arguments()
 def from_counts(
     counts: npt.ArrayLike,
     duration_s: float,
@@ -138,6 +144,7 @@ def from_counts(
     if peak_qps is not None:
         _above("peak_qps", peak_qps)
         expected = np.minimum(expected, peak_qps * width_ms / 1000.0)
+    _bounded("counts", float(expected.sum()))
     rng = np.random.default_rng(seed)
     if in_bin == "poisson":
         numbers = rng.poisson(expected)
@@ -152,6 +159,7 @@ def from_counts(
     return np.sort(starts + rng.random(int(numbers.sum())) * width_ms)
 
 
+@numeric_arguments()
 def from_timestamps(
     timestamps: npt.ArrayLike, unit_ms: float = 1.0, mean_qps: float | None = None, start_at_zero: bool = True
 ) -> Floats:
@@ -212,6 +220,11 @@ def _unit_renewals(length: float, cv2: float, rng: np.random.Generator) -> Float
         last = float(block[-1])
     joined = np.concatenate(times)
     return joined[joined < length]
+
+
+def _bounded(name: str, arrivals: float) -> None:
+    if arrivals > MOST_ARRIVALS:
+        raise TraceError(f"{name}: about {arrivals:.3g} arrivals; at most {MOST_ARRIVALS:.3g} fit in a trace")
 
 
 def _above(name: str, value: float, least: float = 0.0) -> None:
