@@ -10,7 +10,7 @@ from typing import NoReturn
 __all__ = ["INTERRUPTED", "NOBODY_READS", "run_command"]
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C: 128 and the number of SIGINT, as shells have it."""
+"""The exit status after Ctrl-C: 128 and the number of SIGINT."""
 NOBODY_READS = 141
 """The exit status if the output goes to a program that has ended: 128 and the number of SIGPIPE."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +248,22 @@ def test_a_wrong_number_of_values_names_the_slots() -> None:
         SPACE.spec(depth=1, expand=2, width=[0.5, 1.0])
     with pytest.raises(SpecError, match=r"depth has 2 slots \(stage1 to stage2\), got 3 values"):
         SPACE.spec(depth=[1, 1, 1], expand=2, width=0.5)
+
+
+NONSENSE = [np.zeros(3), 3, None, [], {"space": "s", "values": {"a": [10**5000]}}]
+NONSENSE += [{"space": 10**5000, "values": 1}]
+
+
+@pytest.mark.parametrize("data", NONSENSE, ids=lambda _: "")
+def test_a_specification_from_nonsense_is_a_spec_error(data: Any) -> None:
+    with pytest.raises(SpecError):
+        SubnetSpec.from_json(data)
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), 10**5000, float("inf"), float("nan")], ids=lambda _: ""
+)
+def test_numbers_beyond_floats_are_no_choices(value: Any) -> None:
+    space = SubnetSpace("s", [Axis.uniform("a", ["x"], [1, 2])], lambda v: {"a": int(v["a"][0])})
+    with pytest.raises(IllegalChoice, match="is not a choice"):
+        space.spec(a=[value])

@@ -105,6 +105,8 @@ class UnfinishedFile:
             if not isinstance(theirs, dict) or not needed <= set(self._stored):
                 raise KeyError(f"it lacks {sorted(needed - set(self._stored))}")
             self.seconds = float(self._stored["seconds"])
+            if not isinstance(self._stored["norms"], list):
+                raise TypeError("its norms are no list")
             if not math.isfinite(self.seconds) or not isinstance(self._stored["given"], int):
                 raise ValueError("its progress is no number")
         different = [

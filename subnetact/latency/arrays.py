@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import TableError
+from subnetact.spec import shown
 
 __all__ = ["Floats", "TableArrays", "ascending_sizes", "warn_of_fractions"]
 
@@ -109,8 +110,8 @@ class TableArrays:
             raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
         if self.co_runner_ms.shape[:1] != (len(numbers),):
             raise TableError(
-                f"co_runner_ms: shape {self.co_runner_ms.shape} for {len(numbers)} numbers of co-runners; "
-                "give one array of latencies per number"
+                f"co_runner_ms: {sum(self.co_runner_ms.shape[:1])} arrays of latencies for {len(numbers)} "
+                "numbers of co-runners; give one array per number"
             )
         latency_ms = _cells("latency_ms", self.latency_ms, keys, sizes, positive=True)
         if np.isnan(latency_ms).all():
@@ -201,9 +202,9 @@ def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:
     sizes: list[int] = []
     for i, size in enumerate(batch_sizes):
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise TableError(f"batch_sizes[{i}]: {_shown(size)} is not a positive integer")
+            raise TableError(f"batch_sizes[{i}]: {shown(size)} is not a positive integer")
         if size > LARGEST_BATCH:
-            raise TableError(f"batch_sizes[{i}]: {_shown(size)} is larger than {LARGEST_BATCH}")
+            raise TableError(f"batch_sizes[{i}]: {shown(size)} is larger than {LARGEST_BATCH}")
         if sizes and size <= sizes[-1]:
             raise TableError(f"batch_sizes[{i}]: {size} does not ascend from {sizes[-1]}")
         sizes.append(int(size))
@@ -212,18 +213,9 @@ def ascending_sizes(batch_sizes: Sequence[object]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _shown(value: object) -> str:
-    """Return a value for a message; Python does not print integers of thousands of digits."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "an integer of thousands of digits"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TableError(f"{name}: {_shown(value)} is not a number")
+        raise TableError(f"{name}: {shown(value)} is not a number")
     try:
         number = float(value)
     except OverflowError:
