@@ -50,7 +50,8 @@ def test_dunder_all_names_what_the_module_has(name: str) -> None:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
         and isinstance(node.value, ast.List) and all(isinstance(e, ast.Constant) for e in node.value.elts)
     ]  # fmt: skip
-    bound = {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    bound = {n.name for n in tree.body if isinstance(n, defined)}
     guarded = [inner for node in tree.body if isinstance(node, ast.If) for inner in node.body]
     for node in [*tree.body, *guarded]:
         if isinstance(node, ast.Assign):

@@ -149,7 +149,7 @@ def _tensors(service: Service) -> dict[str, Any]:
                 },
                 "datatype": {"enum": list(NUMPY)},
                 "parameters": parameters,
-                "data": {"type": "array", "items": {}, "description": "numbers, or binary_data_size instead"},
+                "data": _values((1, *part.shape)),
             },
         }
         for part in service.signature.parts

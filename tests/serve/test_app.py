@@ -174,6 +174,38 @@ def test_a_token_opens_everything_but_health(gated, post):
     asyncio.run(main())
 
 
+def test_the_batcher_learns_whose_request_it_is(gated, post):
+    async def main():
+        with gated(tokens={TOKEN: "alice"}) as (app, _, batcher):
+            asked = []
+
+            async def infer(*arguments):
+                asked.append(arguments)
+                raise QueueFull("x")
+
+            batcher.infer = infer
+            headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"x-deadline-ms", b"50")]
+            assert (await post(app, [0, 0, 0, 1], headers=headers))[0] == 429
+            assert asked[0][-1] == "alice"
+            app.service.access = Access({})
+            await post(app, [0, 0, 0, 1])
+            assert asked[1][-1] == "127.0.0.1"
+
+    asyncio.run(main())
+
+
+def test_an_error_of_a_route_is_logged_and_hidden(gated, post, caplog):
+    async def main():
+        with gated() as (app, _, batcher):
+            batcher.prometheus = lambda: {}["/etc/passwd"]
+            status, _, body = await post(app, None, path="/metrics", method="GET")
+            assert status == 500
+            assert b"passwd" not in body
+
+    asyncio.run(main())
+    assert len(caplog.records) == 1
+
+
 def test_tokens_of_several_clients_come_from_a_file(tmp_path):
     file = tmp_path / "tokens"
     file.write_text(f"alice {TOKEN}1\n\n{TOKEN}2\n")

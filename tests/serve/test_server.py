@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import signal
@@ -54,7 +55,6 @@ def test_numpy_files_in_and_out(server, digits, images, numpy_file):
         assert status == 200
         expected = digits[0](images[:1], subnet=answer["subnet"])[0]
         assert torch.allclose(torch.tensor(answer["output"]), expected, atol=1e-3)
-    import http.client
     import io
 
     connection = http.client.HTTPConnection(*server.address, timeout=60)
@@ -219,9 +219,14 @@ def test_the_status_page_needs_no_other_server(server):
 
 
 def test_shutting_down_finishes_what_was_accepted(start, digits, wait_for):
-    """Health turns to 503 while answers still come, then the process ends; a second server is not needed."""
+    """Health turns to 503 while answers still come, then the process ends, whoever watches it."""
     server = start("--bundle", str(digits[1]), "--grace-s", "1.0")
-
+    watchers = []
+    for _ in range(16):
+        watchers.append(http.client.HTTPConnection(*server.address, timeout=10))
+        watchers[-1].request("GET", "/status/events")
+        assert watchers[-1].getresponse().status == 200
+    assert server.call("GET", "/status/events")[0] == 503  # no more than 16 may watch
     server.process.send_signal(signal.SIGTERM)
     wait_for(lambda: server.call("GET", "/healthz")[0] != 200)
     for path in ("/healthz", "/readyz", "/v2/health/ready"):
@@ -230,6 +235,8 @@ def test_shutting_down_finishes_what_was_accepted(start, digits, wait_for):
     assert server.process.wait(30) in (0, -signal.SIGTERM)
     with pytest.raises(ConnectionRefusedError):
         server.call("GET", "/healthz")
+    for watcher in watchers:
+        watcher.close()
     assert server.stop() == ""
 
 
