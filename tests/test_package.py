@@ -106,6 +106,7 @@ def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
         "ofa_adapters/py.typed",
         "subnetact/data/digits_supernet.safetensors",
         "subnetact/data/traces/maf2019_per_minute.npz",
+        "subnetact/serve/status.html",
     ):
         assert needed in wheel
     tops = {name.split("/")[0] for name in wheel}

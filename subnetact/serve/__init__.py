@@ -9,28 +9,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from subnetact.errors import MissingExtra
 from subnetact.serve.access import read_tokens
 from subnetact.serve.limits import Limits
 
-if TYPE_CHECKING:
-    from subnetact.serve.app import ServeApp, build_app
-    from subnetact.serve.server import run
-
 __all__ = ["Limits", "ServeApp", "build_app", "read_tokens", "run"]
 
+try:
+    from subnetact.serve.app import ServeApp, build_app
+    from subnetact.serve.server import run
+except ImportError as error:
+    _missing = str(error)
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            raise MissingExtra(
+                f"serving needs FastAPI and uvicorn ({_missing}); pip install 'subnetact[serve]'"
+            )
         raise AttributeError(f"module 'subnetact.serve' has no attribute {name!r}")
-    try:
-        if name == "run":
-            return import_module("subnetact.serve.server").run
-        return getattr(import_module("subnetact.serve.app"), name)
-    except ImportError as error:
-        raise MissingExtra(
-            f"serving needs FastAPI and uvicorn ({error}); pip install 'subnetact[serve]'"
-        ) from error
