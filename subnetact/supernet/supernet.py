@@ -235,6 +235,9 @@ class Supernet(nn.Module):
         In training mode gradients reach the supernet's parameters, and BatchNorm normalises with the
         statistics of the batch and updates the shared running statistics, as in elastic training.
 
+        `torch.func.functional_call(supernet, parameters, ...)` runs on the given parameters and leaves no
+        trace in cached views. While it runs, other threads must not call the supernet; engines may run.
+
         `torch.compile(supernet)` compiles the network of every subnet that runs; choosing the subnet breaks
         the graph, so `fullgraph=True` is refused by torch. `Engine(compile=...)` compiles for serving.
 
@@ -577,7 +580,8 @@ class Supernet(nn.Module):
         and later ones run on the new weights; none sees a mixture, and engines change all subnets at once.
         While former weights are in use there are two copies in memory. If there is no room for two, use
         `supernet.network.load_state_dict`, which loads in place while nothing runs. Parameters in shared
-        memory, and those of subclasses of `nn.Parameter`, are loaded in place as well.
+        memory, those of subclasses of `nn.Parameter`, and a supernet that is loaded as a part of another
+        module are loaded in place as well.
 
         Args:
             state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
