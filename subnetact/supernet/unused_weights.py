@@ -141,8 +141,9 @@ def _restore_slices(copy: Operator, operator: Operator, row: SizeRow) -> None:
 def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     """Return which elements an operator reads for a subnet, found with gradients, if it computes tensors."""
     reading: Any = object.__new__(type(operator))
-    leaves = {
-        name: nn.Parameter(p.clone() if p.is_inference() else p.detach(), requires_grad=p.is_floating_point())
+    draw = torch.Generator().manual_seed(0)
+    leaves = {  # Random values: a weight that is multiplied by a zero would look unused.
+        name: nn.Parameter((torch.rand(p.shape, generator=draw) + 0.5).to(p), p.is_floating_point())
         for name, p in operator._parameters.items()
         if p is not None
     }
