@@ -79,6 +79,10 @@ def to_torchscript(
     identity in another way than a layer, the export is refused. Tracing cannot see everything, for example a
     branch on the type of a value; only the comparison with `example` detects such differences.
 
+    A TorchScript file is code. Its interpreter runs no Python, but it has operators that read and write files
+    with the rights of the process, so load only files of people you trust. This package loads none but the
+    one that it has just written.
+
     TorchScript is in maintenance and ends with Python 3.14. Its successor is `to_exported_programs`, which
     writes one `torch.export` program per subnet.
 
