@@ -23,7 +23,7 @@ from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.operators.skipped_layer import first_name
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import call_with, describe_input, map_tensors
+from subnetact.supernet.batches import call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.unused_weights import (
     fill_unused_,
@@ -95,13 +95,12 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
 
 def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> CheckReport:
     start = time.perf_counter()
-    x = map_tensors(_visible, x)
     full, *narrow = corners(space)
     largest = space.resolve(full)
     view = shared_view(network, largest)
     chains = [_Chain(view, stack) for stack in _stacks(network)] if compare else []
     try:
-        _outputs(view, x)
+        x = _run_visible(view, x)
     except Exception as error:
         raise SpecError(
             f"check: {full} does not run on {describe_input(x)}: {summary(view, error)}; give a batch "
@@ -291,6 +290,19 @@ def _resized(narrow: list[_Output], wide: list[_Output]) -> str | None:
         if here != sizes.get(output.path, here):
             return output.path
     return None
+
+
+def _run_visible(view: nn.Module, x: Any) -> Any:
+    """Run a network, on random values in place of zeros if it takes them; return the batch that ran."""
+    visible = map_tensors(_visible, x)
+    if any(given is not shown for given, shown in zip(tensors_of(x), tensors_of(visible), strict=True)):
+        try:
+            _outputs(view, visible)
+            return visible
+        except Exception:
+            pass  # The network takes other numbers only, indices for example.
+    _outputs(view, x)
+    return x
 
 
 def _visible(tensor: Tensor) -> Tensor:

@@ -324,7 +324,7 @@ class Supernet(nn.Module):
 
         Args:
             x: a batch that the network takes, a tensor or a tuple or dictionary of them; one input suffices.
-                Floating-point tensors that are all zero are replaced by random ones.
+                Floating-point tensors that are all zero are replaced by random ones, if these run.
             compare: whether to compare with the original network, and whether to refuse networks that change
                 the output of a layer that can be skipped before the next layer gets it. False is for networks
                 whose forward normalises over an elastic width by itself.

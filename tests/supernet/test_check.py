@@ -171,6 +171,21 @@ def test_a_narrowed_layer_norm_is_run_but_not_compared() -> None:
     ]
 
 
+class Indexing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.table(x.long()))
+
+
+def test_zeros_are_kept_if_the_network_takes_no_other_numbers() -> None:
+    supernet = insert_(Indexing().eval(), space_of(c=[4, 8]), {"layers.0": WeightSlice.on(out="c")})
+    with pytest.raises(InsertError, match=r'layers\.1": WeightSlice\.on\(in_'):
+        supernet.check(torch.zeros(1, 3))
+
+
 class Loop(nn.Module):
     """Layers that the network calls one after another, in a way that each test gives."""
 
