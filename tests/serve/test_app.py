@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 import logging
+import subprocess
+import sys
 import types
 
 import pytest
@@ -312,3 +314,15 @@ def test_the_application_can_be_mounted(gated, post):
 def test_limits_are_positive_numbers(settings):
     with pytest.raises(ServeError, match=next(iter(settings))):
         Limits(**settings)
+
+
+def test_a_missing_extra_is_named():
+    code = (
+        "import sys; sys.modules['uvicorn'] = None\n"
+        "from subnetact.serve.cli import main\n"
+        "raise SystemExit(main(['--demo']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pip install 'subnetact[serve]'" in done.stderr
+    assert "Traceback" not in done.stderr
