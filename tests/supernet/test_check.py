@@ -309,8 +309,8 @@ def test_corners_are_distinct() -> None:
 def test_kernel_matrices_that_are_the_identity_are_used_weights() -> None:
     from subnetact.operators import ElasticKernel, KernelConv2d
 
-    axis = subnetact.Axis.uniform("k", ["all"], (3, 5))
-    space = subnetact.SubnetSpace("identity", [axis], lambda v: {"k": v["k"][0], "c": 4})
+    axis = Axis.uniform("k", ["all"], (3, 5))
+    space = SubnetSpace("identity", [axis], lambda v: {"k": v["k"][0], "c": 4})
     network = nn.Sequential(KernelConv2d(4, [3, 5, 7], matrices=True))  # its matrices begin as the identity
     elastic = {"0": ElasticKernel.on(channels="c", kernel="k")}
-    subnetact.insert_(network, space, elastic).eval().check(torch.randn(1, 4, 9, 9))
+    insert_(network, space, elastic).eval().check(torch.randn(1, 4, 9, 9))
