@@ -243,7 +243,7 @@ def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], e
     """Apply the orders, or none of them; return the number of statistics rows that were dropped."""
     moves, channels = _moves(orders, row)
     norms, table = supernet.norms, _statistics(supernet, row, orders, channels)
-    before = _outputs(supernet, example)
+    before, original = _outputs(supernet, example), supernet.has_original_statistics()
     same, done = False, []
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -258,6 +258,8 @@ def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], e
                 for move in reversed(done):
                     move.apply(back=True)
             supernet.norms = norms
+        if original:
+            supernet.renew_original_statistics()
     if not same:
         raise InsertError(
             "reorder_: the output of the largest subnet would change by more than rounding; something that "

@@ -450,6 +450,14 @@ class Supernet(nn.Module):
         """
         return self.origin is None and self._original.hold(self.network)
 
+    def renew_original_statistics(self) -> None:
+        """Declare that weights were changed in a way that left the function of the largest subnet as it was.
+
+        The statistics that the network came with, permuted together with its channels for example, are then
+        still right for the largest subnet (`has_original_statistics`).
+        """
+        self._original = OriginalStatistics(self.network)
+
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 

@@ -418,6 +418,13 @@ def test_statistics_of_shallower_subnets_move_and_those_of_narrow_ones_go() -> N
         assert torch.equal(supernet.subnet(narrow)(IMAGES), supernet.extract(narrow)(IMAGES))
 
 
+def test_a_pretrained_network_stays_what_it_was_when_it_is_calibrated() -> None:
+    original, supernet = convs()
+    reorder_(supernet, "l1", IMAGES)
+    subnetact.calibrate(supernet, list(supernet.space.enumerate()), [IMAGES], progress=False)
+    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
+
+
 def test_engines_and_copies_follow() -> None:
     original, supernet = fused()
     engine = subnetact.Engine(
