@@ -71,7 +71,8 @@ class Compiler:
 
     def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
         shapes: dict[Any, Callable[[Tensor], Any]] = {}
-        copies = {id(p.packed): p.packed for p in bound.view.parameters() if hasattr(p, "packed")}
+        tensors = (*bound.view.parameters(), *bound.view.buffers())
+        copies = {id(t.packed): t.packed for t in tensors if hasattr(t, "packed")}
 
         def run(x: Tensor) -> Any:
             for packed in copies.values():  # Compiled code reads packed copies without refreshing them.

@@ -8,7 +8,7 @@ Which file answers which question:
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
 - `blocks.py`: blocks that a subnet may skip, and their importance.
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores;
-  `channel_groups.py`: which weights have to move together.
+  `channel_groups.py` and `probe.py`: which weights have to move together, and in which units.
 - `proof.py`: what is tried on copies before the model is touched.
 - `hugging_face.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
 """

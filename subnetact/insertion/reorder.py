@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
-from subnetact.insertion.channel_groups import Group, extracted, find_groups, flat, kept_entries
+from subnetact.insertion.channel_groups import Group, extracted, flat, kept_entries
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Importance, UnitWeights
+from subnetact.insertion.probe import find_groups
 from subnetact.operators import Operator, SubnetNorm
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, logits

@@ -24,6 +24,8 @@ Which operator makes which module elastic:
 |---|---|
 | Conv1d to Conv3d, depthwise and grouped ones, ConvTranspose1d to ConvTranspose3d | WeightSlice(out, in_) |
 | Linear, `Conv1D` of transformers | WeightSlice(out, in_) |
+| a fused layer (`qkv`, `gate_up`), a layer behind a concatenation | WeightSlice(out=Segments(...), in_=...) |
+| BatchNorm, LayerNorm and own parameters behind a concatenation | their operators, with Segments(...) |
 | Embedding | WeightSlice(out) |
 | BatchNorm1d to BatchNorm3d, SyncBatchNorm | SubnetNorm(channels) |
 | LayerNorm, RMSNorm and its relatives in transformers and timm, GroupNorm | LayerNormSlice(features) |

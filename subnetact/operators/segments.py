@@ -7,7 +7,8 @@ its own or kept whole.
 
 A part that is not described with `Segments` is a single segment. Every operator therefore has one slicing
 rule, `cut`, for both. A slice that consists of one run of rows is a zero-copy view: a single segment is
-narrowed, only the last segment is narrowed, or none is. Other slices are packed copies (`base.py`).
+narrowed, only the last segment is narrowed, or none is. Other slices are packed copies (`base.py`), made
+once per layer and slice. A TorchScript file slices while it runs, and copies such slices in every call.
 """
 
 from __future__ import annotations

@@ -313,6 +313,51 @@ def test_grouped_convolutions_move_whole_groups() -> None:
     assert sorted(groups.sum((1, 2, 3, 4)).tolist()) == sorted(before.sum((1, 2, 3, 4)).tolist())
 
 
+def test_columns_behind_flattened_maps_move_with_their_channels() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).eval()
+    original = copy.deepcopy(network)
+    elastic = {"0": WeightSlice.on(out="channels"), "3": WeightSlice.on(in_="columns")}
+    space = space_of(lambda w: {"channels": w, "columns": 36 * w}, [2, 5])
+    supernet = subnetact.insert_(network, space, elastic)
+    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), IMAGES)
+    assert report.reordered == {"0.out": 5}
+    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
+    assert torch.equal(
+        supernet.state_dict()["3.weight"].view(4, 5, 36), original[3].weight.view(4, 5, 36).flip(1)
+    )
+
+
+def test_segments_behind_a_concatenation_move_apart() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 6, 1)
+            self.bn, self.mix = nn.BatchNorm2d(13), nn.Conv2d(13, 5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(F.relu(self.bn(torch.cat([self.left(x), x, self.right(x)], 1))))
+
+    torch.manual_seed(0)
+    network = randomised(Joined())
+    original = copy.deepcopy(network)
+    both = Segments(("left", 4), (None, 3), ("right", 6))
+    elastic = {
+        "left": WeightSlice.on(out="left"),
+        "right": WeightSlice.on(out="right"),
+        "bn": SubnetNorm.on(channels=both),
+        "mix": WeightSlice.on(in_=both),
+    }
+    supernet = subnetact.insert_(network, space_of(lambda w: {"left": w, "right": w + 2}, [1, 4]), elastic)
+    report = reorder_(supernet, lambda group: torch.arange(group.units).float(), IMAGES)
+    assert report.reordered == {"left.out": 4, "right.out": 6}
+    torch.testing.assert_close(outputs(supernet, IMAGES), outputs(original, IMAGES), **PLAIN)
+    order = [3, 2, 1, 0, 4, 5, 6, 12, 11, 10, 9, 8, 7]
+    for name in ("bn.weight", "bn.running_mean", "bn.running_var"):
+        assert torch.equal(supernet.state_dict()[name], original.state_dict()[name][order])
+    assert torch.equal(supernet.state_dict()["mix.weight"], original.mix.weight[:, order])
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

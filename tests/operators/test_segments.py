@@ -278,6 +278,34 @@ def test_every_operator_keeps_the_beginning_of_every_segment(seed: int) -> None:
         assert found(x).isfinite().all()
 
 
+def test_the_input_projection_of_a_mamba_block() -> None:
+    inner, state, heads = 8, 3, 4
+    projection = Segments(("inner", inner), ("inner", inner), (None, 2 * state), ("heads", heads))
+    convolved = Segments(("inner", inner), (None, 2 * state))
+    space = SubnetSpace(
+        "mamba",
+        [Axis.uniform("heads", ["all"], [2, 4])],
+        lambda v: {"inner": 2 * v["heads"][0], "heads": v["heads"][0]},
+    )
+    network = nn.Sequential(
+        nn.Linear(5, sum(projection.lengths)), nn.Conv1d(14, 14, 2, groups=14), nn.Linear(inner, 5)
+    )
+    elastic = {
+        "0": WeightSlice.on(out=projection),
+        "1": WeightSlice.on(out=convolved),
+        "2": WeightSlice.on(in_="inner"),
+    }
+    supernet = subnetact.insert_(network.eval(), space, elastic)
+    original = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+    view = supernet.subnet(space.smallest())
+    rows = [*range(4), *range(8, 12), *range(16, 22), *range(22, 24)]
+    assert torch.equal(view[0].weight, original["0.weight"][rows])
+    assert torch.equal(view[0].bias, original["0.bias"][rows])
+    assert torch.equal(view[1].weight, original["1.weight"][[*range(4), *range(8, 14)]])
+    assert (view[1].groups, view[1].in_channels) == (10, 10)
+    assert torch.equal(view[2].weight, original["2.weight"][:, :4])
+
+
 def test_segments_are_data() -> None:
     segments = Segments(("heads", 768), (None, 64))
     assert Segments.from_json(segments.to_json()) == segments == copy.deepcopy(segments)
