@@ -24,6 +24,8 @@ __all__ = ["Chunk", "HullTable", "PricedFronts"]
 
 _QUICK = 1 / 3
 """A quick batch takes at most this share of the SLO."""
+_TIE = 1.0 + 1e-9
+"""Among subnets of equal value at a price, the fastest one is chosen in spite of rounding."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -85,11 +87,11 @@ class PricedFronts(BatchFronts):
         if price <= 0.0 or nearest.latency_ms <= free_ms:
             return nearest
         hull = self._hulls[column]
-        vertex = hull[bisect_right(self._falls[column], -price / k)]
+        vertex = hull[bisect_right(self._falls[column], -price / k * _TIE)]
         if vertex.latency_ms > within_ms:
             vertex = hull[bisect_right(self._hull_ms[column], within_ms) - 1]
             gain = k * (nearest.accuracy - vertex.accuracy) - price * (nearest.latency_ms - vertex.latency_ms)
-            if gain > 0:
+            if gain > 1e-9:
                 vertex = nearest
         if vertex.latency_ms > free_ms:
             return vertex

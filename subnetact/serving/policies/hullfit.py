@@ -18,7 +18,7 @@ The method, step by step:
    elsewhere. Only what a batch takes beyond the cycle has a price, because what it takes up to there is
    repaid by the next batch, which is larger. The value of a request is what it yields at that point of the
    hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet sustains,
-   a request has no value, because another one must be dropped for it.
+   a request has no value, because another one must be dropped for it, and all time has a price.
 5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
    batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
    deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
@@ -56,6 +56,8 @@ __all__ = ["HullFit", "Tuning"]
 
 _MANY_CHUNKS = 10
 """With more chunks than this, the drain limit is computed with arrays, which is faster."""
+_ALMOST = 1.25
+"""Where time is free, a batch that takes this many times the time per request still counts as usual."""
 _PREFERENCE = 0.25
 """Where time is free, a larger batch may cost this share of the range of accuracies per request."""
 
@@ -132,19 +134,24 @@ class HullFit:
         tau_ms = budget.per_request_ms(context.queued, workers, rate, _usual_batch_ms(hull, workers, rate))
         cycle_ms = hull.cycle_ms(tau_ms)
         point = bisect_right(hull.taus, tau_ms) - 1
-        if point < 0:  # overload: every request that is served replaces another one
-            price, value, tau_ms = hull.values[0] / hull.taus[0], 0.0, math.inf
+        if point < 0 or rate * hull.taus[0] > workers:
+            # Overload: every request that is served replaces another one.
+            point = -1
+            price, value, tau_ms, cycle_ms = hull.values[0] / hull.taus[0], 0.0, math.inf, 0.0
         elif point < len(hull.slopes):
             price = hull.slopes[point]
             value = hull.values[point] - price * hull.taus[point]
         else:
             price, value = 0.0, hull.values[point] - self._preference
-        found = self._best_offer(context, others, hull, rate, tau_ms, cycle_ms, price, value)
+        # In overload a margin would only drop requests that might be met.
+        limit_ms = budget.time_limit(context.slack_ms) if point >= 0 else context.slack_ms
+        found = self._best_offer(context, others, hull, rate, limit_ms, tau_ms, cycle_ms, price, value)
         if found is None:
             return self._rescue(context, hull, workers)
         k, option = found
         if tau_ms < math.inf:
-            budget.save(max(cycle_ms, tau_ms * k), option.latency_ms)
+            following = hull.batch_ms[min(point + 1, len(hull.slopes))]
+            budget.save(max(cycle_ms, tau_ms * k) - option.latency_ms, following)
         return option.subnet, option.batch_size
 
     def _hull(self, workers: int) -> HullTable:
@@ -159,6 +166,7 @@ class HullFit:
         others: list[float],
         hull: HullTable,
         rate: float,
+        limit_ms: float,
         tau_ms: float,
         cycle_ms: float,
         price: float,
@@ -170,7 +178,7 @@ class HullFit:
         counts = [size if size < queued else queued for size in fronts.sizes[: top + 1]]
         drains = {counts[top]: self._drain_limit(context, others, counts[top], hull)}
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
-        limit = min(budget.time_limit(context.slack_ms), drains[counts[top]])
+        limit = min(limit_ms, drains[counts[top]])
         spare = budget.surge_spare(context, others, hull.taus[0], rate)
         saved = budget.saved_ms
         # For each batch size: the gain per request and the offer; (-inf, None) if no subnet is fast enough.
@@ -285,7 +293,7 @@ def _usual_batch_ms(hull: HullTable, workers: int, rate: float) -> float:
     tau_ms = workers / rate if rate > 0.0 else math.inf
     above = bisect_left(hull.taus, tau_ms)
     if above == len(hull.taus):
-        return hull.cycle_ms(tau_ms)
+        return hull.cycle_ms(_ALMOST * tau_ms)
     return hull.batch_ms[max(above - 1, 0)]
 
 

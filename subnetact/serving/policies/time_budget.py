@@ -28,7 +28,7 @@ class Tuning:
         settle: the time over which the backlog is brought to the accepted one.
         surge_window: the window of the arrival rate that a surge is assumed to keep for one SLO.
         surge_ahead: how far ahead the guard against surges looks.
-        bank: the most time that can be saved for a later batch.
+        bank: the most time that can be saved for later batches, unless one batch needs more.
 
     Raises:
         PolicyError: a constant is not finite or not > 0.
@@ -86,7 +86,8 @@ class TimeBudget:
         """Return the worker time, ms, that may be spent per request.
 
         It is the number of workers divided by the load. The load is the arrival rate, corrected by the
-        backlog: a larger backlog than the accepted one is to be worked off, a smaller one may grow.
+        backlog: a larger backlog than the accepted one is to be worked off, a smaller one may grow. The most
+        urgent request is about to be served and does not count.
 
         Args:
             queued: number of requests in the queue.
@@ -96,7 +97,7 @@ class TimeBudget:
         """
         longest = (1.0 + self.margin) * batch_ms + self.reserve_ms
         accepted = rate * self.tuning.accepted_share * max(0.0, self.slo_ms - longest)
-        load = rate + (queued - accepted) / (self.tuning.settle * self.slo_ms)
+        load = rate + (queued - 1 - accepted) / (self.tuning.settle * self.slo_ms)
         return workers / load if load > 0.0 else math.inf
 
     def surge_spare(self, context: Context, others: list[float], tau_ms: float, rate: float) -> float:
@@ -125,7 +126,12 @@ class TimeBudget:
         capacity = ahead + sum([ahead - (free - now) for free in others if free - now < ahead])
         return capacity - (context.queued + expected) * tau_ms
 
-    def save(self, allowed_ms: float, taken_ms: float) -> None:
-        """Book a batch: what it leaves of its time is saved for later ones, what it takes more is used up."""
-        saved = self.saved_ms + allowed_ms - taken_ms
-        self.saved_ms = min(max(0.0, saved), self.tuning.bank * self.slo_ms)
+    def save(self, unspent_ms: float, step_ms: float) -> None:
+        """Book a batch: time that it left unspent is saved for later ones, time that it took more is used up.
+
+        Args:
+            unspent_ms: the time that it left; negative if it took more than its share.
+            step_ms: latency of the batch that is saved for.
+        """
+        most = max(self.tuning.bank * self.slo_ms, step_ms)
+        self.saved_ms = min(max(0.0, self.saved_ms + unspent_ms), most)

@@ -74,15 +74,15 @@ class ArrivalMeter:
         Args:
             now_ms: the time.
             window_ms: length of the window. If the first arrival is less than that ago, the window starts
-                there.
+                there, but is not shorter than 1/400 of its length.
 
         Returns:
             Arrivals per millisecond.
         """
         if self.start_ms is None:
             return 0.0
-        seen_ms = now_ms - self.start_ms
-        return self.count(now_ms - window_ms, now_ms) / (min(window_ms, seen_ms) if seen_ms > 1.0 else 1.0)
+        seen_ms = max(now_ms - self.start_ms, window_ms / 400.0)
+        return self.count(now_ms - window_ms, now_ms) / min(window_ms, seen_ms)
 
     def _trim(self) -> None:
         del self._times[: bisect_left(self._times, self._times[-1] - self._horizon_ms)]

@@ -1,0 +1,344 @@
+"""HullFit compared with SlackFit and the best fixed subnet on tables, loads and SLOs of many kinds.
+
+    python benchmarks/policy_grid.py             # continues what an earlier run began; an hour on one core
+    python benchmarks/policy_grid.py --report    # write the results into README.md and stop
+
+Every cell is one setting: a latency table, a number of workers, a load, the burstiness of the arrivals, and
+an SLO. All policies of a cell see the same arrivals. SlackFit (K = 4 and 8) has the margins of HullFit. The
+best fixed subnet is chosen in hindsight: subnets are tried on the very arrivals that are reported, coarsely
+and then finely over the Pareto-optimal ones. A cell in which HullFit is more than 0.1 points behind on its
+first trace is measured on three more traces, and the means are reported. The random cells are drawn with a
+seed that was not used while the constants of HullFit were chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from subnetact import __version__
+from subnetact.latency import LatencyTable
+from subnetact.serving import Fixed, HullFit, Policy, SlackFit, fluid_bound, simulate, superserve_a40
+from subnetact.serving.scheduling.frontier import pareto_of_batch
+
+HERE = Path(__file__).parent
+TABLES = HERE.parent / "profiling" / "tables"
+MEASURED = {
+    "mbv3": "intel-r-xeon-r-processor_1thread_torch2.13.0_ofa-mbv3_224px_zero-copy.json",
+    "resnet50": "intel-r-xeon-r-processor_1thread_torch2.13.0_ofa-resnet50_96px_zero-copy.json",
+    "a40_32": "nvidia-a40_torch2.9.1_ofa_resnet50_224px.json",
+}
+BATCHES: tuple[tuple[int, ...], ...] = (
+    (1,),
+    (1, 2, 4, 8),
+    (1, 2, 4, 8, 16),
+    (1, 2, 4, 8, 16, 32),
+    tuple(range(1, 17)),
+    (1, 2, 4, 8, 16, 32, 64, 128),
+    (1, 8, 32, 128),
+)
+LOADS = (0.01, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0)
+MARGIN, RESERVE = 0.1, 0.014
+NEAR, FAR = 0.2, 0.5
+REPEATS = 4
+BEGIN, END = "<!-- policy_grid: begin -->", "<!-- policy_grid: end -->"
+Floats = npt.NDArray[np.float64]
+
+
+class Cell(NamedTuple):
+    """One setting of the grid.
+
+    Attributes:
+        table: the name of a measured table, or "affine" for latencies base * (share + (1 - share) * batch).
+        share: the share of the latency at batch 1 that does not depend on the batch size.
+        accuracy: "linear" or "concave" over the base latency, from 70 to 80 %, if the table has none.
+        subnets: number of subnets.
+        ratio: base latency of the largest subnet over that of the smallest.
+        sizes: the batch sizes.
+        base_ms: base latency of the smallest subnet, ms.
+        jitter: standard deviation of a random factor on every latency, which makes the table non-monotone.
+        workers: number of workers.
+        load: arrival rate over the rate that the most accurate subnet sustains with batches within the SLO.
+        cv2: squared coefficient of variation of the gaps between arrivals.
+        slo: SLO over the latency of the most accurate subnet at batch 1.
+        seed: seed of the table and of the arrivals.
+    """
+
+    table: str
+    share: float
+    accuracy: str
+    subnets: int
+    ratio: float
+    sizes: tuple[int, ...]
+    base_ms: float
+    jitter: float
+    workers: int
+    load: float
+    cv2: float
+    slo: float
+    seed: int
+
+
+def regular_cells(workers: int) -> list[Cell]:
+    """Return 54 cells: nine tables at six loads, with an SLO of 5 latencies and CV^2 2."""
+    shapes = [("affine", share, accuracy) for share in (0.1, 0.5, 0.9) for accuracy in ("linear", "concave")]
+    shapes += [(name, 0.0, "linear") for name in ("mbv3", "resnet50", "a40")]
+    sizes = (1, 2, 4, 8, 16)
+    return [
+        Cell(table, share, accuracy, 6, 5.0, sizes, 2.0, 0.0, workers, load, 2.0, 5.0, 0)
+        for load in (0.01, 0.3, 0.6, 0.9, 1.3, 1.8)
+        for table, share, accuracy in shapes
+    ]
+
+
+def random_cells(count: int, seed: int) -> list[Cell]:
+    """Return random cells of the full cross product of all dimensions."""
+    rng = np.random.default_rng(seed)
+    cells = []
+    for i in range(count):
+        measured = rng.random() < 0.2
+        cells.append(
+            Cell(
+                str(rng.choice(["mbv3", "resnet50", "a40", "a40_32"])) if measured else "affine",
+                round(float(rng.uniform(0.1, 0.95)), 3),
+                str(rng.choice(["linear", "concave"])),
+                int(rng.choice([2, 3, 6, 12, 50, 200, 1000])),
+                float(rng.choice([1.5, 3.0, 5.0, 10.0])),
+                BATCHES[rng.integers(len(BATCHES))],
+                round(float(np.exp(rng.uniform(np.log(0.5), np.log(50.0)))), 3),
+                float(rng.choice([0.0, 0.0, 0.05, 0.2])),
+                int(rng.choice([1, 1, 2, 4, 8, 16, 64])),
+                float(rng.choice(LOADS)),
+                float(rng.choice([1.0, 2.0, 4.0, 8.0])),
+                float(rng.choice([2.0, 3.0, 5.0, 10.0, 20.0])),
+                seed * 100_000 + i,
+            )
+        )
+    return cells
+
+
+def table_of(cell: Cell) -> LatencyTable:
+    """Return the latency table of a cell."""
+    if cell.table == "a40":
+        return superserve_a40()
+    if cell.table in MEASURED:
+        table = LatencyTable.load(TABLES / MEASURED[cell.table])
+        known = not math.isnan(table.accuracy[0])
+        return table if known else table.with_accuracy(_accuracies(table.latency_ms[:, 0], cell.accuracy))
+    base = cell.base_ms * np.linspace(1.0, cell.ratio, cell.subnets)
+    cells = base[:, None] * (cell.share + (1.0 - cell.share) * np.array(cell.sizes, dtype=np.float64))
+    if cell.jitter:
+        rng = np.random.default_rng(cell.seed)
+        cells = cells * np.maximum(rng.normal(1.0, cell.jitter, cells.shape), 0.5)
+    keys = [f"s{i}" for i in range(cell.subnets)]
+    return LatencyTable.from_arrays(keys, _accuracies(base, cell.accuracy), cell.sizes, cells)
+
+
+def _accuracies(base: Floats, kind: str) -> list[float]:
+    x = (base - base.min()) / (base.max() - base.min())
+    found: list[float] = (70.0 + 10.0 * (x if kind == "linear" else 1.0 - (1.0 - x) ** 2)).tolist()
+    return found
+
+
+class Trial:
+    """The table, the SLO and the arrivals of a cell.
+
+    Args:
+        cell: the cell.
+        requests: least number of requests; a trace lasts 40 SLOs if that takes more, up to 8 times as many.
+        repeat: number of the trace.
+    """
+
+    def __init__(self, cell: Cell, requests: int, repeat: int) -> None:
+        self.cell = cell
+        self.table = table = table_of(cell)
+        best = int(np.argmax(table.accuracy))
+        self.slo_ms = cell.slo * float(table.latency_ms[best, 0])
+        row = table.latency_ms[best]
+        fits = row <= self.slo_ms
+        rate = cell.load * cell.workers * float((np.array(table.batch_sizes)[fits] / row[fits]).max())
+        count = int(min(max(requests, 40.0 * rate * self.slo_ms), 8 * requests))
+        shape = 1.0 / cell.cv2
+        gaps = np.random.default_rng([cell.seed, repeat]).gamma(shape, 1.0 / (shape * rate), count)
+        self.arrivals = np.cumsum(gaps)
+
+    def run(self, policy: Policy) -> float:
+        """Return the effective accuracy of a policy, percent."""
+        return simulate(
+            self.arrivals, self.table, policy, self.slo_ms, self.cell.workers, "drop", progress=False
+        ).effective_accuracy
+
+    def results(self) -> dict[str, float]:
+        """Return the effective accuracy of every contender, percent."""
+        table, slo_ms = self.table, self.slo_ms
+        found = {
+            f"slackfit:{k}": self.run(SlackFit(table, slo_ms, k, RESERVE * slo_ms, MARGIN)) for k in (4, 8)
+        }
+        found["fixed"] = self._best_fixed()
+        found["hullfit"] = self.run(HullFit(table, slo_ms, MARGIN, RESERVE))
+        return found
+
+    def bound(self) -> float:
+        """Return the fluid bound, percent."""
+        step_ms = self.slo_ms / 36.0
+        return fluid_bound(self.arrivals, self.table, self.slo_ms, workers=self.cell.workers, step_ms=step_ms)
+
+    def _best_fixed(self) -> float:
+        """Return the effective accuracy of the best fixed subnet, percent."""
+        table = self.table
+        subnets = {o.subnet for j in range(len(table.batch_sizes)) for o in pareto_of_batch(table, j)}
+        front = sorted(subnets, key=lambda i: table.accuracy[i])
+        known: dict[int, float] = {}
+
+        def value(at: int) -> float:
+            if at not in known:
+                known[at] = self.run(Fixed(table, front[at]))
+            return known[at]
+
+        low, high = 0, len(front) - 1
+        while high - low > 6 and len(known) < 24:
+            grid = sorted({round(low + (high - low) * i / 6) for i in range(7)})
+            top = max(range(len(grid)), key=lambda i: value(grid[i]))
+            low, high = grid[max(top - 1, 0)], grid[min(top + 1, len(grid) - 1)]
+        return max(value(at) for at in range(low, min(high, low + 12) + 1))
+
+
+def measure(cell: Cell, requests: int, bound: bool) -> dict[str, Any]:
+    """Measure a cell; four times on new arrivals if HullFit is behind the first time."""
+    runs: list[dict[str, float]] = []
+    row: dict[str, Any] = {}
+    for repeat in range(REPEATS):
+        trial = Trial(cell, requests, repeat)
+        runs.append(trial.results())
+        leads = [run["hullfit"] - max(v for name, v in run.items() if name != "hullfit") for run in runs]
+        if repeat == 0 and bound:
+            row["bound"] = trial.bound()
+            row["to_bound"] = {name: row["bound"] - value for name, value in runs[0].items()}
+        if leads[0] > -0.5 * NEAR:
+            break
+    means = {name: mean(run[name] for run in runs) for name in runs[0]}
+    other = max((value, name) for name, value in means.items() if name != "hullfit")
+    return {
+        **cell._asdict(),
+        **row,
+        "requests": len(trial.arrivals) * len(runs),
+        "effective_accuracy": means,
+        "best_other": other[1],
+        "lead": means["hullfit"] - other[0],
+        "standard_error": stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else None,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the bounds are about."""
+    leads = [row["lead"] for row in rows]
+    found: dict[str, Any] = {
+        "cells": len(rows),
+        "share_near": mean(lead >= -NEAR for lead in leads),
+        "share_not_far": mean(lead >= -FAR for lead in leads),
+        "worst": min(leads),
+        "best": max(leads),
+        "mean_lead": mean(leads),
+        "mean": {
+            name: mean(row["effective_accuracy"][name] for row in rows)
+            for name in rows[0]["effective_accuracy"]
+        },
+    }
+    loaded = [row["to_bound"] for row in rows if "to_bound" in row and row["load"] > 0.1]
+    if loaded:
+        found["to_bound"] = {name: mean(gap[name] for gap in loaded) for name in loaded[0]}
+    return found
+
+
+def report(document: dict[str, Any]) -> None:
+    """Write the results into README.md."""
+    lines = [
+        "| cells | number | HullFit at most 0.2 points behind | worst | mean lead | HullFit | SlackFit, K = 4"
+        " | K = 8 | best fixed | HullFit, SlackFit (K = 8) to the fluid bound |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in document["cells"].items():
+        found = summary(rows)
+        means, gaps = found["mean"], found.get("to_bound")
+        shown = " | ".join(f"{means[k]:.2f}" for k in ("hullfit", "slackfit:4", "slackfit:8", "fixed"))
+        distance = f"{gaps['hullfit']:.2f}, {gaps['slackfit:8']:.2f}" if gaps else ""
+        lines.append(
+            f"| {name} | {found['cells']} | {found['share_near']:.1%} | {found['worst']:+.2f} | "
+            f"{found['mean_lead']:+.2f} | {shown} | {distance} |"
+        )
+    behind = [row for rows in document["cells"].values() for row in rows if row["lead"] < -NEAR]
+    lines += [
+        "",
+        "The cells in which HullFit is more than 0.2 points behind:",
+        "",
+        "| lead | table | subnets | batches up to | workers | load | CV^2 | SLO | best other |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(behind, key=lambda row: float(row["lead"])):
+        table = row["table"]
+        kind = f"{row['share']:.0%} fixed cost, {row['accuracy']}, jitter {row['jitter']:g}"
+        affine = table == "affine"
+        lines.append(
+            f"| {row['lead']:+.2f} | {kind if affine else table} | {row['subnets'] if affine else ''} | "
+            f"{row['sizes'][-1] if affine else ''} | {row['workers']} | {row['load']:g} | {row['cv2']:g} | "
+            f"{row['slo']:g} | {row['best_other']} |"
+        )
+    readme = HERE / "README.md"
+    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure the cells that are missing, or write the report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", type=int, default=600, help="number of random cells")
+    parser.add_argument("--seed", type=int, default=2, help="seed of the random cells")
+    parser.add_argument("--requests", type=int, default=10_000, help="least number of requests per trace")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_grid.json")
+    parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")
+    args = parser.parse_args()
+    document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report:
+        return report(document)
+    setting = {"seed": args.seed, "requests": args.requests, "margin": MARGIN, "reserve": RESERVE}
+    if document and document["setting"] != setting:
+        raise SystemExit(f"{args.out} has {document['setting']}; remove the file or give those options")
+    document["setting"] = setting
+    document["stamp"] = {
+        "subnetact": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+    }
+    plan = {
+        "random": random_cells(args.cells, args.seed),
+        "regular, 1 worker": regular_cells(1),
+        "regular, 4 workers": regular_cells(4),
+    }
+    rows = document.setdefault("cells", {})
+    for name, cells in plan.items():
+        done = rows.setdefault(name, [])
+        for cell in tqdm(cells[len(done) :], desc=name):
+            done.append(measure(cell, args.requests, bound=name != "random"))
+            document["summary"] = {kind: summary(found) for kind, found in rows.items() if found}
+            partial = args.out.with_suffix(".part")
+            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            partial.replace(args.out)
+    return None
+
+
+if __name__ == "__main__":
+    main()
