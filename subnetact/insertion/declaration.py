@@ -106,6 +106,9 @@ def declared(model: nn.Module, example: Any) -> Declaration:
     settle(attentions)
     settle(_shared_heads(observed, [a for a in attentions if a.name in refused]))
     settle(_feed_forwards(observed, attentions))
+    for path, role in observed.roles.items():
+        if role.startswith("moe_"):
+            refused[f"{path}.ffn"] = "the weights of all experts are one parameter, which no operator slices"
     blocks = _blocks(trials, [m.module for g in groups for m in g.members], refused)
     return Declaration(tuple(groups), blocks, refused)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from subnetact.errors import InsertError
+from subnetact.insertion.declaration import _roles, declared
 from subnetact.insertion.description import Description
 from subnetact.insertion.insert import describe, insert_
 from subnetact.supernet.supernet import Supernet
@@ -210,7 +212,8 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     model, x = make(), example()
     original, expected = copy.deepcopy(model), call(model, x)
     axes = ("depth", "ffn", "heads")
-    description = describe(model, x, axes=axes, choices=(0.25, 0.5, 0.75, 1.0), each_block=True)
+    choices = (0.25, 0.5, 0.75, 1.0)
+    description = describe(model, x, axes=axes, choices=choices, each_block=True, proof=False)
     assert {group.axis for group in description.groups.values()} == {"ffn", "heads"}
     assert len(description.groups) == 8
     assert len(description.stages) in (3, 4)
@@ -234,7 +237,125 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
 def test_views_are_zero_copy(name: str) -> None:
     make, example, *_ = MODELS[name]
     model = make()
-    supernet = insert_(model, describe(model, example()), example=example())
+    supernet = insert_(model, example=example())
     storages = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
     view = supernet.subnet(supernet.space.smallest())
     assert {p.untyped_storage().data_ptr() for p in view.parameters()} <= storages
+
+
+OTHERS: Mapping[str, Any] = {
+    # name -> model and example, slots per axis, a part of a reason for what is refused
+    "t5": (
+        lambda: model_of(
+            "T5ForConditionalGeneration", "T5Config", d_model=48, d_kv=12, d_ff=80, num_layers=4, num_heads=4,
+            vocab_size=64, decoder_start_token_id=0,
+        ),
+        lambda: tokens() | {"decoder_input_ids": tokens()["input_ids"][:, :3]},
+        {"ffn": 8, "heads": 3}, ("encoder.block.depth", "returns a tuple, not one tensor"),
+    ),
+    "bart": (
+        lambda: model_of(
+            "BartForConditionalGeneration", "BartConfig", d_model=48, encoder_layers=4, decoder_layers=4,
+            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=80, decoder_ffn_dim=80,
+            **TEXT,
+        ),
+        lambda: tokens() | {"decoder_input_ids": tokens()["input_ids"][:, :3]},
+        {"depth": 2, "ffn": 8, "heads": 12}, ("model.decoder.layers.0.depth", "the cache of the first block"),
+    ),
+    "swin": (
+        lambda: model_of(
+            "SwinModel", "SwinConfig", image_size=32, patch_size=4, embed_dim=24, depths=[2, 2],
+            num_heads=[2, 4], window_size=4,
+        ),
+        images, {"ffn": 4, "heads": 4}, ("encoder.layers.0.blocks.depth", "returns a tuple"),
+    ),
+    "mixtral": (
+        *text("MixtralForCausalLM", "MixtralConfig", **PAIRS, num_local_experts=4),
+        {"depth": 1, "heads": 4}, ("model.layers.0.mlp.experts.ffn", "the weights of all experts"),
+    ),
+    "olmo2": (
+        *text("Olmo2ForCausalLM", "Olmo2Config", **PAIRS),
+        {"depth": 1, "ffn": 4}, ("model.layers.0.self_attn.heads", "q_norm"),
+    ),
+    "modernbert": (
+        *text("ModernBertModel", "ModernBertConfig"),
+        {"depth": 1, "ffn": 4, "heads": 4}, ("everything else", "cannot be traced"),
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(48, 4, 80, batch_first=True), 2, enable_nested_tensor=False
+        ).eval(),
+        lambda: torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0)),
+        {"depth": 1, "ffn": 2, "heads": 2}, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_relatives_are_elastic_as_far_as_their_blocks_allow(name: str) -> None:
+    make, example, slots, refused = OTHERS[name]
+    model, x = make(), example()
+    description = describe(model, x, axes=("depth", "ffn", "heads"), proof=False)
+    assert {axis.name: len(axis.slots) for axis in description.space.axes} == slots
+    if refused:
+        assert refused[1] in description.refused[refused[0]]
+    supernet = insert_(model, description, example=x)
+    for spec in supernet.space.sample(0, 4):
+        found = first(supernet.subnet(spec), x)
+        torch.testing.assert_close(found, first(supernet.extract(spec), x), rtol=0, atol=1e-6)
+
+
+def first(model: nn.Module, example: Any) -> Tensor:
+    with torch.no_grad():
+        output = model(**example) if isinstance(example, dict) else model(example)
+    return output if isinstance(output, Tensor) else output[0]
+
+
+class Attention(nn.Module):
+    """An attention whose code takes the width of a head from the width of its input."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.qkv = nn.Linear(16, 48 if fused else 32)
+        self.proj = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, x.shape[-1] // 4)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        return self.proj((q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).reshape(*x.shape))
+
+
+class Block(nn.Module):
+    """A block around an attention."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+def test_an_attention_that_cannot_lose_heads_is_refused_with_the_reason() -> None:
+    model = nn.Sequential(Block(Attention(fused=True)), Block(Attention(fused=True))).eval()
+    found = declared(model, torch.randn(2, 3, 16))
+    assert not found.groups
+    assert "attention (Attention): shape '[2, 3, 16]' is invalid" in found.refused["0.attention.heads"]
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_example_that_does_not_run_leaves_no_hooks() -> None:
+    model = nn.Sequential(Block(Attention()), Block(Attention())).eval()
+    with pytest.raises(InsertError, match=r"does not run on the example: 0\.attention"):
+        declared(model, torch.randn(2, 3, 16))
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_plans_for_tensor_parallelism_name_the_roles_of_layers() -> None:
+    model = MODELS["llama"][0]()
+    roles = _roles(model)
+    assert roles["model.layers.3.self_attn.q_proj"] == "colwise"
+    assert roles["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert "lm_head" not in roles
+    assert not _roles(MODELS["bert"][0]())
