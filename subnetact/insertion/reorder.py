@@ -242,7 +242,7 @@ class _Move:
 
 def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], example: Any) -> int:
     """Apply the orders, or none of them; return the number of statistics rows that were dropped."""
-    moves, channels = _moves(orders, row)
+    moves, channels = _permutations(orders, row)
     norms, table = supernet.norms, _statistics(supernet, row, orders, channels)
     before, original = _outputs(supernet, example), supernet.has_original_statistics()
     same, done = False, []
@@ -278,7 +278,7 @@ def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], e
     return dropped
 
 
-def _moves(orders: Mapping[Group, Tensor], row: SizeRow) -> tuple[list[_Move], dict[str, Tensor]]:
+def _permutations(orders: Mapping[Group, Tensor], row: SizeRow) -> tuple[list[_Move], dict[str, Tensor]]:
     """Return the moves of full tensors, and the new order of the channels of every BatchNorm by its name."""
     found: dict[tuple[int, int, bytes], _Move] = {}
     channels: dict[str, Tensor] = {}
