@@ -42,6 +42,7 @@ class FakeRunner:
 
     def __init__(self, times: Any, subnets: int = 2) -> None:
         self.engine = SimpleNamespace(
+            ready=lambda subnet: SimpleNamespace(bound=None, spec=f"subnet {subnet}"),
             ids=tuple(range(subnets)),
             supernet=new_digits_supernet(),
             device=torch.device("cpu"),
@@ -163,7 +164,7 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
     def times(*_: int) -> float:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    with pytest.raises(RuntimeError, match="shapes"):
+    with pytest.raises(TableError, match=r"does not run at batch size 1: mat1 and mat2 shapes"):
         sweep(FakeRunner(times), [1], SweepSettings(), Measurements())
 
 
