@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError
 from subnetact.operators.skipped_layer import SkippedLayer
-from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.batches import as_batch, call_with, map_tensors
 
 __all__ = ["as_pretrained"]
 
@@ -57,6 +57,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
         >>> small = as_pretrained(supernet.extract(spec), example)
         >>> small.save_pretrained("small")
     """
+    example = as_batch(example)
     old = getattr(model, "config", None)
     if old is None or not hasattr(model, "save_pretrained") or not hasattr(old, "to_dict"):
         raise InsertError(f"{type(model).__name__} is no Hugging Face model; save its state_dict instead")

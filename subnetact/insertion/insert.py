@@ -21,6 +21,7 @@ from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
+from subnetact.supernet.batches import as_batch
 from subnetact.supernet.insert import insert_ as put_operators_
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -77,6 +78,7 @@ def describe(
     if unknown or not axes:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
     _check_model(model)
+    example = as_batch(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
     expected = _runs(model, example)
     found = _found(model, example, axes, each_block)
@@ -138,6 +140,7 @@ def insert_(
     """
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
         return _checked(put_operators_(model, description, elastic), example)
+    example = as_batch(example)
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
     if description is None and example is not None:

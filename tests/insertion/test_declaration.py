@@ -352,6 +352,12 @@ def test_an_example_that_does_not_run_leaves_no_hooks() -> None:
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
+def test_the_output_of_a_tokenizer_is_an_example() -> None:
+    model = MODELS["bert"][0]()
+    supernet = insert_(model, example=transformers.BatchEncoding(tokens()))
+    assert {axis.name for axis in supernet.space.axes} == {"depth", "ffn", "heads"}
+
+
 def test_plans_for_tensor_parallelism_name_the_roles_of_layers() -> None:
     model = MODELS["llama"][0]()
     roles = _roles(model)
