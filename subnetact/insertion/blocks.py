@@ -1,9 +1,10 @@
 """Blocks that a subnet may skip: residual blocks in stacks, found in a traced graph, and their importance.
 
-A block is skippable if the identity can stand in its place: it is a layer of a `Sequential` or a
-`ModuleList`, takes one tensor and returns one of the same shape and type, and there is a way from its input
-to its output that passes additions and otherwise nothing but activations, norms and dropout. A block without
-such a shortcut, a convolution of equal widths for example, computes something that its successors rely on.
+A block is skippable if the identity can stand in its place: it is a layer of a `Sequential`, a `ModuleList`
+or another module without own weights, takes one tensor and returns one of the same shape and type, and there
+is a way from its input to its output that passes additions and otherwise nothing but activations, norms and
+dropout. A block without such a shortcut, a convolution of equal widths for example, computes something that
+its successors rely on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from subnetact.supernet.batches import call_with
 
 __all__ = ["block_influences", "skippable_blocks", "stages_of"]
 
-STACKS = (nn.Sequential, nn.ModuleList)
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 TRANSPARENT_MODULES = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU)
 TRANSPARENT_FUNCTIONS = (
@@ -54,7 +54,7 @@ def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]
     found: dict[str, torch.Size] = {}
     for path, inside in nodes.items():
         stack = modules.get(path.rpartition(".")[0]) if "." in path else None
-        if isinstance(stack, STACKS) and not isinstance(modules.get(path), STACKS[1]):
+        if stack is not None and not stack._parameters and not stack._buffers:
             shape = _residual_shape(inside, modules)
             if shape is not None:
                 found[path] = shape

@@ -196,6 +196,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
         stacks = {block.rpartition(".")[0] for block in blocks}
         if depth:
             residual = skippable_blocks(model, graph).items()
+            stacks |= {member.module for group in groups for member in group.members}
             blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
     stages: list[Stage] = []
     if depth:

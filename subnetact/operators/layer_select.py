@@ -16,7 +16,10 @@ __all__ = ["LayerSelect"]
 
 
 class LayerSelect(Operator):
-    """Keeps any subset of the layers of an `nn.Sequential` or `nn.ModuleList`, in their places.
+    """Keeps any subset of the layers of a stack, in their places.
+
+    A stack is an `nn.Sequential`, an `nn.ModuleList`, or another module that calls layers and has no
+    parameters and buffers of its own.
 
     In the place of a skipped layer a subnet has the identity, so that networks may index their layers, masks
     and position embeddings by position. An `nn.Sequential` that its network only calls is shortened instead,
@@ -55,8 +58,12 @@ class LayerSelect(Operator):
         Raises:
             InsertError: the template is another module, or it has no layer of a described name.
         """
-        if not isinstance(self.template, nn.Sequential | nn.ModuleList):
-            raise self.refuse("only Sequential and ModuleList are stacks of layers")
+        own = [*self.template._parameters, *self.template._buffers]
+        if own or not self._modules:
+            raise self.refuse(
+                "a stack of layers is a Sequential, a ModuleList, or another module with layers and without "
+                f"own parameters and buffers; this one has {', '.join(own) or 'no layers'}"
+            )
         missing = [name for name in self.dims if name not in self._modules]
         if missing:
             raise self.refuse(f"it has no layers {missing}; choose from {list(self._modules)}")

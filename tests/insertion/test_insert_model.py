@@ -48,7 +48,7 @@ SLOW = {
     "vit_b_16": (64, {"image_size": 64}, {"depth", "width", "ffn", "heads"}),
     **dict.fromkeys(("timm:resnet26d", "timm:mobilenetv2_100"), (64, {}, {"depth", "width"})),
     "timm:efficientnet_b0": (64, {}, {"depth", "width"}),
-    "timm:regnetx_004": (64, {}, {"width"}),
+    "timm:regnetx_004": (64, {}, {"depth", "width"}),
     "timm:deit_tiny_patch16_224": (64, {"img_size": 64}, {"depth", "width", "ffn", "heads"}),
     "timm:mixer_s32_224": (64, {"img_size": 64}, {"depth", "width", "ffn"}),
 }
