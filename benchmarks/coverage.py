@@ -1,0 +1,258 @@
+"""What `insert_(model, example=x)` makes elastic: `python benchmarks/coverage.py`.
+
+Every classification model of torchvision, one model of each timm module and small random networks of 20
+Hugging Face architectures, each in a process of its own with one thread. A line per model says how much of
+the parameters and of the multiply-accumulates the smallest choices of each axis alone take away, how long
+`insert_` takes with its proof, and why a model is refused. Every inserted model is checked once more, apart
+from the proof: the largest subnet equals the model, random subnets equal their extraction. Models that are
+done already in the result file are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from subnetact import cost, insert_
+from subnetact.errors import SubnetActError
+from subnetact.supernet.batches import call_with, logits, map_tensors
+
+RESULTS = Path(__file__).parent / "results" / "coverage.json"
+LIMIT_S = 420
+TOLERANCE = 1e-5
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForSequenceClassification", {}),
+    "roberta": ("RobertaForSequenceClassification", {}),
+    "electra": ("ElectraForSequenceClassification", {"embedding_size": 64}),
+    "distilbert": ("DistilBertForSequenceClassification", {"dim": 64, "hidden_dim": 128, "n_layers": 4}),
+    "deberta-v2": ("DebertaV2ForSequenceClassification", {}),
+    "albert": ("AlbertForSequenceClassification", {"embedding_size": 64}),
+    "vit": ("ViTForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "deit": ("DeiTForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "dinov2": ("Dinov2ForImageClassification", {"image_size": 32, "patch_size": 8}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_inner": 128}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 16}),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "smollm3": ("SmolLM3ForCausalLM", {"pad_token_id": 0}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "granite": ("GraniteForCausalLM", {}),
+}
+"""Model type -> class, and sizes beyond the common ones."""
+COMMON = {
+    **{"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64, "num_labels": 5},
+}
+
+
+def names() -> list[str]:
+    """Return the models, as `source:name`."""
+    import timm
+    import torchvision
+
+    found = [f"torchvision:{name}" for name in torchvision.models.list_models(module=torchvision.models)]
+    modules: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        modules.setdefault(timm.models.model_entrypoint(name).__module__, []).append(name)
+    for members in modules.values():
+        small = [n for n in members if any(w in n for w in ("tiny", "atto", "nano", "pico", "_s", "050"))]
+        found.append(f"timm:{min(small or members, key=len)}")
+    return found + [f"transformers:{name}" for name in HUGGING_FACE]
+
+
+def model_of(source: str, name: str) -> tuple[nn.Module, Any, Callable[[Any], Any]]:
+    """Return a model with random weights, a batch for it, and a function from its output to a tensor."""
+    torch.manual_seed(0)
+    if source == "transformers":
+        transformers = importlib.import_module("transformers")
+        kind, more = HUGGING_FACE[name]
+        config = transformers.AutoConfig.for_model(name, **{**COMMON, **more})
+        config._attn_implementation = "eager"
+        model: nn.Module = getattr(transformers, kind)(config)
+        if "image_size" in more:
+            return model, {"pixel_values": torch.randn(2, 3, 32, 32)}, logits
+        tokens = torch.randint(3, 200, (2, 12))
+        if "CausalLM" in kind or "LMHead" in kind:
+            return model, {"input_ids": tokens, "use_cache": False}, logits
+        return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, logits
+    if source == "timm":
+        import timm
+
+        model = timm.create_model(name)
+        size = model.pretrained_cfg.get("input_size", (3, 224, 224))  # type: ignore[union-attr, operator]
+        sizes = [size[-1]] if model.pretrained_cfg.get("fixed_input_size") else [96, size[-1]]  # type: ignore[union-attr, operator]
+    else:
+        import torchvision
+
+        model = torchvision.models.get_model(name, weights=None)
+        sizes = [64, 96, 224, 299]
+    model.eval()
+    for size in sizes:
+        x = torch.randn(2, 3, size, size)
+        try:
+            with torch.no_grad():
+                model(x)
+        except Exception:
+            continue
+        return model, x, logits
+    raise RuntimeError("no image size runs")
+
+
+def coverage(source: str, name: str) -> dict[str, Any]:
+    """Insert operators into one model and measure what became elastic."""
+    model, x, scores = model_of(source, name)
+    model.eval()
+    parameters = sum(p.numel() for p in model.parameters())
+    tensors = {n: t for n, t in x.items() if isinstance(t, torch.Tensor)} if isinstance(x, dict) else x
+    with torch.no_grad():
+        expected = scores(call_with(model, x))
+    facts: dict[str, Any] = {"parameters": parameters}
+    start = time.perf_counter()
+    try:
+        supernet = insert_(model, example=x)
+    except SubnetActError as error:
+        return {**facts, "refused": str(error)[:300], "seconds": round(time.perf_counter() - start, 1)}
+    facts["seconds"] = round(time.perf_counter() - start, 1)
+    gc.collect()
+    space = supernet.space
+    facts["subnets"] = float(space.size())
+    wrong = []
+    with torch.no_grad():
+        gap = float((scores(call_with(supernet, x)) - expected).abs().max())
+        if gap > TOLERANCE * max(1.0, float(expected.abs().max())):
+            wrong.append(f"the largest subnet differs by {gap:.1e}")
+        for spec in space.sample(0, 3 if parameters < 2e8 else 1):
+            ours, plain = scores(call_with(supernet.subnet(spec), x)), supernet.extract(spec)
+            if not torch.equal(ours, scores(call_with(plain, x))):
+                wrong.append(f"{spec} differs from its extraction")
+    facts["wrong"] = wrong
+    example = map_tensors(lambda t: t[0], tensors)
+    try:
+        full = cost(supernet, space.largest(), example)
+        facts["axes"] = {}
+        for axis in space.axes:
+            values = {a.name: [s.choices[-1 if a is not axis else 0] for s in a.slots] for a in space.axes}
+            narrow = cost(supernet, space.spec(**values), example)
+            facts["axes"][axis.name] = [
+                round(1 - narrow.parameters / full.parameters, 3),
+                round(1 - narrow.macs / max(1, full.macs), 3),
+            ]
+        smallest = cost(supernet, space.smallest(), example)
+        facts["smallest"] = [
+            round(smallest.parameters / full.parameters, 3),
+            round(smallest.macs / max(1, full.macs), 3),
+        ]
+    except SubnetActError as error:
+        facts["axes"] = {axis.name: [None, None] for axis in space.axes}
+        facts["not_counted"] = str(error)[:200]
+    facts["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return facts
+
+
+def import_torchvision() -> list[Any]:
+    """Import torchvision; on a torch without its operators, define the schemas that the import needs."""
+    kept = []
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            kept.append(library)
+        importlib.import_module("torchvision")
+    return kept
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run one model in a process of its own."""
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no end within {LIMIT_S} s"}
+    lines = done.stdout.strip().splitlines()
+    try:
+        return dict(json.loads(lines[-1]))
+    except (IndexError, ValueError):
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+
+
+def report(models: dict[str, Any]) -> str:
+    """Return the table of the benchmarks page."""
+    lines = []
+    for source in ("torchvision", "timm", "transformers"):
+        own = {n: f for n, f in models.items() if n.startswith(source)}
+        two = sum(len(f.get("axes", {})) >= 2 for f in own.values())
+        some = sum(bool(f.get("axes")) for f in own.values())
+        wrong = sum(bool(f.get("wrong")) for f in own.values())
+        lines.append(
+            f"{source}: {len(own)} models, {some} elastic, {two} in at least two axes "
+            f"({100 * two / max(1, len(own)):.0f} %), {wrong} wrong"
+        )
+    lines += ["", "| model | seconds | smallest: parameters, MACs | axis: parameters, MACs taken away | |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, facts in models.items():
+        axes = "; ".join(
+            f"{axis} {_percent(a)}, {_percent(b)}" for axis, (a, b) in facts.get("axes", {}).items()
+        )
+        least = ", ".join(map(_percent, facts.get("smallest", [])))
+        why = facts.get("refused") or facts.get("failed") or "; ".join(facts.get("wrong", []))
+        why = " ".join(why.split())[:160].replace("|", "/")
+        lines.append(f"| {name} | {facts.get('seconds', '')} | {least} | {axes} | {why} |")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.0f} %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--one", metavar="SOURCE:NAME", help="run this model in this process")
+    parser.add_argument("--only", default="", help="run models whose names contain this text")
+    parser.add_argument("--again", action="store_true", help="run models that are done already")
+    parser.add_argument("--report", action="store_true", help="print the table of the results")
+    args = parser.parse_args()
+    kept = import_torchvision()
+    if args.one:
+        torch.set_num_threads(1)
+        source, name = args.one.split(":")
+        print(json.dumps(coverage(source, name)))
+        return
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    if args.report:
+        print(report(known["models"]))
+        return
+    wanted = [n for n in names() if args.only in n and (args.again or n not in known["models"])]
+    for name in tqdm(wanted, disable=None):
+        known["models"][name] = run(name)
+        known["machine"] = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **{package: importlib.import_module(package).__version__ for package in ("timm", "transformers")},
+        }
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    del kept
+    print(report(known["models"]))
+
+
+if __name__ == "__main__":
+    main()
