@@ -174,7 +174,7 @@ def import_torchvision() -> list[Any]:
         importlib.import_module("torchvision")
     except RuntimeError:
         for name in ("nms", "qnms"):
-            library = torch.library.Library("torchvision", "FRAGMENT")
+            library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             kept.append(library)
         importlib.import_module("torchvision")
