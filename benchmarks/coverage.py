@@ -121,7 +121,7 @@ def coverage(source: str, name: str) -> dict[str, Any]:
     model, x, scores = model_of(source, name)
     model.eval()
     parameters = sum(p.numel() for p in model.parameters())
-    tensors = {n: t for n, t in x.items() if isinstance(t, torch.Tensor)} if isinstance(x, dict) else x
+    tensors = {n: t for n, t in x.items() if n in ("input_ids", "pixel_values")} if isinstance(x, dict) else x
     with torch.no_grad():
         expected = scores(call_with(model, x))
     facts: dict[str, Any] = {"parameters": parameters}

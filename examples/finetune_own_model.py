@@ -36,7 +36,7 @@ from subnetact import (
     evaluate,
     insert_,
     profile_latency,
-    # reorder_,
+    reorder_,
     search,
 )
 from subnetact.device import machine
