@@ -59,7 +59,7 @@ class LayerSelect(Operator):
             InsertError: the template is another module, or it has no layer of a described name.
         """
         own = [*self.template._parameters, *self.template._buffers]
-        if own or not self._modules:
+        if own or not (self._modules or isinstance(self.template, nn.Sequential | nn.ModuleList)):
             raise self.refuse(
                 "a stack of layers is a Sequential, a ModuleList, or another module with layers and without "
                 f"own parameters and buffers; this one has {', '.join(own) or 'no layers'}"
