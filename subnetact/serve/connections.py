@@ -2,7 +2,8 @@
 
 uvicorn closes a connection that is idle after an answer. It waits without end for a client that opens a
 connection and sends nothing, sends one byte of a header now and then, or never reads its answer, and it has
-no limit on the number of connections that do so.
+no limit on the number of connections that do so. It keeps all requests that a client sends ahead of the
+answers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from subnetact.serve.limits import Limits
 __all__ = ["Guard", "guarded_protocol"]
 
 SWEEP_S = 0.25
+PIPELINED = 64
+"""Requests that a client may send before the answer to the first one."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -112,7 +115,7 @@ def guarded_protocol(guard: Guard) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.since_s = time.monotonic()
-            self.head_bytes = 0
+            self.head_bytes = self.ahead_bytes = 0
             self.stuck_since_s: float | None = None
             if not guard.add(self):
                 self.end(BUSY)
@@ -125,15 +128,36 @@ def guarded_protocol(guard: Guard) -> type[asyncio.Protocol]:
             before = self.cycle
             if self.transport.is_closing():
                 return
+            if (
+                not self.waits and not before.more_body
+            ):  # requests that come before the answer to the last one
+                self.ahead_bytes += len(data)
+                if self.ahead_bytes > guard.limits.header_bytes:
+                    self.transport.abort()
+                    return
             if not self.head_bytes and self.waits:
                 self.since_s = time.monotonic()
             super().data_received(data)
+            if not self.waits and not self.cycle.more_body and self._too_far_ahead():
+                self.transport.abort()
+                return
+            if self.waits:
+                self.ahead_bytes = 0
             if self.cycle is before and self.waits:
                 self.head_bytes += len(data)
                 if self.head_bytes > guard.limits.header_bytes:
                     self.end(LONG)
             else:
                 self.head_bytes = 0
+
+        def _too_far_ahead(self) -> bool:
+            pipeline = getattr(self, "pipeline", None)
+            if pipeline is None:  # h11
+                return len(self.conn.trailing_data[0]) > guard.limits.header_bytes
+            if len(pipeline) <= PIPELINED:
+                return False
+            pipeline.clear()
+            return True
 
         def on_response_complete(self) -> None:
             self.since_s = time.monotonic()

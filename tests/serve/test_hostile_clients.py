@@ -93,6 +93,9 @@ def test_bodies_of_15_mb_do_not_keep_others_waiting(server):
     numbers = ",".join(f"{i % 1000 / 1000:.3f}" for i in range(2_500_000))
     large = f'{{"input": [{numbers}]}}'.encode()
     assert len(large) > 14e6
+    started = time.perf_counter()
+    json.loads(large)
+    parsed_s = time.perf_counter() - started  # how long the others would wait at least
     stop = threading.Event()
     seen = []
 
@@ -115,8 +118,10 @@ def test_bodies_of_15_mb_do_not_keep_others_waiting(server):
         for thread in floods:
             thread.join()
     assert set(seen) == {400}
-    assert sorted(waits)[len(waits) // 2] < 0.15
-    assert max(waits) < 1.0  # with json.loads on the event loop: 1 to 4 s
+    assert sorted(waits)[len(waits) // 2] < max(0.15, parsed_s / 2)
+    assert max(waits) < max(
+        1.0, 4 * parsed_s
+    )  # with json.loads on the event loop: 1 to 4 s on an idle machine
 
 
 # -- two requests as one -------------------------------------------------------------------------
@@ -247,9 +252,9 @@ def test_a_thousand_slow_clients_do_not_lock_others_out(strict):
 def test_a_client_that_never_reads_is_cut_off(strict):
     with connected(strict) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        request = head("/openapi.json", method="GET") * 50
+        request = head("/openapi.json", method="GET")
         connection.settimeout(0.5)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         closed = False
         while not closed and time.monotonic() < end:
             try:
@@ -258,7 +263,22 @@ def test_a_client_that_never_reads_is_cut_off(strict):
                 pass
             except OSError:
                 closed = True
+            time.sleep(0.005)
         assert closed
+
+
+def test_requests_far_ahead_of_the_answers_are_not_kept(strict):
+    """Otherwise every answer would make room for thousands of further requests in the server's memory."""
+    before = memory_mb(strict)
+    with connected(strict) as connection:
+        connection.settimeout(10)
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 2**24:
+                connection.sendall(SMUGGLED * 1000)
+                sent += len(SMUGGLED) * 1000
+        assert sent < 2**23
+    assert memory_mb(strict) < before + 20
 
 
 def test_clients_that_leave_make_no_noise(strict):
