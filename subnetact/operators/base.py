@@ -289,6 +289,8 @@ class Operator(nn.Module):
 
     def length(self, name: str) -> int:
         """Return the size of the part or segment of this `name` in the full network."""
+        if not self.segments:
+            return self.full(name)
         part, _, index = name.rpartition(".")
         return self.lengths(part)[int(index)] if part in self.parts else self.full(name)
 
@@ -334,7 +336,17 @@ class Operator(nn.Module):
             One size per segment of each part, in the order of `parts`. A part that is not described with
             `Segments` is one segment.
         """
+        if not self.segments:
+            return tuple(self.size(part, row) for part in self.parts)
         return tuple(self.size(name, row) for part in self.parts for name in self.names(part))
+
+    def totals(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return one size per part, that of all its segments together.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+        """
+        return tuple(kept.total for kept in self.kept_parts(sizes)) if self.segments else sizes
 
     def kept_parts(self, sizes: tuple[int, ...]) -> tuple[Kept, ...]:
         """Return what a subnet keeps of every part, for `cut`.

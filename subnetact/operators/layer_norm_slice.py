@@ -97,7 +97,7 @@ class LayerNormSlice(Operator):
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""
-        features = self.kept_parts(sizes)[0].total
+        features = self.totals(sizes)[0]
         if isinstance(self.template, nn.GroupNorm):
             groups = self._groups * features // self.full("features") if self._groups > 1 else 1
             return {"num_channels": features, "num_groups": groups}

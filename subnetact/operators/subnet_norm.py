@@ -95,11 +95,11 @@ class SubnetNorm(Operator):
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the number of channels of the subnet's module."""
-        return {"num_features": self.kept_parts(sizes)[0].total}
+        return {"num_features": self.totals(sizes)[0]}
 
     def channels(self, row: SizeRow) -> int:
         """Return the number of channels of the subnet of a size `row`, those of all segments together."""
-        return self.kept_parts(self.sizes(row))[0].total
+        return self.totals(self.sizes(row))[0]
 
     def gather(self, row: SizeRow, full: Tensor) -> Tensor:
         """Return the channels that a subnet uses of a tensor.
@@ -139,6 +139,8 @@ class SubnetNorm(Operator):
         mean: Any = self.running_mean
         var: Any = self.running_var
         sizes = self.sizes(row)
+        if not self.segments:
+            return mean.data[: sizes[0]].data, var.data[: sizes[0]].data
         if len(self.kept_parts(sizes)[0].runs()) == 1:
             return self.gather(row, mean.data).data, self.gather(row, var.data).data
         packed = self._statistics.get(sizes)
@@ -197,7 +199,7 @@ class SubnetNorm(Operator):
         """
         sizes = self.sizes(row)
         if self.checks:
-            shape = (self.channels(row),)
+            shape = self.totals(sizes)[:1]
             if mean.shape != shape or var.shape != shape:
                 raise SpecError(
                     f"{self.path}: the subnet has {shape[0]} channels, its statistics {mean.numel()}"

@@ -215,8 +215,9 @@ def view_module(
         A module in evaluation mode. It raises `ViewError` if it is to be trained, moved or converted.
     """
     cls: Any = type(template)
-    tensors = {**(parameters or {}), **(buffers or {})}
-    packed = tuple(n for n, t in tensors.items() if t is not None and "packed" in t.__dict__)
+    packed = tuple(n for n, p in (parameters or {}).items() if p is not None and "packed" in p.__dict__)
+    # hasattr, because reading the __dict__ of a tensor makes one.
+    packed += tuple(n for n, t in (buffers or {}).items() if t is not None and hasattr(t, "packed"))
     if packed:
         cls = _reading(cls, packed)
     view: nn.Module = object.__new__(_mixed(_View, cls))

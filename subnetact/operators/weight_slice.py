@@ -148,7 +148,7 @@ class WeightSlice(Operator):
 
     def legal(self, part: str) -> Sequence[int]:
         """Return every legal number of channels: multiples of the channels of one group."""
-        each = self._each(part.partition(".")[0])
+        each = self._each(part.partition(".")[0]) if self._groups > 1 else 1
         return range(each, self.length(part) + 1, each)
 
     def silent(self, part: str) -> bool:  # noqa: ARG002
@@ -202,7 +202,7 @@ class WeightSlice(Operator):
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the channel counts (and groups) of the subnet's module."""
-        out, in_ = (part.total for part in self.kept_parts(sizes))
+        out, in_ = self.totals(sizes)
         found = {self._layout.out: out, self._layout.in_: in_}
         if "groups" in self.template.__dict__:
             found["groups"] = self._groups * out // self.full("out") if self._groups > 1 else 1
