@@ -133,17 +133,33 @@ class TracedModel:
         module = self._modules[layer]
         axis = 1 if isinstance(module, INPUTS_FIRST) else 0
         reference = self._graph.parameter(f"{layer}.weight")
-        full = int(reference.shape[axis])
-        if full < 2:
+        outputs = int(reference.shape[axis])
+        if outputs < 2:
             raise _Refused("it has one output only")
+        try:
+            return self._group_of(layer, reference.axis(axis), outputs, outputs)
+        except _Refused:
+            pieces = self._pieces(reference.axis(axis), outputs)
+            if pieces < 2 or outputs % pieces or outputs // pieces < 2:
+                raise
+            return self._group_of(layer, reference.axis(axis), outputs, outputs // pieces)
+
+    def _pieces(self, axis: Any, outputs: int) -> int:
+        """Return how many outputs of a layer go with the last one: 2 if they are chunked and multiplied."""
+        impact = self._graph.propagate(remove=[axis.select(self._span(outputs - 1, outputs))])
+        chosen = impact.selections[axis.tensor.id]
+        return len(chosen.fully_selected_indices(axis.dim))
+
+    def _group_of(self, layer: str, axis: Any, outputs: int, full: int) -> Group:
+        """Return the group of which the last `full` outputs of a layer are a segment."""
         kept = full // 2
-        impact = self._graph.propagate(remove=[reference.axis(axis).select(self._span(kept, full))])
+        impact = self._graph.propagate(remove=[axis.select(self._span(outputs - full + kept, outputs))])
         unit = self._unit(impact)
         if unit > full // 2 or full % unit:
             raise _Refused(f"its outputs come in units of {unit}, of which it has {full / unit:g}")
         if kept % unit:
             kept = kept // unit * unit
-            impact = self._graph.propagate(remove=[reference.axis(axis).select(self._span(kept, full))])
+            impact = self._graph.propagate(remove=[axis.select(self._span(outputs - full + kept, outputs))])
         removed = self._removed(impact)
         members = [
             member

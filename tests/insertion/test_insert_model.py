@@ -385,3 +385,66 @@ def test_it_works_without_the_package_only_if_something_is_described(monkeypatch
         subnetact.insert_(Hidden(torch.relu).eval(), example=X)
     supernet = subnetact.insert_(Hidden(torch.relu).eval(), description, example=X)
     assert "first" in supernet.report.elastic
+
+
+class Gated(nn.Module):
+    """The two halves of one convolution are multiplied; a scale belongs to the network itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.second = nn.Conv2d(3, 32, 1), nn.Conv2d(16, 16, 1)
+        self.scale = nn.Parameter(torch.ones(16, 1, 1))
+        self.head = nn.Linear(16 * 16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.both(x).chunk(2, 1)
+        y = self.second(one * other.sigmoid()) * self.scale
+        return self.head(F.adaptive_avg_pool2d(y, 4).flatten(1))
+
+
+class Branches(nn.Module):
+    """A concatenation, a transposed convolution, GroupNorm, PReLU, and an output in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.PReLU(16))
+        self.coarse = nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        self.up, self.last = nn.ConvTranspose2d(32, 16, 2, stride=2), nn.Conv2d(32, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        fine = self.fine(x)
+        return {"mask": self.last(torch.cat([fine, self.up(self.coarse(fine))], 1))}
+
+
+class Shuffled(nn.Module):
+    """Half of the channels of the first layer go to other places, so that no prefix of them can be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y = y.reshape(2, 4, 4, 8, 8).transpose(1, 2).reshape(2, 16, 8, 8)
+        return self.head(self.second(y).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (Gated, {"both.width": 16, "second.width": 16}),
+        (Branches, {"fine.0.width": 16, "coarse.0.width": 32, "up.width": 16}),
+        (Shuffled, {"second.width": 8}),
+    ],
+)
+def test_segments_and_what_is_no_segment(model: type[nn.Module], sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    network = model().eval()
+    expected = outputs_of(network, X)[0]
+    supernet = subnetact.insert_(network, example=X)
+    assert {
+        slot.name: max(slot.choices) for axis in supernet.space.axes for slot in axis.slots
+    } == dict.fromkeys(sizes, 1.0)
+    row = dict(zip(supernet.space.dimensions, supernet.space.resolve(supernet.space.largest()), strict=True))
+    assert {name: row[name] for name in sizes} == sizes
+    assert torch.equal(outputs_of(supernet, X)[0], expected)
