@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -623,6 +624,7 @@ def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) ->
         if around or not transformer or not any(b in observed.calls for b in blocks):
             continue
         reason = next(filter(None, (_unskippable(observed, block) for block in blocks)), "")
+        reason = reason or next(filter(None, map(trials.without_shortcut, blocks)), "")
         if reason:
             refused[f"{stack}.depth"] = reason
             continue
@@ -690,6 +692,30 @@ class _Trials:
                 return group
             reasons.append(reason)
         return reasons[0] if reasons else "it has no elastic layers"
+
+    def without_shortcut(self, block: str) -> str:
+        """Return why a block is not residual, or an empty string.
+
+        If all its layers return zero, a residual block returns its input, or the input after a norm.
+        """
+        module, call = self.observed.modules[block], self.observed.calls[block]
+        key = "shortcut", str(module)
+        if key not in self._known:
+            silent = private_copy(module)
+            with torch.no_grad():
+                for layer in silent.modules():
+                    if _sides(layer) is not None or isinstance(layer, nn.modules.conv._ConvNd):
+                        for parameter in layer.parameters():
+                            parameter.zero_()
+                try:
+                    given, found = (x.flatten(1) for x in _Repeated(silent.float(), call).through())
+                    alike = float(F.cosine_similarity(given.float(), found.float()).mean())
+                except Exception as error:
+                    return f"{block} does not run on its own: {summary(silent, error)}"
+            kind = type(module).__name__
+            why = f"{kind} is not residual: without its layers, its output is another than its input"
+            self._known[key] = "" if alike > 0.5 else why
+        return self._known[key]
 
     def skipped(self, blocks: Sequence[str]) -> str:
         """Return why the model does not run without some blocks, or an empty string."""
@@ -764,8 +790,13 @@ class _Repeated(nn.Module):
 
     def forward(self, _: Tensor) -> Any:
         """Return what the module returns."""
+        return self.through()[1]
+
+    def through(self) -> tuple[Any, Any]:
+        """Return the first tensor that the module is given, and what it returns."""
         args, kwargs = tree_map(_fresh, (self.call.args, self.call.kwargs))
-        return self.unit(*args, **kwargs)
+        given = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        return given.clone(), self.unit(*args, **kwargs)
 
 
 def _fresh(value: Any) -> Any:

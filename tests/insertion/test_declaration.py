@@ -345,6 +345,29 @@ def test_an_attention_that_cannot_lose_heads_is_refused_with_the_reason() -> Non
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
+class Feeding(nn.Module):
+    """A feed-forward network, with or without a way around it."""
+
+    def __init__(self, residual: bool) -> None:
+        super().__init__()
+        self.residual = residual
+        self.first, self.last = nn.Linear(16, 40), nn.Linear(40, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(self.first(x).relu())
+        return x + out if self.residual else out
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_only_residual_blocks_can_be_skipped(residual: bool) -> None:
+    torch.manual_seed(0)
+    stack = nn.Sequential(Feeding(residual), Feeding(residual))
+    found = declared(nn.Sequential(stack, nn.Linear(16, 2)).eval(), torch.randn(2, 3, 16))
+    assert len(found.groups) == 2
+    assert list(found.blocks) == (["0.0", "0.1"] if residual else [])
+    assert residual or "Feeding is not residual" in found.refused["0.depth"]
+
+
 def test_an_example_that_does_not_run_leaves_no_hooks() -> None:
     model = nn.Sequential(Block(Attention()), Block(Attention())).eval()
     with pytest.raises(InsertError, match=r"does not run on the example: 0\.attention"):
