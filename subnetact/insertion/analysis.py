@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (*CONVOLUTIONS, nn.Linear, *INPUTS_FIRST)
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
+
+LONGEST_S = 20.0
+"""Layers that are not analysed after so many seconds stay as they are."""
 
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
@@ -112,8 +116,12 @@ class TracedModel:
         checked = self._graph._queries_checked.set(True)  # nothing changes the model between these queries
         try:
             found = []
+            start = time.perf_counter()
             for layer in layers:
                 if (layer, "out") in known:
+                    continue
+                if time.perf_counter() - start > LONGEST_S:
+                    refused[layer] = f"the analysis of the layers before it took {LONGEST_S:.0f} s; use only="
                     continue
                 try:
                     group = self._group(layer)

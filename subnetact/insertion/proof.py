@@ -56,6 +56,8 @@ RANDOM = ", whose output differs from run to run; make it deterministic in evalu
 RANDOM_SUBNETS = 2
 ENOUGH_S = 1.5
 """After so many seconds no further random subnets are tried."""
+LONGEST_S = 20.0
+"""After so many seconds, groups that are wrong together are not told apart any more."""
 
 
 def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
@@ -118,21 +120,21 @@ class Proof:
     def culprits(self) -> dict[str, str]:
         """Return the groups and stages that are wrong on their own, each with what is wrong with it."""
         found: dict[str, str] = {}
-        self._search(list(self.description.slots), found)
+        self._search(list(self.description.slots), found, time.perf_counter() + LONGEST_S)
         return found
 
     # -- inner parts -------------------------------------------------------------------------------
 
-    def _search(self, slots: Sequence[str], found: dict[str, str]) -> None:
+    def _search(self, slots: Sequence[str], found: dict[str, str], until: float) -> None:
         wrong = self._wrong(self._narrowed(slots))
         if wrong is None:
             return
-        if len(slots) == 1:
-            found[slots[0]] = wrong
+        if len(slots) == 1 or time.perf_counter() > until:
+            found.update(dict.fromkeys(slots, wrong))
             return
         before = len(found)
         for half in (slots[: len(slots) // 2], slots[len(slots) // 2 :]):
-            self._search(half, found)
+            self._search(half, found, until)
         if len(found) == before:
             found.update(dict.fromkeys(slots, wrong))
 
