@@ -69,7 +69,7 @@ def describe(
         InsertError: the example does not run, the model cannot be traced, is in training mode, already has
             operators, is wrapped or quantised or has hooks, a choice is not legal, a pattern matches nothing,
             or nothing can be elastic.
-        MissingExtra: torch-kirigami (the extra `auto`) is not installed.
+        MissingExtra: torch-kirigami (the extra `auto`) is not installed, and the model declares nothing.
 
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))

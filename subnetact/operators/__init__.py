@@ -32,7 +32,7 @@ Which operator makes which module elastic:
 | MultiheadAttention | AttentionSlice(out, in_) |
 | parameters of a module itself: a class token, position embeddings | ParameterSlice(features) |
 | some of them, or along another axis: `gamma`, `"layer_scale.0"` | ElasticAttribute(name) |
-| whole numbers that a forward reads: `num_heads`, `attn_dim` | ElasticAttribute(name) |
+| numbers that a forward reads: `num_heads`, `"config.num_attention_heads"` | ElasticAttribute(name) |
 | Sequential, ModuleList, other modules with layers that a subnet may skip | LayerSelect(name of a layer) |
 | KernelConv2d, SwitchableModule, PerWidthBatchNorm2d | ElasticKernel, ModuleSwitch, PerWidthNorm |
 """

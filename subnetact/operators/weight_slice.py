@@ -152,7 +152,9 @@ class WeightSlice(Operator):
         return range(each, self.length(part) + 1, each)
 
     def silent(self, part: str) -> bool:  # noqa: ARG002
-        """Return True for PyTorch's own forwards; another one may normalise weights or order outputs anew."""
+        """Return True for known forwards; another one may normalise weights or order outputs anew."""
+        if type(self.template).forward.__module__ == "transformers.pytorch_utils":
+            return True
         return str(type(self.template).forward.__module__).startswith("torch.nn.")
 
     def full(self, part: str) -> int:

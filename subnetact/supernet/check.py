@@ -226,6 +226,8 @@ def _outputs(network: nn.Module, x: Any) -> list[_Output]:
     for path, module in network.named_modules():
 
         def note(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
+            if isinstance(module, nn.MultiheadAttention):
+                output = output[0]  # the weights, averaged over heads, are those of other heads
             tensors = list(_tensors(output))
             kept = [t.clone() if not path else _sample(t) for t in tensors]
             found.append(_Output(path, type(module).__name__, [t.shape for t in tensors], kept))

@@ -388,3 +388,14 @@ def test_plans_for_tensor_parallelism_name_the_roles_of_layers() -> None:
     assert roles["model.layers.0.mlp.down_proj"] == "rowwise"
     assert "lm_head" not in roles
     assert not _roles(MODELS["bert"][0]())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pooling"])
+def test_check_compares_all_corners_with_the_masked_model(name: str) -> None:
+    if name == "gpt2":
+        model, x = MODELS[name][0](), tokens()
+    else:  # its last attention returns weights that are averaged over the heads
+        model, x = model_of("SiglipVisionModel", "SiglipVisionConfig", **SIZES, **IMAGES), images()
+    report = insert_(model, example=x).check(x)
+    assert report.compared
+    assert not report.not_compared

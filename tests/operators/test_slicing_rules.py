@@ -429,3 +429,28 @@ def test_the_fused_kernel_of_encoder_layers_does_not_see_a_sliced_attention() ->
 def test_attention_of_other_kinds_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InsertError, match="kdim, vdim, add_bias_kv and add_zero_attn are not supported"):
         supernet_of(nn.MultiheadAttention(12, 3, **options), AttentionSlice.on(out="h"), h=[4, 12])
+
+
+def test_a_number_that_a_configuration_states() -> None:
+    class Settings:
+        def __init__(self) -> None:
+            self.heads = 4
+            self.name = "settings"
+
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Settings()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)[..., : 2 * self.config.heads].unflatten(-1, (self.config.heads, 2))
+
+    full = randomised(Configured())
+    supernet = supernet_of(copy.deepcopy(full), {"": ElasticAttribute.on(**{"config.heads": "h"})}, h=[2, 4])
+    x = torch.randn(3, 8)
+    view = same(supernet, x, full.linear(x)[..., :4].unflatten(-1, (2, 2)), h=2)
+    assert (view.config.heads, view.config.name) == (2, "settings")
+    same(supernet, x, full(x), h=4)
+    with pytest.raises(InsertError, match=r"not \['config.name'\]"):
+        supernet_of(Configured(), {"": ElasticAttribute.on(**{"config.name": "h"})}, h=[2, 4])
