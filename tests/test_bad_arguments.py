@@ -112,9 +112,11 @@ def test_an_example_that_no_subnet_runs_on_is_not_blamed_on_the_description(digi
 
 
 def test_an_example_is_tensors(digits: Supernet) -> None:
-    for example in ([IMAGE], IMAGE.numpy()):
+    for example in ([[IMAGE]], [IMAGE, 3], IMAGE.numpy(), [IMAGE.numpy()]):
         with pytest.raises(InvalidRequest, match=r"example: expected a torch.Tensor, or a tuple or dict"):
             subnetact.Engine(digits, [digits.space.smallest()], example=example, allow_uncalibrated=True)
+    with pytest.raises(EngineError, match="example: an empty list; give one input, or one per shape"):
+        subnetact.Engine(digits, [digits.space.smallest()], example=[], allow_uncalibrated=True)
 
 
 def test_batches_that_do_not_fit_are_named(engine: subnetact.Engine) -> None:

@@ -93,8 +93,9 @@ class Engine:
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
             becoming a fused program. If None, nothing is compiled.
         graph_backend: what captures graphs. If None, CUDA graphs are used on CUDA devices.
-        check: whether to run `supernet.check` on the example: the corners of the space and not only the
-            narrowest registered subnet. It takes about two forward passes per corner, once per supernet.
+        check: whether to run `supernet.check` on every example (the corners of the space and not only the
+            narrowest registered subnet), and to refuse outputs that a `Batcher` could not split into
+            samples. It takes about two forward passes per corner, once per supernet and shape.
 
     Attributes:
         supernet: the supernet.
@@ -107,7 +108,8 @@ class Engine:
     Raises:
         DeviceError: torch cannot use the device.
         EngineError: the budget is negative or infinite, there is no such backend for `compile`, `fused_dtype`
-            is no floating-point dtype, or weights are on the meta device or not dense.
+            is no floating-point dtype, weights are on the meta device or not dense, or the output cannot be
+            split into samples.
         InvalidRequest: a subnet does not run on the example.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
@@ -185,7 +187,7 @@ class Engine:
         for spec, percent in zip(canonical, known, strict=True):
             self.register(spec, percent)
         if example is not None:
-            self._try_example(check)
+            self._try_examples(check)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle or copy an engine.
@@ -376,7 +378,7 @@ class Engine:
         if self.input_shapes is not None:
             inputs = self.input_shapes.padded(inputs)
         size = len(inputs) if self._compiler is None else batch_size
-        return unstack(self(self._stager.stack(inputs, size), subnet), len(inputs))
+        return unstack(self(self._stager.stack(inputs, size), subnet), len(inputs), size)
 
     def check(self, x: Any, finite: bool = False) -> None:
         """Refuse an input whose structure, shapes or dtypes differ from those of the example.
@@ -635,7 +637,7 @@ class Engine:
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
             return output
 
-    def _try_example(self, check: bool) -> None:
+    def _try_examples(self, check: bool) -> None:
         space = self.supernet.space
         full = space.resolve(space.largest())
 
@@ -643,10 +645,12 @@ class Engine:
             return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
 
         narrowest = min((subnet.spec for subnet in self._subnets), key=width)
-        batch = self._stager.stack([self._example], 1)
-        try_example(self.supernet, narrowest, batch, self._example)
-        if check:
-            self.supernet.check_once(batch)
+        for example in self.examples:
+            batch = self._stager.stack([example], 1)
+            output = try_example(self.supernet, narrowest, batch, example)
+            if check:
+                unstack(output, 1, 1)
+                self.supernet.check_once(batch)
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound

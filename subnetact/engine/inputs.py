@@ -121,7 +121,7 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
         raise InvalidRequest(f"{where}: got {describe_input(x)}, this engine serves {served}") from cause
 
 
-def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> None:
+def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> Any:
     """Run a subnet on a batch of one example, to find out early whether it runs.
 
     Args:
@@ -130,14 +130,19 @@ def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> N
         x: the batch, on the device of the supernet.
         example: the input that the batch was made of, on the CPU.
 
+    Returns:
+        The output.
+
     Raises:
         InvalidRequest: the subnet fails; the message names the module that raised the error, and says whether
             the example has a batch dimension or the elastic description lacks a module.
     """
     view, _ = supernet.private_view(spec)
-    error = _failure(view, x)
-    if error is None:
-        return
+    try:
+        with torch.inference_mode():
+            return call_with(view, x)
+    except Exception as raised:
+        error = raised
     fact = (
         f"example: {spec} does not run on a batch of one input of {describe_input(example)}: "
         f"{summary(view, error)}"

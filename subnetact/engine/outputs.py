@@ -52,28 +52,38 @@ def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) ->
         return False
 
 
-def unstack(output: Any, count: int) -> list[Any]:
+def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:
     """Split the output of a batch into the outputs of its samples.
 
     Args:
-        output: a tensor of shape (N, ...), or a tuple, list or mapping of such outputs. Parts of a mapping
+        output: a tensor of shape (size, ...), or a tuple, list or mapping of such outputs. Parts of a mapping
             that are None are left out.
         count: how many samples to return; the rest is padding.
+        size: the batch size that the network ran at.
+        where: what messages call the output.
 
     Returns:
         The first `count` samples, on the CPU, each in the structure of the batch.
 
     Raises:
-        EngineError: the output holds something else than tensors.
+        EngineError: the output holds something else than tensors, or a tensor without one entry per sample.
     """
     if isinstance(output, Tensor):
+        if output.shape[:1] != (size,):
+            raise EngineError(
+                f"{where}: the network returned a tensor of shape {tuple(output.shape)} for a batch of "
+                f"{size}, which cannot be split into samples; its first axis must be the batch"
+            )
         return list(output[:count].cpu().unbind(0))
     if isinstance(output, Mapping):
-        columns = {name: unstack(part, count) for name, part in output.items() if part is not None}
+        parts = {name: part for name, part in output.items() if part is not None}
+        columns = {name: unstack(part, count, size, f"{where}[{name!r}]") for name, part in parts.items()}
         return [{name: rows[i] for name, rows in columns.items()} for i in range(count)]
     if isinstance(output, (tuple, list)):
-        return list(zip(*(unstack(part, count) for part in output), strict=True))
+        rows = [unstack(part, count, size, f"{where}[{i}]") for i, part in enumerate(output)]
+        return [tuple(row[i] for row in rows) for i in range(count)]
     raise EngineError(
-        f"output: the network returned {type(output).__name__}, which cannot be split into samples; return "
-        "tensors, or tuples, lists or mappings of them"
+        f"{where}: the network returned {type(output).__name__}, which cannot be split into samples; return "
+        "tensors, or tuples, lists or mappings of them (a language model returns its cache unless "
+        "model.config.use_cache is False)"
     )

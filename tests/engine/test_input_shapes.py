@@ -60,6 +60,19 @@ def test_padded_inputs_give_what_each_gives_alone(supernet: Supernet) -> None:
                 torch.testing.assert_close(output, alone[i], rtol=5e-5, atol=5e-5)
 
 
+def test_every_shape_is_tried_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = SubnetSpace("pooled", [Axis.uniform("w", ["all"], [2, 4])], lambda v: {"w": v["w"][0]})
+    network = nn.Sequential(nn.Conv1d(1, 4, 3), nn.AvgPool1d(3), nn.Conv1d(4, 2, 1))
+    supernet = insert_(network.eval(), space, {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")})
+    with pytest.raises(InvalidRequest, match=r"of shape \(1, 4\): 1 \(AvgPool1d\)"):
+        Engine(supernet, [space.largest()], example=[torch.zeros(1, n) for n in (9, 4)])
+    seen: list[Any] = []
+    monkeypatch.setattr(Supernet, "check", lambda self, x: seen.append(x.shape))
+    for _ in range(2):
+        Engine(supernet, [space.largest()], example=[torch.zeros(1, n) for n in (9, 5, 7)])
+    assert seen == [(1, 1, 5), (1, 1, 7), (1, 1, 9)]
+
+
 class Lengths(nn.Module):
     """Returns the length that the input was padded to, and the input's sum."""
 

@@ -93,16 +93,59 @@ def test_page_locked_memory_is_reused_only_once_it_was_copied(monkeypatch: pytes
 
 def test_outputs_are_given_back_one_by_one() -> None:
     y = torch.arange(6.0).reshape(3, 2)
-    assert [sample.tolist() for sample in unstack(y, 2)] == [[0, 1], [2, 3]]
-    assert [sample["a"].tolist() for sample in unstack(OrderedDict(a=y, b=None), 3)] == [
+    assert [sample.tolist() for sample in unstack(y, 2, 3)] == [[0, 1], [2, 3]]
+    assert [sample["a"].tolist() for sample in unstack(OrderedDict(a=y, b=None), 3, 3)] == [
         [0, 1],
         [2, 3],
         [4, 5],
     ]
-    first, second = unstack((y, [y + 1]), 2)[1]
+    first, second = unstack((y, [y + 1]), 2, 3)[1]
     assert (first.tolist(), second[0].tolist()) == ([2, 3], [3, 4])
     with pytest.raises(EngineError, match="returned int"):
-        unstack(3, 1)
+        unstack(3, 1, 1)
+
+
+@pytest.mark.parametrize("output", [torch.tensor(1.0), torch.zeros(2, 4), torch.zeros(0), torch.zeros(4, 4)])
+def test_a_tensor_without_one_entry_per_sample_is_no_output_of_a_batch(output: Tensor) -> None:
+    with pytest.raises(EngineError, match=r"output\['a'\]\[1\]: .* for a batch of 3, .* must be the batch"):
+        unstack({"a": (torch.zeros(3), output)}, 2, 3)
+
+
+@pytest.fixture
+def language_model() -> Supernet:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    return subnetact.insert_(model, example={"input_ids": torch.arange(5)[None]})
+
+
+def test_a_cache_among_the_outputs_is_refused_when_the_engine_is_made(language_model: Supernet) -> None:
+    specs = [language_model.space.largest()]
+    example = {"input_ids": torch.arange(5)}
+    with pytest.raises(EngineError, match=r"output\['past_key_values'\]: .*DynamicCache.*use_cache is False"):
+        subnetact.Engine(language_model, specs, example=example)
+    unchecked = subnetact.Engine(language_model, specs, example=example, check=False)
+    assert unchecked({"input_ids": torch.arange(5)[None]}, 0).past_key_values is not None
+
+
+def test_a_language_model_without_its_cache_is_served_what_a_tokenizer_returns(
+    language_model: Supernet,
+) -> None:
+    from transformers import BatchEncoding
+
+    language_model.network.config.use_cache = False
+    specs = [language_model.space.smallest(), language_model.space.largest()]
+    tokens = torch.randint(0, 40, (3, 5), generator=torch.Generator().manual_seed(0))
+    inputs: list[Any] = [BatchEncoding({"input_ids": ids}) for ids in tokens]
+    engine = subnetact.Engine(language_model, specs, example=inputs[0], accuracy=[60.0, 70.0])
+    table = subnetact.profile_latency(engine, [1, 4], warmup_ms=0, min_time_ms=1)
+    with subnetact.Batcher(engine, policy=subnetact.Fixed(table, 1), slo_ms=1e4) as batcher:
+        answers = [future.result(60) for future in [batcher.submit(x, 1e4) for x in inputs]]
+    with torch.no_grad():
+        expected = language_model(tokens, subnet=specs[1]).logits
+    torch.testing.assert_close(torch.stack([a.output["logits"] for a in answers]), expected)
 
 
 EXAMPLE = {"ids": torch.zeros(4, dtype=torch.long), "mask": torch.zeros(4)}

@@ -231,6 +231,10 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any], str], Any], str]] = {
         },
         "nested|of layout",
     ),
+    "quantised": (
+        lambda state, name: {**state, name: torch.quantize_per_tensor(state[name], 0.1, 0, torch.qint8)},
+        "quantised",
+    ),
     "complex": (lambda state, name: {**state, name: state[name].to(torch.complex64)}, "torch.complex64"),
     "whole numbers": (lambda state, name: {**state, name: state[name].to(torch.int64)}, "is torch.int64"),
     "not a number": (lambda state, name: {**state, name: state[name] * float("nan")}, "NaN or infinite"),
@@ -242,7 +246,9 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any], str], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.filterwarnings("ignore:Sparse CSR|The PyTorch API of nested:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR|The PyTorch API of nested|torch.quantize_per_tensor|TypedStorage:UserWarning"
+)
 def test_hostile_checkpoints_are_refused(
     kind: str, tmp_path: Path, golden_state: Any, constructor_of: Any
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,12 +155,25 @@ def test_indices_that_contradict_the_statistics_are_refused(
         NormTable.load(path)
 
 
-def test_statistics_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda mean, var: (mean * float("nan"), var), "are not finite"),
+        (lambda mean, var: (mean, var / 0.0), "are not finite"),
+        (lambda mean, var: (mean, -var - 1e-6), "have a negative variance"),
+        (lambda mean, var: (mean.int(), var.int()), r"are torch\.int32, not floating-point numbers"),
+        (lambda mean, var: (mean.bool(), var.bool()), r"are torch\.bool, not floating-point numbers"),
+    ],
+)
+def test_statistics_that_no_batch_norm_can_have_are_refused(
+    damage: Callable[[torch.Tensor, torch.Tensor], Any], words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "norms.safetensors"
-    made = table(ROWS[0])
-    made.get(spec(0)).flat[0] = float("nan")
-    made.save(path)
-    with pytest.raises(FileFormatError, match="not finite"):
+    whole = {name: damage(*pair) if name == "n1" else pair for name, pair in ROWS[1].items()}
+    if "not floating-point" in words:
+        whole = {"n1": whole["n1"]}
+    table(ROWS[0], whole).save(path)
+    with pytest.raises(FileFormatError, match=f"the statistics of a=1 {words}; calibrate and save again"):
         NormTable.load(path)
 
 

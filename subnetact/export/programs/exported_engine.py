@@ -132,7 +132,7 @@ class ExportedEngine:
         groups = [inputs] if self.dynamic_batch else [[one] for one in inputs]
         outputs: list[Any] = []
         for group in groups:
-            outputs += unstack(program(self._stager.stack(group, len(group))), len(group))
+            outputs += unstack(program(self._stager.stack(group, len(group))), len(group), len(group))
         return outputs
 
     def check(self, x: Any, finite: bool = False) -> None:
