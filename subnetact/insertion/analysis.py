@@ -14,6 +14,7 @@ import operator
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,6 +42,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LAYERS = (*CONVOLUTIONS, nn.Linear, *INPUTS_FIRST)
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
+
+MOST_PARTS = 512
+"""Selections of more intervals than these are not followed; to follow thousands of them takes minutes."""
 
 LONGEST_S = 20.0
 """Layers that are not analysed after so many seconds stay as they are."""
@@ -81,7 +85,7 @@ class TracedModel:
         kirigami = _package()
         self._span = kirigami.IndexSet.span
         try:
-            with warnings.catch_warnings():
+            with _few_parts(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._graph = kirigami.DependencyGraph.build(
                     model, args=args, kwargs=dict(kwargs), operators=_rules()
@@ -113,9 +117,19 @@ class TracedModel:
         """
         known: set[tuple[str, str]] = set()
         refused: dict[str, str] = {}
+        with _few_parts():
+            found = self._groups(layers, known, refused)
+        yield from found
+        yield from ((layer, why) for layer, why in refused.items() if (layer, "out") not in known)
+
+    # -- inner parts -------------------------------------------------------------------------------
+
+    def _groups(
+        self, layers: Sequence[str], known: set[tuple[str, str]], refused: dict[str, str]
+    ) -> list[Group]:
         checked = self._graph._queries_checked.set(True)  # nothing changes the model between these queries
+        found: list[Group] = []
         try:
-            found = []
             start = time.perf_counter()
             for layer in layers:
                 if (layer, "out") in known:
@@ -132,10 +146,7 @@ class TracedModel:
                 found.append(group)
         finally:
             self._graph._queries_checked.reset(checked)
-        yield from found
-        yield from ((layer, why) for layer, why in refused.items() if (layer, "out") not in known)
-
-    # -- inner parts -------------------------------------------------------------------------------
+        return found
 
     def _group(self, layer: str) -> Group:
         module = self._modules[layer]
@@ -334,6 +345,19 @@ def _package() -> Any:
             "the model by hand"
         ) from error
     return torch_kirigami
+
+
+@contextmanager
+def _few_parts() -> Iterator[None]:
+    """Let the package give up early on selections of many parts, which no segments describe."""
+    from torch_kirigami.settings import config
+
+    before = config.max_parts
+    config.update(max_parts=min(before, MOST_PARTS))
+    try:
+        yield
+    finally:
+        config.update(max_parts=before)
 
 
 @cache
