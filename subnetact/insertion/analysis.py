@@ -349,7 +349,7 @@ def _package() -> Any:
 
 @contextmanager
 def _few_parts() -> Iterator[None]:
-    """Let the package give up early on selections of many parts, which no segments describe."""
+    """Let the package refuse selections of many parts early, because no segments describe them."""
     from torch_kirigami.settings import config
 
     before = config.max_parts
