@@ -105,7 +105,7 @@ def train_alone(network: nn.Module, data: Digits, steps: int, seed: int) -> None
     """Train an ordinary network on the labels."""
 
     def step(x: Tensor, labels: Tensor, progress: float) -> None:  # noqa: ARG001
-        smoothed(network(x), labels).backward()
+        torch.autograd.backward(smoothed(network(x), labels))
 
     train(network, data, steps, seed, step)
 
@@ -148,8 +148,9 @@ def reset_(network: nn.Module, seed: int) -> nn.Module:
     """Give a network new random weights, in place."""
     torch.manual_seed(seed)
     for module in network.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
     return network
 
 

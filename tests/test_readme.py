@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,19 +33,22 @@ def test_every_block_of_python_runs_as_it_stands(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 def test_the_inserted_networks_are_what_their_descriptions_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    pretrained, own = (block for block in BLOCKS if "insert_(" in block)
-    names: dict[str, object] = {}
-    exec(compile(pretrained, "README.md", "exec"), names)
+    ordinary, own = (block for block in BLOCKS if "insert_(" in block)
+    names: dict[str, Any] = {}
+    exec(compile(ordinary, "README.md", "exec"), names)
     supernet = names["supernet"]
     original = names["torchvision"].models.resnet18().eval()
     original.load_state_dict(supernet.state_dict())
     x = torch.randn(2, 3, 64, 64)
     whole = supernet(x, subnet=supernet.space.largest())
     assert torch.allclose(whole, original(x), rtol=5e-5, atol=5e-5)
-    skipped = supernet(x, subnet=supernet.space.spec(keep=[0, 1, 1, 1]))
-    original.layer1[1] = torch.nn.Identity()
+    full = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in supernet.space.axes}
+    depth = [0.5 if slot.name == "layer2.depth" else 1.0 for slot in supernet.space.axes[0].slots]
+    skipped = supernet(x, subnet=supernet.space.spec(**{**full, "depth": depth}))
+    original.layer2[1] = torch.nn.Identity()
     assert torch.allclose(skipped, original(x), rtol=5e-5, atol=5e-5)
     assert not torch.allclose(skipped, whole)
     names = {}
