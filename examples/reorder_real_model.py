@@ -93,7 +93,7 @@ def main() -> None:
     from transformers import AutoTokenizer, logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = sentences(args.count + 128)
     chunks = [texts[i : i + 32] for i in range(0, len(texts), 32)]
