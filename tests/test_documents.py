@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ def test_every_reader_refuses_hostile_files_with_their_name(
     with pytest.raises(FileFormatError, match=name):
         read(path)
     assert path.read_bytes() == CONTENTS[contents]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_refuses_pipes_without_waiting_for_a_writer(tmp_path: Path, reader: str) -> None:
+    name, read = READERS[reader]
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FileFormatError, match=rf"{name}.* a pipe"):
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("reader", sorted(set(READERS) - {"journal"}))  # which makes a missing file

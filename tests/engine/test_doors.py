@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import subnetact
 from subnetact import Axis, Engine, SubnetSpace, Supernet, calibrate, evaluate, insert_, profile_latency
 from subnetact.errors import EngineError, InsertError, InvalidRequest, SpecError, TableError
 from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
@@ -81,12 +80,14 @@ def test_a_subnet_that_does_not_run_is_named_by_evaluate_and_profile_latency() -
         SpecError, match=r"evaluate: c=4 keep=1 does not run on .* block\.1\.conv .*check\(x\)"
     ):
         evaluate(supernet, broken, [(BATCH, labels)], progress=False)
-    engine = Engine(supernet, [broken], allow_uncalibrated=True)
-    engine._example = BATCH[0]
+    engine = Engine(
+        supernet, [supernet.space.smallest()], example=BATCH[0], allow_uncalibrated=True, check=False
+    )
+    engine.register(broken)
     with pytest.raises(
-        TableError, match=r"subnet 0 \(c=4 keep=1\) does not run at batch size 1: block\.1\.conv"
+        TableError, match=r"subnet 1 \(c=4 keep=1\) does not run at batch size 1: block\.1\.conv"
     ):
-        profile_latency(engine, [1], [50.0], progress=False, check=False)
+        profile_latency(engine, [1], [50.0, 60.0], progress=False, check=False)
 
 
 def test_the_check_runs_once_per_supernet_and_shape(
@@ -162,4 +163,3 @@ def test_calibration_data_of_another_dtype_is_refused_by_name(digits: Supernet, 
 def test_an_example_that_the_network_does_not_take_stays_an_invalid_request(digits: Supernet) -> None:
     with pytest.raises(InvalidRequest, match="does not run on a batch of one input"):
         Engine(digits, [digits.space.smallest()], example=torch.zeros(3, 16, 16), allow_uncalibrated=True)
-    assert subnetact.Engine is Engine

@@ -184,7 +184,9 @@ def _read_bundle(path: Path) -> str:
 
 
 def _read_norms(path: Path) -> str:
-    row = next(iter(subnetact.NormTable.load(path)._rows.values()))
+    table = subnetact.NormTable.load(path)
+    row = table.get(next(iter(table)))
+    assert row is not None
     (version,) = (v for v in ("old", "new") if torch.equal(row.flat, _row(v)))
     return version
 
