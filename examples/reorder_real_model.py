@@ -92,7 +92,7 @@ def main() -> None:
         folder = Path(spec.origin).parent / "model"
     from transformers import AutoTokenizer, logging
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = sentences(args.count + 128)
