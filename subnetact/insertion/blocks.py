@@ -10,7 +10,7 @@ its successors rely on.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from subnetact.insertion.description import Stage
-from subnetact.supernet.batches import call_with
+from subnetact.supernet.batches import call_with, map_tensors
+from subnetact.supernet.chain import Chain
 
-__all__ = ["block_influences", "skippable_blocks", "stages_of"]
+__all__ = ["block_influences", "broken_chains", "skippable_blocks", "stages_of"]
 
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 TRANSPARENT_MODULES = (nn.Identity, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU)
@@ -112,6 +113,35 @@ def block_influences(model: nn.Module, x: Any, blocks: Sequence[str]) -> dict[st
     finally:
         for handle in handles:
             handle.remove()
+    return found
+
+
+def broken_chains(model: nn.Module, x: Any, blocks: Iterable[str]) -> dict[str, str]:
+    """Run the model and find blocks whose input or output it changes on the way to the next block.
+
+    Args:
+        model: the model.
+        x: an input.
+        blocks: the names of the blocks.
+
+    Returns:
+        Those of the blocks that no identity can stand for, each with the reason.
+    """
+    modules = dict(model.named_modules())
+    wanted = set(blocks)
+    stacks = sorted({path.rpartition(".")[0] for path in wanted})
+    chains = {path: Chain(path, modules[path]._modules) for path in stacks}
+    try:
+        with torch.no_grad():
+            call_with(model, map_tensors(Tensor.clone, x))
+    finally:
+        for chain in chains.values():
+            chain.close()
+    found: dict[str, str] = {}
+    for path, chain in chains.items():
+        for layers, what in chain.breaks():
+            names = {f"{path}.{layer}" for layer in layers}
+            found |= {name: what for name in sorted(names & wanted) if name not in found}
     return found
 
 

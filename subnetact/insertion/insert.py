@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import LAYERS, TracedModel
-from subnetact.insertion.blocks import block_influences, skippable_blocks, stages_of
+from subnetact.insertion.blocks import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
 from subnetact.insertion.proof import Proof, outputs_of
@@ -199,7 +199,10 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
             stacks |= {member.module for group in groups for member in group.members}
             blocks |= {path: shape for path, shape in residual if path.rpartition(".")[0] not in stacks}
     stages: list[Stage] = []
-    if depth:
+    if depth and blocks:
+        broken = broken_chains(model, example, blocks)
+        blocks = {path: shape for path, shape in blocks.items() if path not in broken}
+        refused |= {f"{path}.depth": why for path, why in broken.items()}
         influence = block_influences(model, example, list(blocks))
         stages = (
             [Stage(f"{block}.depth", (block,)) for block in blocks]

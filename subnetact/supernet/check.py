@@ -7,11 +7,9 @@ on; the weights of the supernet itself are only read.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
-from subnetact.operators.skipped_layer import first_name
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input, map_tensors, tensors_of
+from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import missing_entry, summary
 from subnetact.supernet.unused_weights import (
     fill_unused_,
@@ -159,8 +157,8 @@ def _stacks(network: nn.Module) -> list[LayerSelect]:
     return [stack for stack in found if not isinstance(stack, ModuleSwitch) and not stack.shortens]
 
 
-class _Chain:
-    """What the layers of a stack pass on, noted while the largest subnet runs once.
+class _Chain(Chain):
+    """The chain of a stack, noted while the largest subnet runs once.
 
     Args:
         view: the view of the largest subnet, which nobody else uses.
@@ -169,43 +167,16 @@ class _Chain:
 
     def __init__(self, view: nn.Module, stack: LayerSelect) -> None:
         self._stack = stack
-        self._given: dict[str, Any] = {}
-        self._returned: dict[str, Any] = {}
-        for name, layer in view.get_submodule(stack.path)._modules.items():
-            if layer is not None:
-                first = first_name(stack._modules[name] or layer)
-                layer.register_forward_hook(partial(self._note, name, first), with_kwargs=True)
-
-    def _note(
-        self,
-        name: str,
-        first: str,
-        _: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        self._given[name] = args[0] if args else kwargs.get(first, next(iter(kwargs.values()), None))
-        self._returned[name] = output
+        layers = view.get_submodule(stack.path)._modules
+        super().__init__(stack.path, layers, {name: stack._modules[name] or layers[name] for name in layers})
 
     def refuse_breaks(self) -> None:
         """Refuse a layer whose output is not the next layer's input, if either of them can be skipped."""
-        names, skippable, path = list(self._returned), self._stack.dims, self._stack.path
-        for name, output in self._returned.items():
-            if name in skippable and not isinstance(output, Tensor):
+        for layers, what in self.breaks():
+            if not layers.isdisjoint(self._stack.dims):
                 raise InsertError(
-                    f"check: {path}.{name} returns a {type(output).__name__}, and the identity in the place "
-                    "of a skipped layer returns a tensor; let the layer return one tensor, or never skip it"
-                )
-        for name, following in itertools.pairwise(names):
-            output, given = self._returned[name], self._given[following]
-            tensors = isinstance(given, Tensor) and isinstance(output, Tensor)
-            handed_on = tensors and given.data_ptr() == output.data_ptr()
-            if not handed_on and (name in skippable or following in skippable):
-                raise InsertError(
-                    f"check: the network changes the output of {path}.{name} before layer {following} gets "
-                    "it, and would do so with the identity in the place of a skipped layer, too; do this (a "
-                    "residual connection, an activation) in the layers, or accept it with compare=False"
+                    f"check: {what}; let every layer return one tensor, which the next layer gets as it is, "
+                    "never skip these layers, or accept it with compare=False"
                 )
 
 

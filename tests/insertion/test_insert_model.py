@@ -448,3 +448,38 @@ def test_segments_and_what_is_no_segment(model: type[nn.Module], sizes: dict[str
     row = dict(zip(supernet.space.dimensions, supernet.space.resolve(supernet.space.largest()), strict=True))
     assert {name: row[name] for name in sizes} == sizes
     assert torch.equal(outputs_of(supernet, X)[0], expected)
+
+
+class Weighted(nn.Module):
+    """A network that divides what its blocks return by their number, the last block excepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(16) for _ in range(4)])
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks[:2]:
+            x = block(x) / 2
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.outer(F.relu(self.inner(x)))
+
+
+def test_blocks_whose_outputs_the_network_changes_are_not_skipped() -> None:
+    x = torch.randn(2, 16)
+    supernet = subnetact.insert_(Weighted().eval(), example=x)
+    description = subnetact.describe(supernet.remove(), x)
+    assert description.stages["blocks.depth"].blocks == ("blocks.3",)
+    assert "changes the output of blocks.0" in description.refused["blocks.0.depth"]
+    supernet = subnetact.insert_(Weighted().eval(), description, example=x)
+    supernet.check(x)
