@@ -55,16 +55,26 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensors: Iterable[Tensor]) -> list[int]:
-    """Return one number per tensor, which changes with any single value of the tensor.
+    """Return one number per tensor, which changes with any single value and with the order of the values.
+
+    Every value counts once with the position of its row (its index along the first axis) and once with its
+    position within the row, so that a permutation of channels changes the number, too.
 
     Args:
-        tensors: dense tensors of any dtype. All values are read once.
+        tensors: dense tensors of any dtype. All values are read twice.
     """
     sums = []
     with torch.no_grad():
         for tensor in tensors:
             real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-            sums.append(real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64))
+            bits = real.view(_INTEGERS[real.element_size()])
+            bits = bits[None] if bits.dim() == 0 else bits
+            rows = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()
+            columns = bits.sum(0, dtype=torch.int64).flatten()
+            # Odd and even factors: the sum of both is odd, so that no change of one value is lost modulo 2^64.
+            odd = 2 * torch.arange(len(rows), device=bits.device) + 1
+            even = 2 * torch.arange(len(columns), device=bits.device)
+            sums.append((odd * rows).sum() + (even * columns).sum())
         return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
 
 

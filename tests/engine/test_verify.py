@@ -63,12 +63,25 @@ def test_changes_that_leave_no_trace_are_found(change: Callable[[Tensor], None],
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_only_a_fused_program_is_stale() -> None:
+def one_value(weight: Tensor) -> None:
+    weight[1, 2] += 1e-3
+
+
+def other_rows(weight: Tensor) -> None:
+    weight.copy_(weight.flip(0))
+
+
+def other_columns(weight: Tensor) -> None:
+    weight.copy_(weight.flip(1))
+
+
+@pytest.mark.parametrize("change", [one_value, other_rows, other_columns])
+def test_only_a_fused_program_is_stale(change: Callable[[Tensor], None]) -> None:
     supernet = make()
     spec = supernet.space.largest()
     engine = subnetact.Engine(supernet, [spec], example=X[0], memory_budget_mb=64)
     assert engine.pin(0)
-    supernet.network[2].weight.data[1, 2] += 1e-3  # one value
+    change(supernet.network[2].weight.data)
     assert supernet.verify() == ()
     with pytest.raises(StaleWeights, match="fused program"):
         engine.verify()
