@@ -34,7 +34,7 @@ def find_device(device: str | torch.device) -> torch.device:
         if found.type in ("cpu", "cuda"):
             torch.empty(0, device=found)
             return found
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         first = str(error).strip().splitlines()[0]
         raise DeviceError(f"device {str(device)!r} cannot be used ({first}); {here}") from error
     raise DeviceError(f"device {str(device)!r} cannot be timed, only cpu and cuda can; {here}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet
-from subnetact.errors import ExportError, IllegalChoice, InsertError, SpecError
+from subnetact import Axis, Engine, SubnetSpace, SubnetSpec, Supernet, calibrate, evaluate
+from subnetact.errors import (
+    CheckpointError,
+    DeviceError,
+    EngineError,
+    ExportError,
+    IllegalChoice,
+    InsertError,
+    SpecError,
+)
 from subnetact.export import to_triton
 from subnetact.operators import LayerNormSlice, SubnetNorm, WeightSlice
 from subnetact.space import Slot
@@ -69,6 +78,42 @@ def test_an_operator_is_described_with_on(operator: Any) -> None:
         operator(out="c")
     with pytest.raises(InsertError, match=r"is made by insert_"):
         operator("c")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda s: Engine(s, [s.space.largest()], memory_budget_mb="8"),
+            EngineError,
+            "memory_budget_mb: '8' must",
+        ),
+        (
+            lambda s: Engine(s, [s.space.largest()], memory_budget_mb=None),
+            EngineError,
+            "memory_budget_mb: None must",
+        ),
+        (lambda s: Engine(s, [s.space.largest()], device=3.5), DeviceError, "device '3.5' cannot be used"),
+        (lambda s: calibrate(s, [s.space.largest()], None), SpecError, r"calibrate takes lists .*\[batch\]"),
+        (lambda s: calibrate(s, None, [torch.zeros(1, 1, 16, 16)]), SpecError, r"calibrate takes lists"),
+        (lambda s: calibrate(s, [s.space.largest()], "images"), SpecError, r"calibrate takes lists"),
+        (lambda s: evaluate(s, s.space.largest(), None), SpecError, r"write \[\(x, labels\)\]"),
+        (lambda s: s.check(torch.zeros(0, 1, 16, 16)), SpecError, "without values, which shows nothing"),
+        (lambda s: s.load_state_dict(None), CheckpointError, "expected tensors by name, got NoneType"),
+        (
+            lambda s: s.load_state_dict({n: t.tolist() for n, t in s.state_dict().items()}),
+            CheckpointError,
+            "stem.weight is no tensor",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_told_what_is_expected(
+    digits: Supernet, call: Callable[[Supernet], Any], error: type[Exception], words: str
+) -> None:
+    before = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
+    with pytest.raises(error, match=words):
+        call(digits)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in digits.state_dict().items())
 
 
 @pytest.mark.parametrize("name", [None, 3, b"digits", ""])

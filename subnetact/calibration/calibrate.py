@@ -153,7 +153,8 @@ def calibrate(
     if not save_every_s >= 0:
         raise SpecError(f"save_every_s: {save_every_s!r} is no number of seconds; give 0 to save at once")
     as_supernet(supernet)
-    if any(isinstance(given, SubnetSpec | Tensor) for given in (specs, batches)):
+    lists: tuple[Any, ...] = specs, batches
+    if any(isinstance(x, SubnetSpec | Tensor | str) or not isinstance(x, Iterable) for x in lists):
         raise SpecError("calibrate takes lists of specifications and of batches; write [spec] and [batch]")
     wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))
     if not supernet.norm_operators() or not wanted:

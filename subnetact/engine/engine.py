@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 from os import PathLike
 from statistics import median
@@ -107,9 +107,9 @@ class Engine:
 
     Raises:
         DeviceError: torch cannot use the device.
-        EngineError: the budget is negative or infinite, there is no such backend for `compile`, `fused_dtype`
-            is no floating-point dtype, weights are on the meta device or not dense, or the output cannot be
-            split into samples.
+        EngineError: the budget is no number, negative or infinite, there is no such backend for `compile`,
+            `fused_dtype` is no floating-point dtype, weights are on the meta device or not dense, or the output
+            cannot be split into samples.
         InvalidRequest: a subnet does not run on the example.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
@@ -146,9 +146,10 @@ class Engine:
         known = percentages(accuracy, canonical)
         check_dtype(fused_dtype)
         check_weights(supernet)
-        if not 0 <= memory_budget_mb < math.inf:
+        given: Any = memory_budget_mb
+        if not (isinstance(given, Real) and 0 <= float(given) < math.inf):
             raise EngineError(
-                f"memory_budget_mb: {memory_budget_mb} must be finite and at least 0; 0 means no budget"
+                f"memory_budget_mb: {memory_budget_mb!r} must be finite and at least 0; 0 means no budget"
             )
         self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device

@@ -76,6 +76,9 @@ def evaluate(
         fresh = [spec for spec in wanted if not supernet.calibrated(spec)]
         if fresh:
             calibrate(supernet, fresh, calibration, progress=progress)
+    if not isinstance(loader, Iterable):
+        kind = type(loader).__name__
+        raise SpecError(f"evaluate: expected batches of (x, labels), got {kind}; write [(x, labels)]")
     device = next(supernet.network.parameters()).device
     views = [supernet.subnet(spec) for spec in wanted]
     right, seen = [0] * len(wanted), 0

@@ -83,7 +83,7 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
         compare: whether to compare subnets with their masked references.
 
     Raises:
-        SpecError: the largest subnet does not run on the batch.
+        SpecError: the largest subnet does not run on the batch, or the batch is empty.
         InsertError: another subnet does not run, reads weights that it does not use, or differs from its
             masked reference; or a skipped layer cannot be an identity.
     """
@@ -92,6 +92,8 @@ def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) 
 
 
 def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> CheckReport:
+    if any(isinstance(tensor, Tensor) and not tensor.numel() for tensor in tensors_of(x)):
+        raise SpecError("check: the batch has a tensor without values, which shows nothing; give one input")
     start = time.perf_counter()
     full, *narrow = corners(space)
     largest = space.resolve(full)

@@ -71,7 +71,7 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
             bits = bits[None] if bits.dim() == 0 else bits
             rows = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()
             columns = bits.sum(0, dtype=torch.int64).flatten()
-            # Odd and even factors: the sum of both is odd, so that no change of one value is lost modulo 2^64.
+            # An odd and an even factor together are odd, so that no change of one value is lost modulo 2^64.
             odd = 2 * torch.arange(len(rows), device=bits.device) + 1
             even = 2 * torch.arange(len(columns), device=bits.device)
             sums.append((odd * rows).sum() + (even * columns).sum())

@@ -333,7 +333,7 @@ class Supernet(nn.Module):
             Which subnets ran and which were compared.
 
         Raises:
-            SpecError: the largest subnet does not run on the batch.
+            SpecError: the largest subnet does not run on the batch, or the batch is empty.
             InsertError: another subnet does not run, depends on weights that it does not use, or differs
                 from the original network. The message names the module and the way out.
 
@@ -606,18 +606,27 @@ class Supernet(nn.Module):
             What `nn.Module.load_state_dict` returns.
 
         Raises:
-            CheckpointError: `strict` is True, and tensors are missing, extra, or of another shape.
+            CheckpointError: `strict` is True, and tensors are missing, extra, or of another shape; or the
+                state_dict is no mapping.
             ForeignSpec: the norm table is of another space.
         """
         table = None if norms is None else self._own(norms)
         own = self.network.state_dict()
+        if not isinstance(state_dict, Mapping):
+            kind = type(state_dict).__name__
+            raise CheckpointError(
+                f"state_dict: expected tensors by name, got {kind}; torch.load(path) reads one"
+            )
         state_dict = without_prefix(state_dict, own)
         wrong = [f"{n} is missing" for n in own if n not in state_dict]
         wrong += [f"{n} is extra" for n in state_dict if n not in own]
         wrong += [
+            f"{n} is no tensor" for n, t in state_dict.items() if not isinstance(t, Tensor) and n in own
+        ]
+        wrong += [
             f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
             for n, t in state_dict.items()
-            if n in own and t.shape != own[n].shape
+            if n in own and isinstance(t, Tensor) and t.shape != own[n].shape
         ]
         if strict and wrong:
             hint = prefix_hint(state_dict, own)
