@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +203,7 @@ def _rebuilt(origin: Any, index: Path, size: int) -> Supernet:
 
 
 def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dtype: bool) -> None:
-    own: Mapping[str, Tensor] = supernet.state_dict()
+    own: OrderedDict[str, Tensor] = supernet.state_dict()
     differing = sorted(set(own) ^ set(tensors)) or [
         name for name, tensor in tensors.items() if tensor.shape != own[name].shape
     ]
@@ -221,4 +222,6 @@ def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dty
                 f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
                 "supernet of that dtype: Engine.load(directory, supernet=...)"
             )
-    supernet.load_state_dict(tensors)
+    versioned = OrderedDict(tensors)
+    versioned._metadata = own._metadata  # type: ignore[attr-defined]
+    supernet.load_state_dict(versioned)

@@ -188,3 +188,34 @@ def test_a_network_in_place_of_a_supernet_is_not_blamed_on_the_bundle(
     engine.save(tmp_path / "b")
     with pytest.raises(InsertError, match="expected a Supernet, got Linear"):
         subnetact.Engine.load(tmp_path / "b", supernet=nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+class Versioned(nn.Linear):
+    """A layer that, like torchvision's MNASNet, takes no state_dict without the version of its format."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") != 2:
+            raise ValueError(f"version {metadata.get('version')} is unknown")
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_modules_that_ask_for_a_version_are_loaded(tmp_path: Path) -> None:
+    def made() -> Supernet:
+        space = subnetact.SubnetSpace(
+            "mine", [subnetact.Axis.uniform("width", ["all"], [4, 8])], lambda v: {"width": v["width"][0]}
+        )
+        elastic = {
+            "0": subnetact.WeightSlice.on(out="width"),
+            "1": subnetact.WeightSlice.on(in_="width"),
+        }
+        network = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4), Versioned(4, 2))
+        return subnetact.insert_(network.eval(), space, elastic)
+
+    supernet = made()
+    engine = subnetact.Engine(supernet, [supernet.space.smallest()], example=torch.ones(3))
+    engine.save(tmp_path / "b")
+    loaded = subnetact.Engine.load(tmp_path / "b", supernet=made())
+    x = torch.randn(2, 3)
+    assert torch.equal(loaded(x, subnet=0), engine(x, subnet=0))
