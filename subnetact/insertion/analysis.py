@@ -93,7 +93,7 @@ class TracedModel:
         except Exception as error:
             raise InsertError(
                 f"{type(model).__name__} cannot be traced: {_first_line(error)}; describe its elastic "
-                "modules by hand, or make its forward free of branches on values"
+                "modules by hand, or make its forward free of branches on values and of changes to the model"
             ) from error
         self._model = model
         self._modules = dict(model.named_modules())
@@ -329,6 +329,8 @@ def _reason(diagnostic: Any) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if type(error).__name__ == "StaleGraphError":
+        return "its forward changes attributes of the model, a counter for example"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 

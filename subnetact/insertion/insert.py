@@ -383,8 +383,17 @@ def _check_model(model: nn.Module) -> None:
             raise InsertError(
                 f"{where} has parametrised weights; make them permanent first, with remove_parametrizations"
             )
+        if module._compiled_call_impl is not None:
+            raise InsertError(
+                f"{where} is compiled in place, by compile(); give a model that is not compiled, and compile "
+                "its subnets instead: Engine(..., compile='inductor')"
+            )
+        if any(nn.parameter.is_lazy(t) for t in (*module.parameters(False), *module.buffers(False))):
+            raise InsertError(f"{where} has no weights yet; run the model once, so that its sizes are known")
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if any(hooks):
+        if any(hooks) or module._backward_pre_hooks:
             raise InsertError(f"{where} has hooks, which subnets would run as well; remove them first")
-    if any(module.training for module in model.modules()):
-        raise InsertError(f"{name} is in training mode; call model.eval() first")
+    training = next((path for path, module in model.named_modules() if module.training), None)
+    if training is not None:
+        where = f"{name}.{training}" if training else name
+        raise InsertError(f"{where} is in training mode; call model.eval() first")

@@ -172,6 +172,16 @@ class WithoutTensors(nn.Module):
         return SimpleNamespace(scores=self.first(x))
 
 
+class Counting(Hidden):
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 def branching(t: torch.Tensor) -> torch.Tensor:
     return t if t.sum() > 0 else -t
 
@@ -190,6 +200,21 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
         nn.utils.parametrizations.weight_norm(model.second)
         return model
 
+    def hooked_backward() -> nn.Module:
+        model = plain()
+        model.first.register_full_backward_pre_hook(lambda *_: None)
+        return model
+
+    def compiled_in_place() -> nn.Module:
+        model = plain()
+        model.second.compile(backend="eager")
+        return model
+
+    def partly_training() -> nn.Module:
+        model = plain()
+        model.second.train()
+        return model
+
     def inserted() -> nn.Module:
         return subnetact.insert_(plain(), example=X).network
 
@@ -199,6 +224,11 @@ def refused_models() -> dict[str, tuple[Callable[[], Any], str]]:
     return {
         "training": (lambda: plain().train(), r"call model.eval\(\) first"),
         "hooks": (hooked, "Hidden.first has hooks"),
+        "backward hooks": (hooked_backward, "Hidden.first has hooks"),
+        "compiled in place": (compiled_in_place, "Hidden.second is compiled in place"),
+        "partly training": (partly_training, r"Hidden.second is in training mode; call model.eval\(\) first"),
+        "lazy": (lambda: nn.LazyConv2d(4, 3).eval(), "LazyConv2d has no weights yet; run the model once"),
+        "counting": (lambda: Counting().eval(), "its forward changes attributes of the model"),
         "parametrised": (parametrised, "Hidden.second has parametrised weights"),
         "inserted": (inserted, "already has operators"),
         "quantised": (quantised, "is quantised"),
