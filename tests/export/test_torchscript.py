@@ -52,6 +52,7 @@ COUNTS = {
     "compofa_mbv3": 8,
     "slimmable_resnet50": 8,
     "us_mobilenet_v2": 8,
+    "hydravit": 8,
 }
 
 
