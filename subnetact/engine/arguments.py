@@ -12,7 +12,7 @@ from subnetact.latency.arrays import warn_of_fractions
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["check_dtype", "check_weights", "percentage", "percentages"]
+__all__ = ["budget_bytes", "check_dtype", "check_weights", "percentage", "percentages"]
 
 
 def percentages(accuracy: Sequence[Any] | None, specs: Sequence[SubnetSpec]) -> list[float | None]:
@@ -56,6 +56,22 @@ def percentage(value: Any, spec: SubnetSpec) -> float | None:
     if not 0 <= percent <= 100:
         raise SpecError(f"accuracy of {spec}: {value!r} is not a percentage; give 0 to 100, or None")
     return percent
+
+
+def budget_bytes(mebibytes: Any) -> int:
+    """Return a memory budget in bytes.
+
+    Args:
+        mebibytes: the budget in MiB.
+
+    Raises:
+        EngineError: this is no number of MiB from 0 on.
+    """
+    if not isinstance(mebibytes, int | float) or not 0 <= mebibytes < 2**40:
+        raise EngineError(
+            f"memory_budget_mb: {mebibytes!r} must be a number of MiB of at least 0; 0 means no budget"
+        )
+    return int(mebibytes * 2**20)
 
 
 def check_dtype(dtype: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from operator import index
 from os import PathLike
 from statistics import median
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subnetact.device import find_device
-from subnetact.engine.arguments import check_dtype, check_weights, percentage, percentages
+from subnetact.engine.arguments import budget_bytes, check_dtype, check_weights, percentage, percentages
 from subnetact.engine.bundle import Bundle, load_bundle, save_bundle
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.compiler import Compiler
@@ -27,6 +26,7 @@ from subnetact.engine.inputs import (
     call_with,
     check_batch,
     check_input,
+    describe_input,
     detach_example,
     try_example,
 )
@@ -41,6 +41,7 @@ from subnetact.errors import (
     SpecError,
     SubnetActError,
 )
+from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch
@@ -146,11 +147,7 @@ class Engine:
         known = percentages(accuracy, canonical)
         check_dtype(fused_dtype)
         check_weights(supernet)
-        given: Any = memory_budget_mb
-        if not (isinstance(given, Real) and 0 <= float(given) < math.inf):
-            raise EngineError(
-                f"memory_budget_mb: {memory_budget_mb!r} must be finite and at least 0; 0 means no budget"
-            )
+        self._budget = budget_bytes(memory_budget_mb)
         self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device
         self.device = home if device is None else find_device(device)
@@ -170,7 +167,6 @@ class Engine:
         self._example = None if example is None else detach_example(example)
         self._stager = Stager(self.device)
         self._changing = Lock()
-        self._budget = int(memory_budget_mb * 2**20)
         free = self._budget // 4 + (KERNEL_BYTES if self.device.type == "cpu" else 0)
         self._cache = ByteCache(self._budget - min(self._budget // 2, free))
         self._compiler = None if compile is None else Compiler(compile)
@@ -372,14 +368,26 @@ class Engine:
 
         Raises:
             SpecError: there is no such id, or the subnet was removed.
-            InvalidRequest: the network fails on the inputs, and they differ from the example.
+            InvalidRequest: there are no inputs, or the network fails on them, and they differ from the
+                example.
             EngineError: the network's output cannot be split into samples.
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
-        if self.input_shapes is not None:
-            inputs = self.input_shapes.padded(inputs)
-        size = len(inputs) if self._compiler is None else batch_size
-        return unstack(self(self._stager.stack(inputs, size), subnet), len(inputs), size)
+        given: Any = inputs
+        if not isinstance(given, Sequence) or not len(given):
+            raise InvalidRequest(f"inputs: expected a list of single inputs, got {describe_input(given)}")
+        try:
+            if self.input_shapes is not None:
+                inputs = self.input_shapes.padded(inputs)
+            size = len(inputs) if self._compiler is None else max(len(inputs), batch_size)
+            batch = self._stager.stack(inputs, size)
+        except SubnetActError:
+            raise
+        except Exception:
+            for x in inputs:
+                self.check(x)
+            raise
+        return unstack(self(batch, subnet), len(inputs), size)
 
     def check(self, x: Any, finite: bool = False) -> None:
         """Refuse an input whose structure, shapes or dtypes differ from those of the example.
@@ -455,7 +463,7 @@ class Engine:
         Args:
             subnet: the id of the subnet. An unknown id is not fused.
         """
-        return self._promoter is not None and self._promoter.holds(subnet)
+        return self._promoter is not None and type(subnet) is int and self._promoter.holds(subnet)
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
@@ -469,15 +477,20 @@ class Engine:
             subnets: the ids to prepare. If None, all subnets that are served.
 
         Raises:
-            EngineError: a batch size is not a whole number of at least 1.
+            EngineError: a batch size is not a whole number of at least 1, or beyond every batch.
             InvalidRequest: the engine has no example yet.
             SpecError: there is no such id, or the subnet was removed.
         """
         given: Any = batch_sizes
         sizes: list[Any] = list(given) if isinstance(given, Iterable) else [0]
-        if not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
-            raise EngineError(f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1, as (1, 8)")
-        chosen = [self.ready(i) for i in (self.ids if subnets is None else subnets)]
+        if not all(isinstance(size, Integral) and 0 < int(size) <= LARGEST_BATCH for size in sizes):
+            raise EngineError(
+                f"batch_sizes: {batch_sizes!r} must be whole numbers from 1 to {LARGEST_BATCH}, as (1, 8)"
+            )
+        ids: Any = self.ids if subnets is None else subnets
+        if not isinstance(ids, Iterable):
+            raise SpecError(f"subnets: expected a list of ids, got {ids!r}")
+        chosen = [self.ready(i) for i in ids]
         shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.examples[::-1]]
         for size, example in shaped:
             x = self._stager.stack([example], size)

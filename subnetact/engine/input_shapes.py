@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,8 +71,8 @@ class InputShapes:
             InvalidRequest: the input fits in no shape.
         """
         own = [part.shape if isinstance(part, Tensor) else None for part in tensors_of(as_batch(x))]
-        for index, wanted in enumerate(self._shapes):
-            if len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted)):
+        for index in range(len(self._shapes)):
+            if self._fit(own, index):
                 return index
         served = "; ".join(str(shapes(example)) for example in self.examples)
         got = shapes(x) if all(isinstance(part, Tensor) for part in tensors_of(x)) else describe_input(x)
@@ -78,6 +80,10 @@ class InputShapes:
             f"input: {got} fits in none of the shapes that this engine serves, without a batch dimension: "
             f"{served}"
         )
+
+    def _fit(self, own: Sequence[Any], index: int) -> bool:
+        wanted = self._shapes[index]
+        return len(own) == len(wanted) and all(map(self._fits, range(len(own)), own, wanted))
 
     def _fits(self, position: int, own: Any, wanted: torch.Size) -> bool:
         if own is None or len(own) != len(wanted) or position not in self.padding:
@@ -105,10 +111,18 @@ class InputShapes:
             inputs: inputs without a batch dimension.
 
         Raises:
-            InvalidRequest: an input fits in no shape, or the inputs have different shapes and no padding
-                was given.
+            InvalidRequest: an input fits in no shape, there is no shape that all of them fit in, or they have
+                different shapes and no padding was given.
         """
-        example = self.examples[max(map(self.index, inputs))]
+        first = max(map(self.index, inputs))
+        owns = [[part.shape for part in tensors_of(as_batch(x))] for x in inputs]
+        common = (i for i in range(first, len(self.examples)) if all(self._fit(own, i) for own in owns))
+        chosen = next(common, None)
+        if chosen is None:
+            raise InvalidRequest(
+                "input: the inputs of this batch fit in no common shape; run inputs of one shape together"
+            )
+        example = self.examples[chosen]
         return [self._pad(as_batch(x), example, iter(range(len(self._shapes[0])))) for x in inputs]
 
     def _pad(self, x: Any, example: Any, positions: Any) -> Any:
@@ -142,10 +156,24 @@ def _padding(example: Any, given: Padding) -> dict[int, float]:
     if not isinstance(given, Mapping):
         given = {names[0]: given} if isinstance(example, Tensor) else {"": given}
     wrong = [name for name in given if name not in names]
-    bad = [v for v in given.values() if isinstance(v, bool) or not isinstance(v, int | float)]
+    tensors = dict(zip(names, tensors_of(example), strict=False))
+    bad = [v for name, v in given.items() if name in tensors and not _holds(tensors[name], v)]
     if wrong or bad or sum(1 for _ in tensors_of(example)) != len(names):
         raise EngineError(
             f"padding: {given!r}; give a number for an input that is one tensor, or a dictionary from the "
-            f"inputs {names} to numbers"
+            f"inputs {names} to numbers that their dtypes can hold"
         )
     return {names.index(name): float(value) for name, value in given.items()}
+
+
+def _holds(tensor: Tensor, value: Any) -> bool:
+    """Tell whether a number can stand in a tensor: exactly among integers, up to rounding otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        held = torch.tensor(float(value)).to(tensor.dtype) if float(value) == value else None
+    except (OverflowError, RuntimeError):
+        return False
+    if held is None or tensor.is_floating_point():
+        return held is not None and (math.isinf(value) or bool(held.isfinite()))
+    return bool(held == value)

@@ -112,6 +112,7 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
         served = f"{example.dtype} of shape ({shape}), N >= 1"
         like = isinstance(x, Tensor) and x.dim() == example.dim() + 1 and len(x) > 0
         like = like and x.shape[1:] == example.shape and x.dtype == example.dtype
+        like = like and x.layout == torch.strided and not x.is_meta
     elif example is not None:
         served = f"batches of {describe_input(example)}"
         like = _parts(x) == _parts(example)

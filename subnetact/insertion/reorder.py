@@ -102,10 +102,12 @@ def reorder_(
     supernet = as_supernet(supernet)
     measure = _measure(importance)
     known = supernet.space.dimensions
-    unknown = sorted(set(dimensions or ()) - set(known))
+    if isinstance(dimensions, str) or not isinstance(dimensions, Iterable | None):
+        raise SpecError(f"reorder_: dimensions is a list of names, got {dimensions!r}")
+    unknown = sorted(str(name) for name in set(dimensions or ()) - set(known))
     if unknown:
         raise SpecError(f"reorder_: no dimensions {', '.join(unknown)}; choose from {', '.join(known[:20])}")
-    labelled = [(as_batch(x), y) for x, y in batches] if batches is not None else []
+    labelled = _labelled(batches)
     if measure is MEASURES["taylor"] and not labelled:
         raise SpecError(
             'reorder_: importance="taylor" needs batches, pairs of a batch and its labels; got none'
@@ -122,6 +124,15 @@ def reorder_(
     moving = {g: order for g, order in orders.items() if not torch.equal(order, torch.arange(g.units))}
     dropped = _permute(supernet, row, moving, example)
     return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
+
+
+def _labelled(batches: Any) -> list[tuple[Any, Any]]:
+    given: list[Any] = (
+        list(batches) if isinstance(batches, Iterable) else [] if batches is None else [batches]
+    )
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in given):
+        raise SpecError("reorder_: batches is a list of pairs of a batch and its labels")
+    return [(as_batch(x), y) for x, y in given]
 
 
 def _measure(importance: str | Importance) -> Importance:
@@ -214,7 +225,12 @@ def _by_unit(tensor: Tensor, axis: int, table: Tensor, units: int) -> Tensor:
 
 
 def _check_score(score: Any, group: Group) -> None:
-    if not isinstance(score, Tensor) or score.shape != (group.units,) or not score.isfinite().all():
+    if (
+        not isinstance(score, Tensor)
+        or score.shape != (group.units,)
+        or score.is_complex()
+        or not score.isfinite().all()
+    ):
         got = f"of shape {tuple(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
         raise SpecError(f"importance of {group.name}: {group.units} finite scores are needed, got {got}")
 

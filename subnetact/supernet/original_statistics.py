@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,24 @@ class OriginalStatistics:
         self._trained = any(
             bool(mean.any()) or not bool((var == 1).all()) for mean, var in _statistics(network).values()
         )
+
+    def carried(self, network: nn.Module) -> OriginalStatistics:
+        """Return what copies of the network take along; they call `arrived`.
+
+        Args:
+            network: the network with operators.
+        """
+        found = copy(self)
+        found._trained = self.hold(network)
+        return found
+
+    def arrived(self, network: nn.Module) -> None:
+        """Count the changes of a copy from now on; its tensors are new.
+
+        Args:
+            network: the copy.
+        """
+        self._writes = _writes(network)
 
     def end(self) -> None:
         """Note that other weights were loaded: the network is not the one that was given any more."""

@@ -65,9 +65,11 @@ def as_supernet(value: object) -> Supernet:
     """Return the argument if it is a supernet.
 
     Raises:
-        InsertError: the argument is something else.
+        InsertError: the argument is something else, or its operators were removed.
     """
-    if not isinstance(value, Supernet):
+    if isinstance(value, Supernet):
+        value._present()
+    else:
         raise InsertError(
             f"expected a Supernet, got {type(value).__name__}; subnetact.insert_(network, space, elastic) or "
             "ofa_adapters.load(family, checkpoint) make one"
@@ -132,12 +134,14 @@ class Supernet(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
         unshared = {"_lock": None, "_exchange": None, "_replacements": None}
-        return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}}
+        original = self._original.carried(self.network)
+        return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}, "_original": original}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._lock, self._exchange = threading.Lock(), threading.RLock()
         self._watch()
+        self._original.arrived(self.network)
 
     @property
     def norms(self) -> NormTable:
@@ -150,7 +154,8 @@ class Supernet(nn.Module):
 
     def norm_operators(self) -> dict[str, SubnetNorm]:
         """Return the operators of all BatchNorms of the network, by name."""
-        return {norm.path: norm for norm in self.network.modules() if isinstance(norm, SubnetNorm)}
+        network = self._present()
+        return {norm.path: norm for norm in network.modules() if isinstance(norm, SubnetNorm)}
 
     @property
     def active(self) -> SubnetSpec:
@@ -292,11 +297,14 @@ class Supernet(nn.Module):
             The network that the operators were put into, with the same module objects. It is as it was, apart
             from weights and statistics that were trained or moved in the meantime.
 
+        Raises:
+            InsertError: the operators were removed before.
+
         Example:
             >>> supernet = insert_(model, example=x)
             >>> assert supernet.remove() is model
         """
-        network = self.network
+        network = self._present()
         for module in list(network.modules()):
             for name, child in module._modules.items():
                 if isinstance(child, Operator):
@@ -461,8 +469,9 @@ class Supernet(nn.Module):
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        Call this method after `parameter.data = ...`, and after values were changed through `parameter.data`,
-        through NumPy, or in tensors that were made in inference mode; `verify` finds such changes. Other
+        Call this method after `parameter.data = ...`, after values were changed through `parameter.data`,
+        through NumPy, or in tensors that were made in inference mode, and after plain attributes of modules
+        were changed (`supernet.network.scale = 2.0`); `verify` finds such changes. Other
         changes in place, replaced modules and parameters, `supernet.load_state_dict` and `supernet.to` need
         no call.
         """
@@ -488,8 +497,9 @@ class Supernet(nn.Module):
         """Find cached slices and copies that no longer match the weights that they were made of.
 
         Most changes of weights are noticed without this method. Those that nothing shows are found here:
-        replaced storage (`parameter.data = ...`), and changes of what packed copies were computed from
-        through `parameter.data`, through NumPy, or in tensors that were made in inference mode.
+        replaced storage (`parameter.data = ...`), changes of what packed copies were computed from
+        through `parameter.data`, through NumPy, or in tensors that were made in inference mode, and other
+        values of plain attributes of modules (`supernet.network.scale = 2.0`).
         `Engine.verify` looks at fused programs as well.
 
         Args:
@@ -512,7 +522,7 @@ class Supernet(nn.Module):
         return tuple(found)
 
     def stale(self, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
-        """Compare views, and the packed copies of the operators, with the present weights.
+        """Compare views, packed copies and plain attributes with the present weights and attributes.
 
         Args:
             views: name, view and statistics row of each subnet. If it has no statistics of its own, the row
@@ -531,7 +541,7 @@ class Supernet(nn.Module):
         for module in self.network.modules():
             if isinstance(module, Operator) and not all(copy.matches() for copy in module.packed_copies()):
                 found.append(f"{module.path}: a packed copy differs from the weights")
-        return found
+        return found + self._replacements.other_attributes(self)
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.
@@ -571,7 +581,7 @@ class Supernet(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
         with self._exchange:
-            return self.network.state_dict(*args, **kwargs)
+            return self._present().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self,
@@ -611,7 +621,7 @@ class Supernet(nn.Module):
             ForeignSpec: the norm table is of another space.
         """
         table = None if norms is None else self._own(norms)
-        own = self.network.state_dict()
+        own = self._present().state_dict()
         if not isinstance(state_dict, Mapping):
             kind = type(state_dict).__name__
             raise CheckpointError(
@@ -658,6 +668,12 @@ class Supernet(nn.Module):
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
+
+    def _present(self) -> nn.Module:
+        """Return the network, unless it was given back."""
+        if isinstance(self.network, _Removed):
+            raise _removed()
+        return self.network
 
     def _own(self, table: NormTable) -> NormTable:
         """Return a copy of a norm table for this supernet, in the dtype and on the device of its weights."""
@@ -741,7 +757,7 @@ class Supernet(nn.Module):
             return norm.bind_with(row, mean, var, fresh)
 
         with self._exchange:
-            return bind(self.network, row, bind_norm, fresh, None if fresh else self._freeze)
+            return bind(self._present(), row, bind_norm, fresh, None if fresh else self._freeze)
 
     def _freeze(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views.
@@ -773,10 +789,14 @@ class _Removed(nn.Module):
     """Stands in the place of a network that was given back."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        raise InsertError(
-            "the operators of this supernet were removed; call insert_ again, or use the network that "
-            "remove() returned"
-        )
+        raise _removed()
+
+
+def _removed() -> InsertError:
+    return InsertError(
+        "the operators of this supernet were removed; call insert_ again, or use the network that remove() "
+        "returned"
+    )
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.

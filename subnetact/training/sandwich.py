@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,9 @@ from subnetact.training.gradients import average_gradients_
 __all__ = ["SandwichLosses", "sandwich_step"]
 
 Loss = Callable[[Any, Any], Tensor]
+
+LOWEST_TEMPERATURE = 1e-3
+"""Scores that are divided by less may overflow."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,25 @@ def sandwich_step(
     """
     plain = as_supernet(supernet.module if isinstance(supernet, DistributedDataParallel) else supernet)
     specs = _specs(plain, subnets, random_subnets, rng)
-    if not 0.0 <= distillation <= 1.0 or not temperature > 0.0:
+    numbers: tuple[Any, ...] = distillation, temperature
+    if not all(isinstance(n, int | float) and 0.0 <= n < math.inf for n in numbers):
+        raise SpecError(f"distillation: {distillation!r} and temperature: {temperature!r} must be numbers")
+    if not distillation <= 1.0 or not temperature >= LOWEST_TEMPERATURE:
         raise SpecError(
-            f"distillation: {distillation} must be from 0 to 1, and temperature: {temperature} above 0"
+            f"distillation: {distillation} must be from 0 to 1, and temperature: {temperature} at least "
+            f"{LOWEST_TEMPERATURE}"
         )
+    functions: dict[str, Any] = {"loss": loss, "teacher": teacher, "backward": backward}
+    for name, function in functions.items():
+        if not callable(function) and (function is not None or name == "loss"):
+            raise SpecError(f"{name}: {function!r} is no function")
+    if not torch.is_grad_enabled():
+        raise SpecError("a training step needs gradients; leave torch.no_grad() or inference mode first")
     if not plain.training:
         raise SpecError("the supernet is in evaluation mode; call supernet.train() before a training step")
     x = as_batch(x)
+    if not isinstance(x, Tensor | tuple | dict):
+        raise SpecError(f"x: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
     wanted: Tensor | None = None
     if teacher is not None and distillation:
         with torch.no_grad():
@@ -134,9 +150,7 @@ def sandwich_step(
                 total = distillation * _distillation(scores, wanted, temperature)
                 if distillation < 1.0:
                     total = total + (1.0 - distillation) * loss(scores, target)
-            if total.dim():
-                got = tuple(total.shape)
-                raise SpecError(f"loss: the result must be a scalar, got shape {got}; average over the batch")
+            _check_loss(total)
             run_backward(total)
             losses[spec] = float(total.detach())
     if average or (average is None and isinstance(supernet, DistributedDataParallel)):
@@ -170,6 +184,18 @@ def _unsynchronised(supernet: nn.Module) -> Iterator[None]:
     """Keep `DistributedDataParallel` from averaging after each subnet; one average of the sum is enough."""
     with supernet.no_sync() if isinstance(supernet, DistributedDataParallel) else nullcontext():
         yield
+
+
+def _check_loss(total: Any) -> None:
+    """Refuse a loss that gives no gradients."""
+    if not isinstance(total, Tensor) or total.dim():
+        got = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise SpecError(f"loss: the result must be a scalar, got {got}; average over the batch")
+    if not total.requires_grad:
+        raise SpecError(
+            "loss: the result has no gradient; compute it from the scores, and let the parameters require "
+            "gradients"
+        )
 
 
 def _backward(total: Tensor) -> None:

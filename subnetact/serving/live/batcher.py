@@ -8,7 +8,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -35,7 +35,13 @@ from subnetact.serving.live.requests import (
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import SlackFit
-from subnetact.serving.scheduling.checks import check_count, check_policy, check_time, expired_rule
+from subnetact.serving.scheduling.checks import (
+    check_count,
+    check_policy,
+    check_positive,
+    check_time,
+    expired_rule,
+)
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
 
@@ -131,7 +137,7 @@ class Batcher:
         shares: FairShares | None = None,
         hopeless: str | None = None,
     ) -> None:
-        tables = [table] if isinstance(table, LatencyTable) else list(table or ())
+        tables = _tables(table)
         if policy is None:
             if not tables or slo_ms is None:
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
@@ -158,8 +164,13 @@ class Batcher:
             for one in tables:
                 _check_runner(runner, one, threads_per_worker, check_finite)
             _check_shapes(runner, tables)
-        if watchdog_ms is not None and not watchdog_ms > 0.0:
-            raise PolicyError(f"watchdog_ms: {watchdog_ms} must be > 0; math.inf turns it off")
+        if watchdog_ms is not None:
+            watchdog_ms = check_positive(watchdog_ms, "watchdog_ms")
+        if shares is not None and not isinstance(shares, FairShares):
+            raise PolicyError(f"shares: expected FairShares(...) or None, got {type(shares).__name__}")
+        for name, function in (("on_decision", on_decision), ("clock_ms", clock_ms)):
+            if function is not None and not callable(function):
+                raise PolicyError(f"{name}: {function!r} is no function")
         check: Any = engines[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
@@ -222,11 +233,11 @@ class Batcher:
 
         Raises:
             InvalidRequest: The deadline is not finite and > 0, no subnet reaches the minimum accuracy, the
-                priority is no whole number, or the engine refuses the input.
+                priority is no whole number, the client is no string, or the engine refuses the input.
             QueueFull: `max_queue` requests wait already, or the client has its share of them.
             BatcherClosed: The batcher is closed or draining, or this process was forked from its process.
         """
-        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority)
+        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future = AnswerFuture()
         request = self._admit(x, deadline_ms, floor, priority or 0, future, None, client)
         future.on_cancel(partial(self._core.withdraw, request))
@@ -261,7 +272,7 @@ class Batcher:
             BatcherClosed: The batcher is closed or draining, or was closed before the request ran.
         """
         loop = asyncio.get_running_loop()
-        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority)
+        deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future: asyncio.Future[Answer] = loop.create_future()
         request = self._admit(x, deadline_ms, floor, priority or 0, future, loop, client)
         try:
@@ -392,7 +403,7 @@ class Batcher:
         self.__dict__["_checked"] = self._check_process  # `submit` and `infer` call it first
 
     def _checked(
-        self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None
+        self, x: Any, deadline_ms: float, min_accuracy: float | None, priority: int | None, client: str
     ) -> tuple[float, float]:
         """Return the deadline and the floor of a request that can be accepted; refuse the others."""
         try:
@@ -421,11 +432,26 @@ class Batcher:
                 raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
             if priority is not None and not -(2**63) <= priority < 2**63:
                 raise InvalidRequest("priority: the number has more than 64 bits; give a smaller one")
+            if not isinstance(client, str):
+                raise InvalidRequest(f"client: {client!r} is no name; give a string")
             self._check(x)
         except BaseException:
             self._core.count_refused()
             raise
         return min(deadline_ms, _LONGEST_MS), floor
+
+
+def _tables(given: Any) -> list[LatencyTable]:
+    tables = [given] if isinstance(given, LatencyTable) or not isinstance(given, Iterable) else list(given)
+    if given is None:
+        return []
+    for table in tables:
+        if not isinstance(table, LatencyTable):
+            raise PolicyError(
+                f"table: expected a LatencyTable, or one per input shape, got {type(table).__name__}; "
+                "LatencyTable.load(path) reads one"
+            )
+    return tables
 
 
 def _engine_per_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runner]:

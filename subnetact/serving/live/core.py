@@ -9,7 +9,7 @@ from operator import attrgetter
 from threading import Condition, Lock
 from typing import Any
 
-from subnetact.errors import BatcherClosed, BatchFailed
+from subnetact.errors import BatcherClosed, BatchFailed, InvalidRequest
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batch_job import BatchJob, is_out_of_memory
 from subnetact.serving.live.failures import (
@@ -81,6 +81,7 @@ class Core:
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         table = tables[-1]
+        self._shapes = len(tables)
         self._shape_of = shape_of if len(tables) > 1 else None
         self.clock_ms = clock_ms
         self.outcomes = Outcomes()
@@ -152,7 +153,7 @@ class Core:
         now = self.clock_ms()
         request = Request(x, now, now + deadline_ms, floor, priority, future, loop, client)
         if self._shape_of is not None:
-            request.shape = self._shape_of(x)
+            request.shape = self._shape(x)
         inbox = self._inbox
         room = len(self._queue) + len(inbox) + _ROOM < self._max_queue
         if room and not self._defers and self._gate is None:
@@ -164,6 +165,12 @@ class Core:
         if self.closing or self._idle or self._supervisor_sleeps:
             self._wake_for(request)
         return request
+
+    def _shape(self, x: Any) -> int:
+        shape: Any = self._shape_of(x) if self._shape_of is not None else 0
+        if type(shape) is not int or not 0 <= shape < self._shapes:
+            raise InvalidRequest(f"shape_of: the engine gave {shape!r}; there are {self._shapes} tables")
+        return shape
 
     def _admit_carefully(self, request: Request) -> None:
         """Queue a request if there is room for one more, which only the owner of the lock can tell."""

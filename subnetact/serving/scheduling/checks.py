@@ -15,6 +15,7 @@ __all__ = [
     "check_count",
     "check_margin",
     "check_policy",
+    "check_positive",
     "check_slo",
     "check_time",
     "expired_rule",
@@ -123,6 +124,18 @@ def check_time(value: object, name: str) -> float:
     return time_ms
 
 
+def check_positive(value: object, name: str) -> float:
+    """Return a number above 0, which may be infinite, as a float.
+
+    Raises:
+        PolicyError: it is not a number, NaN, or not above 0.
+    """
+    number = _number(value, name)
+    if not number > 0.0:
+        raise PolicyError(f"{name}: {value} must be > 0")
+    return number
+
+
 def check_margin(margin: float, name: str) -> float:
     """Return `margin` as a float.
 
@@ -137,8 +150,8 @@ def check_margin(margin: float, name: str) -> float:
 
 def _number(value: Any, name: str) -> float:
     try:
-        if not isinstance(value, str | bytes):
+        if not isinstance(value, str | bytes | bool):
             return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise PolicyError(f"{name}: {value!r} must be a number")

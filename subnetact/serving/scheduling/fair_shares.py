@@ -20,9 +20,10 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from subnetact.errors import PolicyError
+from subnetact.serving.scheduling.checks import check_time
 from subnetact.serving.scheduling.queue import EDFQueue
 
 __all__ = ["FairShares", "ShareGate"]
@@ -46,12 +47,14 @@ class FairShares:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        given = {"weight": self.weight, **{f"weight of {name!r}": w for name, w in self.weights.items()}}
+        weights: Any = self.weights
+        if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+            raise PolicyError(f"weights: {weights!r} must be a dictionary from names of clients to numbers")
+        given = {"weight": self.weight, **{f"weight of {name!r}": w for name, w in weights.items()}}
         if self.burst_ms is not None:
             given["burst_ms"] = self.burst_ms
         for name, value in given.items():
-            if not 0.0 < value < math.inf:
-                raise PolicyError(f"{name}: {value} must be finite and > 0")
+            check_time(value, name)
 
 
 class Owned(Protocol):
