@@ -121,6 +121,7 @@ class InputShapes:
         if chosen is None:
             raise InvalidRequest(
                 "input: the inputs of this batch fit in no common shape; run inputs of one shape together"
+                + ("" if self.padding else ", or give Engine(padding=...)")
             )
         example = self.examples[chosen]
         return [self._pad(as_batch(x), example, iter(range(len(self._shapes[0])))) for x in inputs]
@@ -133,11 +134,6 @@ class InputShapes:
         position = next(positions)
         if x.shape == example.shape:
             return x
-        if position not in self.padding:
-            raise InvalidRequest(
-                f"input: inputs of shapes {tuple(x.shape)} and {tuple(example.shape)} cannot run in one "
-                "batch; give Engine(padding=...)"
-            )
         missing = [most - size for size, most in zip(x.shape, example.shape, strict=True)]
         return F.pad(x, [n for size in reversed(missing) for n in (0, size)], value=self.padding[position])
 
