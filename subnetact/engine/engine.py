@@ -109,8 +109,8 @@ class Engine:
     Raises:
         DeviceError: torch cannot use the device.
         EngineError: the budget is no number, negative or infinite, there is no such backend for `compile`,
-            `fused_dtype` is no floating-point dtype, weights are on the meta device or not dense, or the output
-            cannot be split into samples.
+            `fused_dtype` is no floating-point dtype, weights are on the meta device or not dense, or the
+            output cannot be split into samples.
         InvalidRequest: a subnet does not run on the example.
         InsertError: another subnet of the space does not run on the example, or slices wrong rows; the
             message names the module.
@@ -485,7 +485,8 @@ class Engine:
         sizes: list[Any] = list(given) if isinstance(given, Iterable) else [0]
         if not all(isinstance(size, Integral) and 0 < int(size) <= LARGEST_BATCH for size in sizes):
             raise EngineError(
-                f"batch_sizes: {batch_sizes!r} must be whole numbers from 1 to {LARGEST_BATCH}, as (1, 8)"
+                f"batch_sizes: {batch_sizes!r} must be whole numbers of at least 1 and at most "
+                f"{LARGEST_BATCH}, as (1, 8)"
             )
         ids: Any = self.ids if subnets is None else subnets
         if not isinstance(ids, Iterable):
