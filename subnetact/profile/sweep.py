@@ -8,11 +8,10 @@ slows down does so for all cells alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from numbers import Integral
 from os import PathLike
 from typing import Any
 
@@ -417,7 +416,7 @@ def profile_latency(
         raise TableError(
             f"expected an Engine, got {type(engine).__name__}; make one, Engine(supernet, specs, example=x)"
         )
-    if isinstance(batch_sizes, Integral):
+    if not isinstance(batch_sizes, Iterable):
         raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
     batch_sizes = tuple(batch_sizes)
     settings = SweepSettings(

@@ -14,7 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest, MissingExtra, QueueFull
+from subnetact.errors import (
+    DeadlinePassed,
+    FileFormatError,
+    InvalidRequest,
+    MissingExtra,
+    QueueFull,
+    WriteError,
+)
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.live.decision_log import DecisionLog
@@ -269,6 +276,12 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytes
     log.close()
     assert [record.message for record in caplog.records if "ends here" in record.message]
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "nowhere/log.jsonl", "."])
+def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path, place: str) -> None:
+    with pytest.raises(WriteError, match=r"decision_log: .* cannot be written \(.*; give another file"):
+        Batcher(Timed(), policy=Fixed(TABLE, 0), slo_ms=36.0, decision_log=tmp_path / place)
 
 
 def test_an_entry_that_json_cannot_hold_loses_no_other(

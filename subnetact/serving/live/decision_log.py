@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any, TextIO
 
 from subnetact.documents import DocumentFormat
+from subnetact.errors import WriteError
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.requests import Request
 
@@ -55,7 +56,7 @@ class DecisionLog:
         start_ms: current time of the batcher's clock, in ms.
 
     Raises:
-        OSError: The file cannot be written.
+        WriteError: the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], start_ms: float) -> None:
@@ -63,13 +64,16 @@ class DecisionLog:
         self._path = path
         self._entries: deque[dict[str, Any]] = deque()
         self._writing = Lock()
-        self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        self._file: TextIO | None = None
         try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
             self._file.write(json.dumps({**DECISION_LOG.header, **header}, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError:
+        except OSError as error:
             self._end()
-            raise
+            raise WriteError(
+                f"decision_log: {path} cannot be written ({error}); give another file"
+            ) from error
 
     def batch(self, job: BatchJob, requests: Sequence[Request], took_ms: float, met: int) -> None:
         """Record a part of a job that ran.

@@ -44,6 +44,7 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
+from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.floor_planner import FloorPlanner
 from subnetact.serving.policies.hull_table import Chunk, HullTable, PricedFronts
@@ -100,6 +101,15 @@ class HullFit:
         self.margin = check_margin(margin, "margin")
         self.reserve = check_margin(reserve, "reserve")
         self.drain_reserve = check_margin(drain_reserve, "drain_reserve")
+        if max(self.reserve, self.drain_reserve) >= 1.0:
+            raise PolicyError(
+                f"reserve, drain_reserve: {reserve} and {drain_reserve} are shares of the SLO and must be "
+                f"below 1; 1 ms is {1.0 / self.slo_ms:g} of this SLO"
+            )
+        if tuning is not None and not isinstance(tuning, Tuning):
+            raise PolicyError(
+                f"tuning: expected a Tuning, got {type(tuning).__name__}; write Tuning(bank=0.2)"
+            )
         self._budget = TimeBudget(
             self.slo_ms, self.margin, reserve * self.slo_ms, drain_reserve * self.slo_ms, tuning or Tuning()
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from subnetact.errors import PolicyError
 from subnetact.serving.scheduling.context import Context
@@ -43,8 +44,8 @@ class Tuning:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (math.isfinite(value) and value > 0):
-                raise PolicyError(f"tuning.{name}: {value} must be finite and > 0")
+            if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+                raise PolicyError(f"tuning.{name}: {value!r} must be finite and > 0")
 
 
 @dataclass
