@@ -15,7 +15,9 @@ from torch import nn
 
 import subnetact
 from subnetact.errors import InsertError, MissingExtra
+from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.proof import Proof, outputs_of
+from subnetact.operators import WeightSlice
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -513,3 +515,44 @@ def test_blocks_whose_outputs_the_network_changes_are_not_skipped() -> None:
     assert "changes the output of blocks.0" in description.refused["blocks.0.depth"]
     supernet = subnetact.insert_(Weighted().eval(), description, example=x)
     supernet.check(x)
+
+
+class Chaotic(nn.Module):
+    """A network that multiplies rounding errors by a million."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(16, 256), nn.Linear(256, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Any) -> Any:
+        y = torch.sigmoid(self.second(F.relu(self.first(x))))
+        for _ in range(20):
+            y = 3.9 * y * (1 - y)
+        return self.head(y)
+
+
+def test_rounding_is_not_taken_for_a_mistake() -> None:
+    description = subnetact.describe(Chaotic().eval(), torch.randn(4, 16))
+    assert list(description.groups) == ["first.ffn", "second.ffn"]
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(4, 16), nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.left(x) + self.right(x))
+
+
+def test_groups_that_are_wrong_together_are_found_although_the_smallest_subnet_is_right() -> None:
+    model, x = Sum().eval(), torch.randn(2, 4)
+    sizes = {0.5: 8, 0.75: 12, 1.0: 16}
+    left = Member("left", "out", WeightSlice), Member("head", "in_", WeightSlice)
+    groups = [
+        Group("left.width", "width", 16, left, sizes=sizes),
+        Group("right.width", "width", 16, (Member("right", "out", WeightSlice),), sizes=sizes),
+    ]
+    proof = Proof(model, Description("Sum", groups), x, outputs_of(model, x))
+    assert "does not run" in (proof.failure() or "")
+    assert proof.culprits()
