@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from subnetact.errors import (
     StaleWeights,
 )
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.fair_shares import FairShares
 from subnetact.training import sandwich_step
 
@@ -251,7 +253,8 @@ def test_batchers_refuse_wrong_arguments(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"burst_ms": "x"}, {"burst_ms": 10**400}, {"burst_ms": True}, {"weights": 5}, {"weights": None},
-     {"weights": {"a": "x"}}, {"weights": {5: 1.0}}, {"weights": {"a": 10**400}}, {"weight": None}],
+     {"weights": {"a": "x"}}, {"weights": {5: 1.0}}, {"weights": {"a": 10**400}}, {"weight": None},
+     {"weight": 5e-324}, {"weights": {"a": 1e308}}],
 )  # fmt: skip
 def test_shares_refuse_wrong_numbers(options: dict[str, Any]) -> None:
     with pytest.raises(PolicyError):
@@ -280,3 +283,40 @@ def test_an_input_of_an_unknown_shape_harms_no_other(shape: Any) -> None:
             batcher.submit("wrong", 5000.0)
         right += [batcher.submit(i, 5000.0) for i in range(20, 40)]
         assert [future.result(10).output for future in right] == list(range(40))
+
+
+def test_a_shape_whose_single_inputs_take_longest_keeps_the_floor() -> None:
+    cells = np.array([[1.0, 1.5], [9.0, 4.0], [20.0, 20.0]])
+    table = LatencyTable.from_arrays(["a", "b", "c"], [70.0, 80.0, 90.0], (1, 2), cells)
+
+    class Planned:
+        """Answers subnet b in batches of 2, whatever waits."""
+
+        def __init__(self) -> None:
+            self.table = table
+
+        def decide(self, context: Any) -> tuple[int, int]:
+            return 1, 2
+
+    dispatcher: Dispatcher[str] = Dispatcher(
+        Planned(), [0.0], 50.0, "drop", table=[table, table], shape=lambda _: 0
+    )
+    dispatcher.queue.push(100.0, "x", 80.0)
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    assert batch.subnet == 1
+
+
+def test_verify_while_another_thread_loads_weights_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet = supernet_of()
+    engine, compare = engine_of(supernet), supernet.stale
+    state = {name: tensor.clone() for name, tensor in supernet.state_dict().items()}
+
+    def after_loading(views: Any) -> list[str]:
+        loading = threading.Thread(target=supernet.load_state_dict, args=(state,))
+        loading.start()
+        loading.join()
+        return compare(views)
+
+    monkeypatch.setattr(supernet, "stale", after_loading)
+    assert engine.verify() == ()

@@ -551,7 +551,10 @@ class Engine:
         found = list(self.supernet.verify(refresh=True)) if refresh else []
         served = sorted(self._served.items())
         current = [(s, s.bound) for _, s in served if s.bound and s.bound.current(self.supernet, s.spec)]
-        found += self.supernet.stale((str(s), b.view, b.statistics_row) for s, b in current)
+        # Whether a view is current is asked again under the lock: other threads may load weights meanwhile.
+        found += self.supernet.stale(
+            (str(s), b.view, b.statistics_row) for s, b in current if b.current(self.supernet, s.spec)
+        )
         for subnet, _ in current:
             if self._promoter is not None and not self._promoter.matches(subnet):
                 found.append(f"{subnet}: the fused program was made of other weights")

@@ -531,6 +531,10 @@ class Supernet(nn.Module):
         Returns:
             What does not match, one line each.
         """
+        with self._exchange:
+            return self._stale(views)
+
+    def _stale(self, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
         present = {storage_id(t) for t in (*self.network.parameters(), *self.network.buffers())}
         found = []
         for name, view, row in views:

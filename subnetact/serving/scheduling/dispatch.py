@@ -343,7 +343,8 @@ class Dispatcher(Generic[Item]):
         better = [
             (accuracy, -row[column], other)
             for other, (accuracy, row) in enumerate(zip(self._accuracy, plan.latency, strict=True))
-            if row[column := self._column(plan, other, len(items))] <= planned
+            if accuracy >= self._accuracy[subnet]  # Measured latencies may fall as batches grow.
+            and row[column := self._column(plan, other, len(items))] <= planned
             and len(items) <= self.limits.get(other, len(items))
         ]
         return max(better, default=(0.0, 0.0, subnet))[2], deadlines, items

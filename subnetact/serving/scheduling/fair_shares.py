@@ -39,7 +39,7 @@ class FairShares:
         weight: weight of all other clients.
 
     Raises:
-        PolicyError: a number is not finite and > 0.
+        PolicyError: a number is not finite and > 0, or a weight is beyond 1e-6 to 1e6.
     """
 
     burst_ms: float | None = None
@@ -54,7 +54,11 @@ class FairShares:
         if self.burst_ms is not None:
             given["burst_ms"] = self.burst_ms
         for name, value in given.items():
-            check_time(value, name)
+            number = check_time(value, name)
+            if name != "burst_ms" and not 1e-6 <= number <= 1e6:
+                raise PolicyError(
+                    f"{name}: {value} must be from 1e-6 to 1e6, so that sums of weights are exact"
+                )
 
 
 class Owned(Protocol):
