@@ -145,7 +145,7 @@ def sandwich_step(
             if wanted is None or not distillation:
                 total = loss(scores, target)
                 if distillation and len(specs) > 1:
-                    wanted = _probabilities(scores.detach(), temperature)
+                    wanted = _probabilities(scores, temperature).detach()
             else:
                 total = distillation * _distillation(scores, wanted, temperature)
                 if distillation < 1.0:

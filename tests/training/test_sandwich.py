@@ -220,6 +220,28 @@ def test_outputs_without_scores_need_no_distillation() -> None:
     assert len(found.losses) >= 2
 
 
+def test_a_dictionary_of_outputs_needs_no_distillation() -> None:
+    class Heads(Net):
+        def forward(self, x: Tensor) -> Any:
+            return {"classes": super().forward(x)}
+
+    def own(output: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(output["classes"], labels)
+
+    supernet = new_supernet()
+    elastic = {
+        "conv": WeightSlice.on(out="width"),
+        "bn": SubnetNorm.on(channels="width"),
+        "head": WeightSlice.on(in_="width"),
+    }
+    heads = insert_(Heads().eval(), supernet.space, elastic).train()
+    x, labels = data()
+    with pytest.raises(SpecError, match=r"distillation=0\.0"):
+        sandwich_step(heads, x, labels, rng=random.Random(0), loss=own)
+    assert all(p.grad is None for p in heads.parameters())
+    assert sandwich_step(heads, x, labels, rng=random.Random(0), loss=own, distillation=0.0).losses
+
+
 def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     """Each process has half of the batch and other random subnets; the mean is that of both by hand."""
     script = Path(__file__).parent / "two_processes.py"
