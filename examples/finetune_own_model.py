@@ -5,7 +5,7 @@
 3. The sandwich rule with in-place distillation trains all subnets. The space grows in three phases: first
    depths, then depths and widths down to three quarters, then all (progressive shrinking, OFA, ICLR'20).
 4. A search finds subnets on the Pareto front of accuracy and latency, whose statistics are calibrated.
-5. Networks of the sizes of five of them are trained separately, for as many steps, to compare.
+5. Networks of the sizes of five of them are trained separately, for as many steps as 1 and 3 together.
 6. `profile_latency` measures the subnets here, and a bundle is written, ready for
    `python -m subnetact.serve --bundle DIR --model finetune_own_model:new_supernet`.
 
@@ -189,7 +189,7 @@ def split(data: Digits, size: int) -> list[Digits]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("finetuned"), help="folder of the results")
-    parser.add_argument("--steps", type=int, default=1200, help="training steps of every network")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps of the model, and of the supernet after it")
     parser.add_argument("--evaluations", type=int, default=120, help="subnets that the search evaluates")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def main() -> None:
     separate = []
     for i, spec in enumerate(chosen):
         network = reset_(supernet.extract(spec), seed=10 + i)
-        train_alone(network, training, args.steps, seed=10 + i)
+        train_alone(network, training, 2 * args.steps, seed=10 + i)
         at = specs.index(spec)
         separate.append({**trained[at], "accuracy": accuracy_of(network, test)})
 
