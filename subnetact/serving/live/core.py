@@ -116,6 +116,7 @@ class Core:
         self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
         self._idle = 0
+        self._waking = False
         self._watch = Condition(self.lock)
         self._supervisor_sleeps = self._was_calm = False
         self._drained = Condition(self.lock)
@@ -162,7 +163,7 @@ class Core:
             self._admit_carefully(request)
         # The flags are read after the request was added, and the threads that set them look into the inbox
         # afterwards; so one of both sides notices the other.
-        if self.closing or self._idle or self._supervisor_sleeps:
+        if self.closing or (self._idle and not self._waking) or self._supervisor_sleeps:
             self._wake_for(request)
         return request
 
@@ -195,11 +196,16 @@ class Core:
                 self._inbox.remove(request)
                 raise BatcherClosed("the batcher is closed or draining; open another one")
             self._empty_inbox()
-            if self._idle:
-                self._work.notify()
+            if self._idle and not self._waking:
+                self._wake_a_worker()
             if self._supervisor_sleeps:
                 self._supervisor_sleeps = False
                 self._watch.notify()
+
+    def _wake_a_worker(self) -> None:
+        """Wake one idle worker. Until it runs, no client has to wake it again."""
+        self._waking = True
+        self._work.notify()
 
     def _empty_inbox(self) -> None:
         """Move new requests into the queue, unless the batcher is closing: then their clients take them back.
@@ -267,9 +273,12 @@ class Core:
         with self.lock:
             while True:
                 outcomes: list[Outcome] = []
+                self._waking = False  # before the inbox is read, so that later requests wake somebody again
                 self._empty_inbox()
                 job = self._decide(worker, outcomes) if len(self.pending) else None
                 if job is not None or outcomes:
+                    if self._idle and len(self.pending):
+                        self._wake_a_worker()  # for the requests that came while this worker was woken
                     return job, self.outcomes.owe(outcomes)
                 if not wait or self._finished():
                     return None, []
