@@ -189,7 +189,9 @@ def split(data: Digits, size: int) -> list[Digits]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("finetuned"), help="folder of the results")
-    parser.add_argument("--steps", type=int, default=1200, help="training steps of the model, and of the supernet after it")
+    parser.add_argument(
+        "--steps", type=int, default=1200, help="training steps of the model, and of the supernet after it"
+    )
     parser.add_argument("--evaluations", type=int, default=120, help="subnets that the search evaluates")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
