@@ -57,7 +57,7 @@ def unstack(output: Any, count: int, size: int, where: str = "output") -> list[A
 
     Args:
         output: a tensor of shape (size, ...), or a tuple, list or mapping of such outputs. Parts of a mapping
-            that are None are left out.
+            that are None are left out; parts of a tuple or list that are None stay None.
         count: how many samples to return; the rest is padding.
         size: the batch size that the network ran at.
         where: what messages call the output.
@@ -80,7 +80,10 @@ def unstack(output: Any, count: int, size: int, where: str = "output") -> list[A
         columns = {name: unstack(part, count, size, f"{where}[{name!r}]") for name, part in parts.items()}
         return [{name: rows[i] for name, rows in columns.items()} for i in range(count)]
     if isinstance(output, (tuple, list)):
-        rows = [unstack(part, count, size, f"{where}[{i}]") for i, part in enumerate(output)]
+        rows = [
+            [None] * count if part is None else unstack(part, count, size, f"{where}[{i}]")
+            for i, part in enumerate(output)
+        ]
         return [tuple(row[i] for row in rows) for i in range(count)]
     raise EngineError(
         f"{where}: the network returned {type(output).__name__}, which cannot be split into samples; return "
