@@ -39,12 +39,21 @@ def test_a_closed_pipe_ends_a_command_quietly(command: list[str]) -> None:
     assert done.returncode == NOBODY_READS or "--help" in command  # argparse ignores a closed pipe
 
 
+def started(arguments: list[str]) -> subprocess.Popen[str]:
+    """Start Python; programs that are started in the background of a script ignore Ctrl-C otherwise."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 def test_an_interrupt_ends_a_command_quietly(tmp_path: Path) -> None:
     script = PRINTS + "import time\ndef main():\n    print('ready', flush=True)\n    time.sleep(60)\n"
     script += "run_command(main)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = started(["-c", script])
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -54,9 +63,7 @@ def test_an_interrupt_ends_a_command_quietly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["subnetact.simulate", "ofa_adapters"])
 def test_an_interrupt_at_work_leaves_no_traceback(module: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", module], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = started(["-u", "-m", module])
     assert process.stdout is not None
     assert process.stdout.readline()
     time.sleep(0.1)
