@@ -58,12 +58,15 @@ def logits(output: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Apply a function to every tensor of an input and return the results in the same structure."""
+    """Apply a function to every tensor of an input and return the results in the same structure.
+
+    What is no tensor, such as the argument `use_cache=False` of a language model, stays as it is.
+    """
     if isinstance(x, tuple):
         return tuple(map_tensors(function, part) for part in x)
     if isinstance(x, dict):
         return {name: map_tensors(function, part) for name, part in x.items()}
-    return function(x)
+    return function(x) if isinstance(x, Tensor) else x
 
 
 def describe_input(x: Any) -> str:

@@ -399,3 +399,17 @@ def test_check_compares_all_corners_with_the_masked_model(name: str) -> None:
     report = insert_(model, example=x).check(x)
     assert report.compared
     assert not report.not_compared
+
+
+def test_an_example_may_say_that_no_cache_is_used() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=64)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    x = {"input_ids": torch.randint(0, 50, (2, 7)), "use_cache": False}
+    with torch.no_grad():
+        expected = model(**x).logits
+        supernet = insert_(model, example=x)
+        assert torch.allclose(supernet(**x).logits, expected, rtol=1e-5, atol=1e-5)
+    assert {axis.name for axis in supernet.space.axes} == {"depth", "ffn", "heads"}

@@ -556,3 +556,19 @@ def test_groups_that_are_wrong_together_are_found_although_the_smallest_subnet_i
     proof = Proof(model, Description("Sum", groups), x, outputs_of(model, x))
     assert "does not run" in (proof.failure() or "")
     assert proof.culprits()
+
+
+def test_an_example_may_hold_plain_values() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.layers(scale * x)  # type: ignore[no-any-return]
+
+    model, x = Scaled().eval(), torch.randn(2, 4)
+    expected = model(x, scale=2.0)
+    supernet = subnetact.insert_(model, example={"x": x, "scale": 2.0})
+    assert torch.equal(supernet(x, scale=2.0), expected)
+    assert supernet.space.size() > 1
