@@ -14,7 +14,6 @@ import argparse
 import gc
 import importlib
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from torch import nn
 from tqdm import tqdm
 
 from subnetact import cost, insert_
+from subnetact.device import machine
 from subnetact.errors import SubnetActError
 from subnetact.supernet.batches import call_with, logits, map_tensors
 
@@ -247,8 +247,7 @@ def main() -> None:
     for name in tqdm(wanted, disable=None):
         known["models"][name] = run(name)
         known["machine"] = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+            **machine(torch.device("cpu")),
             **{package: importlib.import_module(package).__version__ for package in ("timm", "transformers")},
         }
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

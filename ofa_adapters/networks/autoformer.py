@@ -295,6 +295,14 @@ class RelativePosition(nn.Module):
         return key, value
 
 
+def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
+    """Return a residual branch (N, T, width); in training, with a probability of `rate`, samples are zero."""
+    if not training or not rate:
+        return branch
+    keep = 1 - rate
+    return branch * (torch.rand(len(branch), 1, 1, device=branch.device) < keep) / keep
+
+
 class AutoFormerBlock(nn.Module):
     """One pre-norm transformer block: attention and feed-forward network, each with a residual connection."""
 
@@ -340,16 +348,10 @@ class AutoFormerBlock(nn.Module):
         hidden = F.dropout(F.gelu(self.fc1(x)), self.drop, self.training)
         return F.dropout(self.fc2(hidden), self.drop, self.training)
 
-    def _survive(self, branch: Tensor) -> Tensor:
-        if not self.training or not self.drop_path:
-            return branch
-        keep = 1 - self.drop_path
-        return branch * (torch.rand(len(branch), 1, 1, device=branch.device) < keep) / keep
-
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, T, embed) to (N, T, embed)."""
-        x = x + self._survive(self.attend(self.attn_norm(x)))
-        return x + self._survive(self.feed(self.ffn_norm(x)))
+        x = x + survive(self.attend(self.attn_norm(x)), self.drop_path, self.training)
+        return x + survive(self.feed(self.ffn_norm(x)), self.drop_path, self.training)
 
 
 class ClassToken(nn.Module):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ofa_adapters.family import Family, Keys
-from ofa_adapters.networks.autoformer import ClassToken, PositionEmbedding
+from ofa_adapters.networks.autoformer import ClassToken, PositionEmbedding, survive
 from ofa_adapters.notation import choices, upstream_config
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerNormSlice, ParameterSlice, Segments, WeightSlice
@@ -112,16 +112,10 @@ class HydraViTBlock(nn.Module):
         hidden = F.dropout(F.gelu(self.fc1(x)), self.drop, self.training)
         return F.dropout(self.fc2(hidden), self.drop, self.training)
 
-    def _survive(self, branch: Tensor) -> Tensor:
-        if not self.training or not self.drop_path:
-            return branch
-        keep = 1 - self.drop_path
-        return branch * (torch.rand(len(branch), 1, 1, device=branch.device) < keep) / keep
-
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, T, width) to (N, T, width)."""
-        x = x + self._survive(self.ls1(self.attend(self.norm1(x))))
-        return x + self._survive(self.ls2(self.feed(self.norm2(x))))
+        x = x + survive(self.ls1(self.attend(self.norm1(x))), self.drop_path, self.training)
+        return x + survive(self.ls2(self.feed(self.norm2(x))), self.drop_path, self.training)
 
 
 class HydraViT(nn.Module):

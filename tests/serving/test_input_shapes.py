@@ -88,20 +88,24 @@ def test_fewer_requests_of_the_shape_than_planned_get_a_better_subnet() -> None:
     assert subnet == 2
 
 
-def test_a_request_expires_by_the_latencies_of_its_shape() -> None:
-    clock = [0.0]
-    core = Core(
-        Fixed(LONG, 0),
+def core_of(policy: Any, clock: list[float], slo_ms: float) -> Core:
+    return Core(
+        policy,
         [SHORT, LONG],
         workers=1,
         max_queue=100,
         expired="drop",
-        slo_ms=50.0,
+        slo_ms=slo_ms,
         clock_ms=lambda: clock[0],
         watchdog_ms=None,
         learn=True,
         shape_of=Strings().shape_of,
     )
+
+
+def test_a_request_expires_by_the_latencies_of_its_shape() -> None:
+    clock = [0.0]
+    core = core_of(Fixed(LONG, 0), clock, slo_ms=50.0)
     core.admit("a long string", 5.0, 0.0, 0, None, None)
     short = core.admit("ab", 5.0, 0.0, 0, None, None)
     job, outcomes = core.next_job(0, wait=False)
@@ -113,18 +117,7 @@ def test_a_request_expires_by_the_latencies_of_its_shape() -> None:
 
 def test_what_one_shape_teaches_is_applied_to_the_others_in_proportion() -> None:
     clock = [0.0]
-    core = Core(
-        SlackFit(LONG, slo_ms=500.0),
-        [SHORT, LONG],
-        workers=1,
-        max_queue=100,
-        expired="drop",
-        slo_ms=500.0,
-        clock_ms=lambda: clock[0],
-        watchdog_ms=None,
-        learn=True,
-        shape_of=Strings().shape_of,
-    )
+    core = core_of(SlackFit(LONG, slo_ms=500.0), clock, slo_ms=500.0)
     for _ in range(64):  # short requests take three times as long as their table says
         core.admit("ab", 400.0, 0.0, 0, None, None)
         job, _ = core.next_job(0, wait=False)
