@@ -25,7 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from subnetact.atomic_files import replacing
+from subnetact.files.atomic import replacing
 
 BEGIN, END = "<!-- demo: begin -->", "<!-- demo: end -->"
 

@@ -29,7 +29,6 @@ from tqdm import tqdm
 
 import subnetact
 from ofa_adapters import load
-from subnetact.atomic_files import replacing
 from subnetact.costs.model import CostModel
 from subnetact.device import machine
 from subnetact.digits import (
@@ -38,6 +37,7 @@ from subnetact.digits import (
     load_digits_supernet,
     read_digits,
 )
+from subnetact.files.atomic import replacing
 from subnetact.nas.nsga2 import METHODS, evolve
 from subnetact.pareto import pareto_front
 from subnetact.spec import SubnetSpec

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subnetact.atomic_files import read_regular, require_regular
-from subnetact.documents import parse_json
 from subnetact.errors import CheckpointError, FileFormatError
-from subnetact.tensor_files import read_tensors
+from subnetact.files.atomic import read_regular, require_regular
+from subnetact.files.documents import parse_json
+from subnetact.files.tensors import read_tensors
 
 __all__ = ["fill", "match", "read", "settings", "unwrap"]
 

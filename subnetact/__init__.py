@@ -7,8 +7,7 @@ Map
 ---
 A line imports only from the lines above it; `python tests/rooms.py` draws this from the code.
 
-    errors, atomic_files, documents      typed errors; files replaced as a whole; versioned files
-    tensor_files, journal                files of tensors; resumable steps
+    errors, files/                       typed errors; files: replaced as a whole, versioned, resumable
     device, command                      the device in use; how commands end
     pareto, spec, space                  dominance; the identity of a subnet; the search space
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each

@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from subnetact.atomic_files import replacing
 from subnetact.calibration.calibrate import calibrate
 from subnetact.command import run_command
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra, RequestError, UncalibratedSubnetWarning
+from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
 from subnetact.nas.search import Candidate

@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.atomic_files import require_regular
 from subnetact.calibration.run import CalibrationRun
-from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import ResumeMismatch
+from subnetact.files.atomic import require_regular
+from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.tensors import write_tensors
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import tensors_of
 from subnetact.supernet.supernet import Supernet
-from subnetact.tensor_files import write_tensors
 
 __all__ = ["UnfinishedFile", "identity"]
 

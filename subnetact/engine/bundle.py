@@ -32,16 +32,16 @@ from typing import Any
 from torch import Tensor
 
 from subnetact import __version__
-from subnetact.documents import FolderFormat
 from subnetact.engine.input_shapes import Padding
 from subnetact.engine.inputs import example_from_json, example_to_json
 from subnetact.engine.origins import rebuild_supernet
 from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.files.documents import FolderFormat
+from subnetact.files.tensors import read_tensors, write_tensors
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
-from subnetact.tensor_files import read_tensors, write_tensors
 
 __all__ = ["Bundle", "load_bundle", "save_bundle"]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from subnetact import __version__
-from subnetact.documents import FolderFormat
+from subnetact.files.documents import FolderFormat
 
 __all__ = ["MANIFEST", "read_version", "writing_folder"]
 

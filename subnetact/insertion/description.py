@@ -22,8 +22,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from subnetact import operators
-from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import FileFormatError, InsertError
+from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from subnetact.documents import DocumentFormat
+from subnetact.files.documents import DocumentFormat
 from subnetact.latency.arrays import Floats, TableArrays
 
 __all__ = ["LATENCY_TABLE", "arguments_of", "document_of"]

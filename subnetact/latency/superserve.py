@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from subnetact.documents import DocumentFormat
 from subnetact.errors import FileFormatError, TableError
+from subnetact.files.documents import DocumentFormat
 
 __all__ = ["read_superserve"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.atomic_files import replacing
 from subnetact.errors import ServeError, SubnetActError
+from subnetact.files.atomic import replacing
 from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.open_loop import Sent, summary
 from subnetact.loadtest.report import LiveLine, plot, table

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from subnetact.documents import DocumentFormat
 from subnetact.errors import FileFormatError, ResumeMismatch, SpecError
+from subnetact.files.documents import DocumentFormat
 from subnetact.pareto import Costs
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec

@@ -16,8 +16,8 @@ import torch
 
 from subnetact.command import INTERRUPTED
 from subnetact.device import find_device
-from subnetact.documents import parse_json
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
+from subnetact.files.documents import parse_json
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile

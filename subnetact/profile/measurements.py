@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from subnetact.journal import JOURNAL, Journal
+from subnetact.files.journal import JOURNAL, Journal
 from subnetact.profile.stability import CLOCKS, Window, is_stable
 
 __all__ = ["Cell", "Measurements"]

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from subnetact.atomic_files import replacing
 from subnetact.calibration.calibrate import calibrate
 from subnetact.device import find_device
-from subnetact.documents import described
 from subnetact.errors import TableError, UncalibratedSubnetWarning
-from subnetact.journal import Journal
+from subnetact.files.atomic import replacing
+from subnetact.files.documents import described
+from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, warn_of_fractions
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
-from subnetact.journal import JOURNAL, Journal
+from subnetact.files.journal import JOURNAL, Journal
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
 from subnetact.nas.search import search

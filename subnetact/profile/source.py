@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subnetact.documents import parse_json
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError, UserCodeError
+from subnetact.files.documents import parse_json
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 

@@ -24,7 +24,7 @@ from subnetact.device import machine, measure, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, map_tensors, shapes
 from subnetact.errors import SubnetActError, TableError
-from subnetact.journal import Journal
+from subnetact.files.journal import Journal
 from subnetact.latency.arrays import warn_of_fractions
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from subnetact.atomic_files import require_regular
-from subnetact.documents import DocumentFormat, parse_json
 from subnetact.errors import FileFormatError, ForeignSpec, SpecError
+from subnetact.files.atomic import require_regular
+from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.files.tensors import write_tensors
 from subnetact.spec import SubnetSpec
-from subnetact.tensor_files import write_tensors
 
 __all__ = ["NormRow", "NormTable"]
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import subnetact
 from ofa_adapters import load
-from subnetact.documents import checksum
 from subnetact.errors import FileFormatError, ForeignSpec, InsertError
+from subnetact.files.documents import checksum
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)

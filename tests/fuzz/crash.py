@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import subnetact
-from subnetact import atomic_files
 from subnetact.digits import load_digits_supernet
 from subnetact.export.manifest import read_version, writing_folder
+from subnetact.files import atomic as atomic_files
 
 __all__ = ["WRITERS", "Writer", "kill_at", "left_behind"]
 

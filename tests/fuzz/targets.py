@@ -33,7 +33,7 @@ from ofa_adapters.__main__ import main as families_main
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import SubnetActError
 from subnetact.export import load_exported, to_exported_programs
-from subnetact.journal import Journal
+from subnetact.files.journal import Journal
 from subnetact.nas.state import SearchState
 from subnetact.profile.cli import main as profile_main
 from subnetact.profile.measurements import Measurements

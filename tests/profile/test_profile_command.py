@@ -25,7 +25,7 @@ from small_families import small_constructor, small_supernet
 import ofa_adapters
 import subnetact
 from subnetact.errors import MissingExtra, SpecError
-from subnetact.journal import Journal
+from subnetact.files.journal import Journal
 from subnetact.latency.plot import need_matplotlib
 from subnetact.profile.cli import main
 from subnetact.profile.measurements import Measurements

@@ -18,7 +18,7 @@ import subnetact
 from subnetact.device import find_device, measure, ran_out_of_memory
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
-from subnetact.journal import Journal
+from subnetact.files.journal import Journal
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import (

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.atomic_files import require_regular
-from subnetact.documents import parse_json
 from subnetact.errors import FileFormatError, InvalidRequest
+from subnetact.files.atomic import require_regular
+from subnetact.files.documents import parse_json
 
 __all__ = ["GraphProgram"]
 

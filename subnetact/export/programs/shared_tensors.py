@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subnetact.errors import FileFormatError
-from subnetact.tensor_files import read_tensors, write_tensors
+from subnetact.files.tensors import read_tensors, write_tensors
 
 __all__ = ["SharedTensors", "TensorPosition"]
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subnetact.atomic_files import replacing
 from subnetact.engine.engine import Engine
 from subnetact.errors import (
     ExportError,
@@ -27,6 +26,7 @@ from subnetact.export.torchscript.comparison import compare_with_views
 from subnetact.export.torchscript.module import METHODS, RowLayout, ScriptedSubnets, forward_source
 from subnetact.export.torchscript.storage import pack, strip
 from subnetact.export.torchscript.symbolic_trace import Traced, trace_network
+from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import Operator
 from subnetact.serving.policies.slackfit import SlackFit

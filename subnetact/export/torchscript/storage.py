@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.atomic_files import replacing
+from subnetact.files.atomic import replacing
 
 __all__ = ["pack", "strip"]
 

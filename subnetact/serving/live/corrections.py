@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.documents import DocumentFormat
 from subnetact.errors import PolicyError, ProfileMismatch
+from subnetact.files.documents import DocumentFormat
 from subnetact.latency.table import LatencyTable
 
 __all__ = ["Corrections", "CorrectionsSnapshot"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TextIO
 
-from subnetact.documents import DocumentFormat
 from subnetact.errors import WriteError
+from subnetact.files.documents import DocumentFormat
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.requests import Request
 

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from subnetact.atomic_files import replacing, require_regular
 from subnetact.errors import FileFormatError
+from subnetact.files.atomic import replacing, require_regular
 
 __all__ = ["read_tensors", "write_tensors"]
 

@@ -3,7 +3,7 @@
 A document says of which kind and schema it is. A `DocumentFormat` writes the documents of one kind and
 refuses files that are missing, damaged, of another kind or of a newer schema, each with an error that names
 the file and the next step. A `FolderFormat` does the same for a folder of files with an index. All writing is
-atomic; see `atomic_files`.
+atomic; see `subnetact.files.atomic`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from subnetact.atomic_files import one_version, read_regular, replacing, replacing_folder, require_regular
 from subnetact.errors import FileFormatError, MissingFile, SubnetActError
+from subnetact.files.atomic import one_version, read_regular, replacing, replacing_folder, require_regular
 
 __all__ = [
     "DocumentFormat",

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from subnetact.documents import DocumentFormat
 from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.files.documents import DocumentFormat
 
 __all__ = ["Journal"]
 

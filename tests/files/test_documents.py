@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from subnetact.atomic_files import replacing
-from subnetact.documents import DocumentFormat, FolderFormat, parse_json
 from subnetact.engine.bundle import load_bundle
 from subnetact.errors import FileFormatError, MissingFile
 from subnetact.export.manifest import read_version
-from subnetact.journal import Journal
+from subnetact.files.atomic import replacing
+from subnetact.files.documents import DocumentFormat, FolderFormat, parse_json
+from subnetact.files.journal import Journal
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.state import SearchState
 from subnetact.serving.live.corrections import Corrections

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from subnetact import atomic_files
-from subnetact.atomic_files import read_regular, replacing, replacing_folder, require_regular
-from subnetact.documents import FolderFormat
 from subnetact.errors import FileFormatError, MissingFile, WriteError
+from subnetact.files import atomic as atomic_files
+from subnetact.files.atomic import read_regular, replacing, replacing_folder, require_regular
+from subnetact.files.documents import FolderFormat
 
 NOTES = FolderFormat("a folder of notes", "tests.notes", 1, "write another", "index.json")
 
@@ -35,7 +35,7 @@ def read_notes(folder: Path) -> set[str]:
 
 KILLED = """
 import os, signal, sys
-from subnetact.atomic_files import replacing, replacing_folder
+from subnetact.files.atomic import replacing, replacing_folder
 with {call} as temporary:
     (temporary / "index.json" if temporary.is_dir() else temporary).write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

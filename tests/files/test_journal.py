@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from subnetact.errors import FileFormatError, ResumeMismatch
-from subnetact.journal import Journal
+from subnetact.files.journal import Journal
 from subnetact.profile.measurements import Measurements
 
 
