@@ -323,6 +323,24 @@ class Batcher:
         self._check_process()
         return self._core.replan(at_once=True)
 
+    def resize(self, workers: int) -> None:
+        """Let fewer or more of the worker threads take batches, for example as a `Tuner` asks.
+
+        A worker that is no longer wanted finishes its batch and then waits; no request is lost.
+
+        Args:
+            workers: how many, from 1 to the number that the batcher was opened with.
+
+        Raises:
+            PolicyError: The number is out of range.
+            BatcherClosed: This process was forked from the batcher's.
+        """
+        self._check_process()
+        most = self._workers.number
+        if check_count(workers, "workers") > most:
+            raise PolicyError(f"workers: {workers} are more than the {most} that the batcher was opened with")
+        self._core.resize(workers)
+
     @property
     def closing(self) -> bool:
         """Whether new requests are refused because `drain` or `close` was called."""

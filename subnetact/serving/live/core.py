@@ -115,6 +115,7 @@ class Core:
         self._jobs: dict[int, BatchJob] = {}
         self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
+        self._wanted = Condition(self.lock)
         self._idle = 0
         self._waking = False
         self._watch = Condition(self.lock)
@@ -272,6 +273,11 @@ class Core:
         """
         with self.lock:
             while True:
+                while self.worker_states.is_parked(worker) and not self._finished():
+                    if not wait:
+                        return None, []
+                    self._waking = False  # a client may have woken this worker before it was parked
+                    self._wanted.wait()
                 outcomes: list[Outcome] = []
                 self._waking = False  # before the inbox is read, so that later requests wake somebody again
                 self._empty_inbox()
@@ -286,6 +292,16 @@ class Core:
                 if not self._inbox:
                     self._work.wait(timeout=0.05 if len(self.pending) else None)
                 self._idle -= 1
+
+    def resize(self, workers: int) -> None:
+        """Let only the first so many workers take batches; the others finish theirs and wait.
+
+        Args:
+            workers: how many.
+        """
+        with self.lock:
+            self.worker_states.park_from(workers, self.clock_ms(), self._jobs)
+            self._wake_all()
 
     def answered(self, job: BatchJob, outputs: Any) -> list[Outcome]:
         """Answer the part of a job that ran, and go on to its next part.
@@ -563,7 +579,8 @@ class Core:
             known = (job.worker, job.subnet, job.size) in self._ran
             patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
-        self.worker_states.free_at_ms[job.worker] = now + job.expected_ms
+        parked = self.worker_states.is_parked(job.worker)
+        self.worker_states.free_at_ms[job.worker] = math.inf if parked else now + job.expected_ms
         self._jobs[job.worker] = job
 
     def _advance(self, job: BatchJob, now: float) -> None:
@@ -572,7 +589,8 @@ class Core:
             self._start(job, now)
             return
         del self._jobs[job.worker]
-        self.worker_states.free_at_ms[job.worker] = now
+        parked = self.worker_states.is_parked(job.worker)
+        self.worker_states.free_at_ms[job.worker] = math.inf if parked else now
 
     def _abandon(self, job: BatchJob, now: float, outcomes: list[Outcome]) -> None:
         job.abandoned = True
@@ -633,5 +651,6 @@ class Core:
 
     def _wake_all(self) -> None:
         self._work.notify_all()
+        self._wanted.notify_all()
         self._watch.notify_all()
         self._drained.notify_all()

@@ -63,7 +63,8 @@ class Outcomes:
                 met += in_time
                 latency_ms = now_ms - request.accepted_ms
                 latencies.append(latency_ms)
-                answer = _new(Answer, (output, subnet, accuracy, latency_ms, in_time, size))
+                waited_ms = job.started_ms - request.accepted_ms
+                answer = _new(Answer, (output, subnet, accuracy, latency_ms, in_time, size, waited_ms))
                 outcomes.append((request, answer, None))
         counters.latency_ms.add_all(latencies)
         counters.met += met

@@ -65,6 +65,7 @@ class Answer(NamedTuple):
         latency_ms: time from the submission to the answer, in ms.
         met: whether the answer came within the deadline.
         batch_size: the planned batch size (a compiled engine pads to it).
+        waited_ms: time from the submission to the start of the batch that answered, in ms.
     """
 
     output: Any
@@ -73,6 +74,7 @@ class Answer(NamedTuple):
     latency_ms: float
     met: bool
     batch_size: int
+    waited_ms: float = 0.0
 
 
 class Decided(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 __all__ = ["WorkerStates"]
 
@@ -30,10 +31,35 @@ class WorkerStates:
         self._back_at_ms: dict[int, float] = {}
         self._losses = [0] * workers
         self._hung_threads = [0] * workers
+        self._parked: set[int] = set()
 
     def up(self) -> int:
-        """Return the number of workers that are up."""
-        return len(self.free_at_ms) - len(self._back_at_ms)
+        """Return the number of workers that are up and not parked."""
+        return len(self.free_at_ms) - len(self._back_at_ms.keys() | self._parked)
+
+    def is_parked(self, worker: int) -> bool:
+        """Return whether a worker takes no further batch, because fewer workers are wanted.
+
+        Args:
+            worker: number of the worker.
+        """
+        return worker in self._parked
+
+    def park_from(self, wanted: int, now_ms: float, busy: Collection[int]) -> None:
+        """Park the workers from a number on, and bring back the others that were parked.
+
+        Args:
+            wanted: the number of workers that take batches.
+            now_ms: the time, in ms.
+            busy: the workers that run a batch now; they finish it.
+        """
+        parked = set(range(wanted, len(self.free_at_ms)))
+        for worker in self._parked ^ parked:
+            if worker in parked:
+                self.free_at_ms[worker] = math.inf
+            elif worker not in self._back_at_ms and worker not in busy:
+                self.free_at_ms[worker] = now_ms
+        self._parked = parked
 
     def any_down(self) -> bool:
         """Return whether a worker is down."""
@@ -108,5 +134,5 @@ class WorkerStates:
         ]
         for worker in back:
             del self._back_at_ms[worker]
-            self.free_at_ms[worker] = now_ms
+            self.free_at_ms[worker] = math.inf if worker in self._parked else now_ms
         return back

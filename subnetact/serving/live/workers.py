@@ -27,6 +27,9 @@ class Workers:
         on_decision: called with a `Decided` before every batch runs.
         threads: argument of `engine.enter_worker(threads)`, which is called once in every worker thread.
         log: the decision log; the supervisor flushes it at every tick.
+
+    Attributes:
+        number: number of workers.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Workers:
         self._on_decision = on_decision
         self._threads_each = threads
         self._log = log
+        self.number = len(engines)
         self._current: dict[int, threading.Thread] = {}
         self._supervisor = threading.Thread(
             target=self._supervise, name="subnetact-batcher-supervisor", daemon=True
