@@ -249,10 +249,15 @@ class InterleavedLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (N, T, in_features) to (N, T, out_features): all queries, all keys, all values."""
-        rows = F.linear(input, self.weight)
-        y = rows.view(rows.shape[0], rows.shape[1], -1, 3).transpose(-1, -2).flatten(-2)
-        return y if self.bias is None else y + self.bias  # type: ignore[redundant-expr]
+        """Map (N, T, in_features) to (N, T, 3, out_features / 3): queries, keys, values on the third axis."""
+        # One product per kind with every third row of the weight, which is read in place.
+        weight = self.weight.view(-1, 3, self.weight.shape[1]).permute(1, 2, 0)
+        rows = input.reshape(1, -1, input.shape[-1]).expand(3, -1, -1)
+        if self.bias is None:
+            y = torch.bmm(rows, weight)
+        else:
+            y = torch.baddbmm(self.bias.view(3, 1, -1), rows, weight)
+        return y.view(3, input.shape[0], input.shape[1], -1).permute(1, 2, 0, 3)
 
 
 class SplitHeads(nn.Module):
@@ -263,12 +268,21 @@ class SplitHeads(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, 3 * features) to (3, N, heads, T, features / heads)."""
+        """Map (N, T, 3 * features), or (N, T, 3, features), to (3, N, heads, T, features / heads)."""
         return x.view(x.shape[0], x.shape[1], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
 
 
 class RelativePosition(nn.Module):
     """Embeddings of the vertical and horizontal distance between two patches, for keys and for values.
+
+    For a query at token i, the embedding of its distance to token j is added to the key of token j, and
+    another one to the value of token j. Upstream looks up both for every pair of tokens, in two tables of
+    shape (T, T, features). No such table is made here. Patches lie on lines, which are the rows and
+    columns of the image, and the embeddings of a pair depend only on the lines of its patches. So each
+    query has one score per line, which is added to the scores of all keys on that line; and the attention
+    weights are summed per line before they are multiplied with the embeddings for values. Both happen
+    inside the attention: the queries get their scores as further features; the keys and values get
+    further features, which are 1 for their lines and 0 for all others.
 
     Args:
         side: number of patches per side of the image.
@@ -280,19 +294,37 @@ class RelativePosition(nn.Module):
         super().__init__()
         for name in ("key_vertical", "key_horizontal", "value_vertical", "value_horizontal"):
             self.register_parameter(name, nn.Parameter(torch.randn(2 * reach + 2, features) * 0.02))
+        line = torch.arange(side)
+        distance = (line[None, :] - line[:, None]).clamp(-reach, reach) + reach + 1
+        distance = F.pad(distance, (1, 0, 1, 0))  # The class token is line 0; its distances are entry 0.
         patch = torch.arange(side * side)
-        for name, place in (("vertical", patch // side), ("horizontal", patch % side)):
-            distance = (place[None, :] - place[:, None]).clamp(-reach, reach) + reach + 1
-            index = F.pad(distance, (1, 0, 1, 0)).int()  # entry 0 is for the class token
-            self.register_buffer(name, index, persistent=False)
+        row, column = (F.pad(place + 1, (1, 0)) for place in (patch // side, patch % side))
+        # The entries of the tables, vertical before horizontal, for token i and each line: (T, lines).
+        entries = torch.cat([distance[row], distance[column] + 2 * reach + 2], 1)
+        lines = torch.cat([F.one_hot(row, side + 1), F.one_hot(column, side + 1)], 1)
+        self.register_buffer("entries", entries, persistent=False)
+        self.register_buffer("lines", lines.to(torch.get_default_dtype()), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the embeddings for keys and for values, each (T, T, features); x is not used."""
-        key = F.embedding(self.vertical, self.key_vertical)  # type: ignore[arg-type]
-        value = F.embedding(self.vertical, self.value_vertical)  # type: ignore[arg-type]
-        key = key + F.embedding(self.horizontal, self.key_horizontal)  # type: ignore[arg-type]
-        value = value + F.embedding(self.horizontal, self.value_horizontal)  # type: ignore[arg-type]
-        return key, value
+    def extend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append the features of the lines to queries, keys and values (N, heads, T, features)."""
+        entries, lines = self._expanded(q)
+        table = torch.cat([self.key_vertical, self.key_horizontal])  # type: ignore[list-item]
+        scores = (q @ table.transpose(0, 1)).gather(-1, entries)
+        lines = lines.to(q.dtype)
+        return torch.cat([q, scores], -1), torch.cat([k, lines], -1), torch.cat([v, lines], -1)
+
+    def collect(self, y: Tensor) -> Tensor:
+        """Map the result of the attention (N, heads, T, features + lines) to (N, heads, T, features)."""
+        table = torch.cat([self.value_vertical, self.value_horizontal])  # type: ignore[list-item]
+        entries, _ = self._expanded(y)
+        features, sums = y[..., : table.shape[1]], y[..., table.shape[1] :]
+        by_entry = torch.zeros_like(sums[..., :1]).expand(-1, -1, -1, table.shape[0])
+        by_entry = by_entry.scatter_add(-1, entries, sums)
+        return features + by_entry @ table
+
+    def _expanded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (x.shape[0], x.shape[1], -1, -1)
+        return self.entries.expand(shape), self.lines.expand(shape)  # type: ignore[operator]
 
 
 def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
@@ -332,15 +364,12 @@ class AutoFormerBlock(nn.Module):
         # Without change_qkv upstream divides by the square root of the subnet's embedding width per head,
         # not of the number of features that a head really has.
         scale = (q.shape[-1] if self.head_scale else x.shape[-1] // q.shape[1]) ** -0.5
-        scores = q @ k.transpose(-1, -2)
-        if self.position is None:
-            weights = F.dropout((scores * scale).softmax(-1), self.attn_drop, self.training)
-            y = weights @ v
-        else:
-            keys, values = self.position(x)
-            scores = (scores + torch.einsum("nhqd,qkd->nhqk", q, keys)) * scale
-            weights = F.dropout(scores.softmax(-1), self.attn_drop, self.training)
-            y = weights @ v + torch.einsum("nhqk,qkd->nhqd", weights, values)
+        if self.position is not None:
+            q, k, v = self.position.extend(q, k, v)
+        dropped = self.attn_drop if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, scale=scale)
+        if self.position is not None:
+            y = self.position.collect(y)
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.drop, self.training)
 
     def feed(self, x: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ofa_adapters import load
+from ofa_adapters.networks.autoformer import RelativePosition
 from subnetact.errors import CheckpointError, InsertError, SpecError
 from subnetact.operators import ElasticAttribute, LayerNormSlice, ParameterSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace
@@ -117,6 +119,57 @@ def test_variants_equal_the_reference(variant: dict[str, Any]) -> None:
             torch.testing.assert_close(supernet.extract(spec)(x), expected, atol=5e-5, rtol=1e-5)
         outputs.append(expected)
     assert torch.stack(outputs).std(0).max() > 1e-2
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_no_table_has_an_entry_for_every_pair_of_tokens() -> None:
+    supernet = load(
+        "autoformer", img_size=96, patch_size=8, num_classes=4, embed_dim=64, depth=1, num_heads=1
+    )
+    x = torch.zeros(1, 3, 96, 96)
+    with torch.no_grad(), LargestTensor() as largest:
+        supernet(x, subnet=supernet.space.largest())
+    tokens, head_features = 1 + 12**2, 64
+    assert 0 < largest.elements < tokens**2 * head_features / 4
+
+
+@pytest.mark.parametrize("reach", [1, 14])
+def test_gradients_of_the_relative_positions_are_those_of_the_tables(reach: int) -> None:
+    side, features = 3, 4
+    tokens = 1 + side**2
+    position = RelativePosition(side, reach, features)
+    q, k, v = torch.randn(3, 2, 2, tokens, features, generator=torch.Generator().manual_seed(0)).unbind(0)
+    y = position.collect(F.scaled_dot_product_attention(*position.extend(q, k, v), scale=0.3))
+    patch = torch.arange(side**2)
+    both = dict.fromkeys(("key", "value"), torch.zeros(()))
+    for axis, place in (("vertical", patch // side), ("horizontal", patch % side)):
+        distance = (place[None, :] - place[:, None]).clamp(-reach, reach) + reach + 1
+        index = F.pad(distance, (1, 0, 1, 0))
+        for name in both:
+            both[name] = both[name] + position.get_parameter(f"{name}_{axis}")[index]
+    weights = (0.3 * (q @ k.transpose(-1, -2) + torch.einsum("nhid,ijd->nhij", q, both["key"]))).softmax(-1)
+    expected = weights @ v + torch.einsum("nhij,ijd->nhid", weights, both["value"])
+    torch.testing.assert_close(y, expected)
+    tables = list(position.parameters())
+    for found, wanted in zip(
+        torch.autograd.grad(y.square().sum(), tables),
+        torch.autograd.grad(expected.square().sum(), tables),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
+        assert wanted.abs().max() > 1e-2
 
 
 def test_without_change_qkv_heads_split_all_features() -> None:
