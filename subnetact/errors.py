@@ -9,6 +9,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     │   └── UserCodeError                 A function that a command line names raised; the cause is chained
     ├── InsertError (ValueError)          An elastic description does not fit its network
     ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
+    │   └── CacheMismatch                 A subnet cannot continue on the key-value cache of another one
     ├── StaleWeights (RuntimeError)       Copies of weights differ from the weights that they were made of
     ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
     ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
@@ -41,6 +42,7 @@ UncalibratedSubnetWarning (UserWarning)
 __all__ = [
     "BatchFailed",
     "BatcherClosed",
+    "CacheMismatch",
     "CheckpointError",
     "DeadlinePassed",
     "DeviceError",
@@ -101,6 +103,10 @@ class InsertError(SubnetActError, ValueError):
 
 class ViewError(SubnetActError, RuntimeError):
     """An operation on a view would change the shared weights."""
+
+
+class CacheMismatch(ViewError):
+    """A subnet cannot continue on the key-value cache of another one."""
 
 
 class StaleWeights(SubnetActError, RuntimeError):

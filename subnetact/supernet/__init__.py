@@ -9,8 +9,8 @@ Which file answers which question:
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in
   which all weights that a subnet does not use are NaN or zero.
-- `stack_use.py`: whether a network sees the positions of its layers; `key_value_cache.py`: what subnets that
-  skip layers read and write in the cache of a language model.
+- `stack_use.py`: whether a network sees the positions of its layers; `key_value_cache.py`: which subnet
+  may continue on the key-value cache of another one, and what skipped layers write into it.
 - `name_prefix.py`: the prefixes that wrappers add to names of tensors.
 - `batches.py`: what a network is called with.
 - `bind.py`: how the network of one subnet is put together from operators and a size row.

@@ -12,7 +12,7 @@ from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
-from subnetact.supernet.key_value_cache import guard_cache
+from subnetact.supernet.key_value_cache import note_skipped
 
 __all__ = ["bind", "bind_module"]
 
@@ -78,7 +78,7 @@ def bind_module(
     """
     if isinstance(module, LayerSelect):
         stack = module.select({name: child(name) for name in module.kept(row)})
-        guard_cache(module, stack)
+        note_skipped(module, stack)
         return stack
     modules = {name: child(name) for name in module._modules}
     if isinstance(module, Operator):

@@ -32,6 +32,8 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check
+from subnetact.supernet.key_value_cache import CacheWriter, layout_of
+from subnetact.supernet.key_value_cache import recompute as recompute_
 from subnetact.supernet.name_prefix import prefix_hint, without_prefix
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
@@ -116,7 +118,8 @@ class Supernet(nn.Module):
         super().__init__()
         self.network = network
         self.training = network.training
-        self.space = space
+        self._cache_layout = layout_of(network)
+        self.space = space if self._cache_layout is None else space.with_cache_rules(self._cache_layout.rules)
         self.report = report
         self._norms = NormTable(space.id)
         self._active = space.largest()
@@ -220,6 +223,51 @@ class Supernet(nn.Module):
         if self._replacements.writes != self._noticed:
             self._substituted()
         return self._weights_generation
+
+    def switch(
+        self, cache: Any, spec: SubnetSpec, *, allow_approximate: bool = False, recompute: Any = None
+    ) -> nn.Module:
+        """Return the view of a subnet that continues on a key-value cache that other subnets have filled.
+
+        Views check every cache themselves. Without this method they continue on the cache of another subnet
+        if its keys and values are the same (`space.cache(a, b)` is `"exact"`) and raise `CacheMismatch` if
+        not. Call this method to choose another subnet between two tokens. It takes a few microseconds if the
+        view is cached and nothing is recomputed.
+
+        Args:
+            cache: a key-value cache of transformers, a `DynamicCache` for example. The subnets that wrote
+                its positions are noted on it.
+            spec: the subnet that is to continue.
+            allow_approximate: whether keys and values of other numbers will do, which have the same shapes
+                (`"approximate"`). The answers are then those of neither subnet.
+            recompute: the tokens of all positions in the cache, as a tensor of shape (batch, positions), or
+                the named arguments that the network takes for them. The subnet computes the keys and values
+                again, from the first position on that it would not have written itself, so that it answers
+                as if it had run from the beginning. If None, nothing is computed.
+
+        Returns:
+            The view, as `subnet` returns it.
+
+        Raises:
+            CacheMismatch: a layer of the subnet has no past in the cache, keys and values have other shapes,
+                or they have other numbers and neither option allows that. The cache is then unchanged. It is
+                raised as well if the cache belongs to another supernet, or does not hold the given tokens.
+            SpecError: the specification is malformed, or of another space, or the networks of this space are
+                no language models whose caches are known.
+
+        Example:
+            >>> output = supernet.subnet(large)(prompt, use_cache=True)
+            >>> view = supernet.switch(output.past_key_values, small)
+            >>> output = view(token, past_key_values=output.past_key_values)
+        """
+        view = self.subnet(spec)
+        signature = self.space.cache_signature(spec)
+        assert self._cache_layout is not None
+        writer = CacheWriter(self._cache_layout, self.space.id, signature)
+        if recompute is not None:
+            recompute_(view, cache, writer, recompute)
+        writer.claim(cache, allow_approximate)
+        return view
 
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run another subnet from now on. Forward passes under way are not affected.
@@ -761,7 +809,10 @@ class Supernet(nn.Module):
             return norm.bind_with(row, mean, var, fresh)
 
         with self._exchange:
-            return bind(self._present(), row, bind_norm, fresh, None if fresh else self._freeze)
+            view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._freeze)
+        if self._cache_layout is not None:
+            CacheWriter(self._cache_layout, self.space.id, self.space.cache_signature(spec)).guard(view)
+        return view
 
     def _freeze(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views.

@@ -1,0 +1,323 @@
+"""Which subnet may continue on the key-value cache of another one, and what happens if it may not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet, describe, insert_
+from subnetact.errors import CacheMismatch, ForeignSpec, SpecError
+from subnetact.operators import WeightSlice
+
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SLIDING = {
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+}
+KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
+    "gemma3": ("Gemma3TextConfig", SLIDING),
+}
+TOKENS = torch.randint(2, 50, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def supernet_of(kind: str, **settings: Any) -> Supernet:
+    config, extra = KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        given = getattr(transformers, config)(**{**COMMON, **extra, **settings})
+        model = transformers.AutoModelForCausalLM.from_config(given).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.3)
+    choices = {"depth": (0, 1), "ffn": (0.5, 1.0), "heads": (0.5, 1.0)}
+    found = describe(
+        model, {"input_ids": TOKENS}, axes=tuple(choices), choices=choices, each_block=True, proof=False
+    )
+    return insert_(model, found.space, found.elastic)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Supernet:
+    return supernet_of("llama")
+
+
+def subnet(supernet: Supernet, **changes: tuple[int, float]) -> SubnetSpec:
+    """Return the largest subnet with other choices: axis=(slot, choice)."""
+    values = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in supernet.space.axes}
+    for axis, (slot, choice) in changes.items():
+        values[axis][slot] = choice
+    return supernet.space.spec(**values)
+
+
+def cache_of(network: nn.Module, tokens: Tensor = TOKENS) -> Any:
+    return network(tokens, use_cache=True).past_key_values
+
+
+def entries(cache: Any) -> list[Tensor]:
+    return [t for layer in cache.layers for t in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_relation_of_two_subnets_is_that_of_their_caches(kind: str) -> None:
+    supernet = supernet_of(kind)
+    space = supernet.space
+    rng = random.Random(0)
+    last = {axis.name: len(axis.slots) - 1 for axis in space.axes}
+    pairs = [(space.sample(rng), space.sample(rng)) for _ in range(12)]
+    for _ in range(12):  # Neighbours, which differ in one slot; random pairs are hardly ever exact.
+        a = space.sample(rng)
+        axis = rng.choice([axis for axis in space.axes if axis.name != "depth"])
+        slot = rng.choice([rng.randrange(len(axis.slots)), last[axis.name]])
+        values = {name: list(v) for name, v in a.values}
+        values[axis.name][slot] = rng.choice(axis.slots[slot].choices)
+        pairs.append((a, space.spec(**values)))
+    seen = set()
+    for a, b in pairs:
+        relation = space.cache(a, b)
+        assert relation == space.cache(b, a)
+        seen.add(relation)
+        left, right = (entries(cache_of(supernet.subnet(spec))) for spec in (a, b))
+        shapes = [[t.shape for t in found] for found in (left, right)]
+        if relation == "incompatible":
+            assert shapes[0] != shapes[1], (str(a), str(b))
+        else:
+            assert shapes[0] == shapes[1]
+            equal = all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+            only_queries = kind == "gemma" and space.cache(a, b) == "approximate"
+            assert equal == (relation == "exact") or only_queries, (str(a), str(b))
+    assert seen == {"exact", "approximate", "incompatible"}
+
+
+def test_relations_by_hand(llama: Supernet) -> None:
+    cache, large = llama.space.cache, llama.space.largest()
+    assert cache(large, subnet(llama, ffn=(4, 0.5))) == "exact"
+    assert cache(large, subnet(llama, ffn=(3, 0.5))) == "approximate"
+    assert cache(large, subnet(llama, heads=(4, 0.5))) == "incompatible"
+    assert cache(large, subnet(llama, depth=(3, 0))) == "incompatible"
+    without_last = [subnet(llama, depth=(3, 0), ffn=(slot, 0.5)) for slot in (2, 3, 4)]
+    assert cache(without_last[1], without_last[2]) == "exact"  # Layer 3 is the last that writes.
+    assert cache(without_last[0], without_last[1]) == "approximate"
+    assert pickle.loads(pickle.dumps(llama.space.cache_rules)) == llama.space.cache_rules
+    assert copy.deepcopy(llama.space).cache(large, large) == "exact"
+
+
+def test_networks_without_caches_have_no_relation() -> None:
+    space = SubnetSpace("s", [Axis.uniform("w", ["1"], [2, 4])], lambda v: {"w": v["w"][0]})
+    supernet = insert_(nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": WeightSlice.on(out="w")})
+    small = supernet.space.smallest()
+    for call in (lambda: supernet.space.cache(small, small), lambda: supernet.switch(None, small)):
+        with pytest.raises(SpecError, match="s: it is not known what a key-value cache depends on here"):
+            call()
+
+
+def test_specifications_of_other_spaces_are_refused(llama: Supernet) -> None:
+    other = supernet_of("llama", num_hidden_layers=4)
+    with pytest.raises(ForeignSpec):
+        llama.space.cache(llama.space.largest(), other.space.largest())
+    cache = cache_of(other.subnet(other.space.largest()))
+    with pytest.raises(
+        CacheMismatch, match=r"filled by a subnet of LlamaForCausalLM-\w+, this one is of Lla"
+    ):
+        llama.switch(cache, llama.space.largest())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_switching_every_token_between_exact_subnets_changes_no_token(kind: str) -> None:
+    """Every token is the one that its subnet gives if it runs from the beginning."""
+    supernet = supernet_of(kind)
+    end = {axis.name: len(axis.slots) - 1 for axis in supernet.space.axes}
+    specs = [supernet.space.largest(), subnet(supernet, ffn=(end["ffn"], 0.5))]
+    assert supernet.space.cache(*specs) == "exact"
+    output = supernet.subnet(specs[0])(TOKENS, use_cache=True)
+    tokens, cache = TOKENS, output.past_key_values
+    for step in range(8):
+        tokens = torch.cat([tokens, output.logits[:, -1:].argmax(-1)], dim=1)
+        view = supernet.switch(cache, specs[step % 2])
+        output = view(tokens[:, -1:], past_key_values=cache)
+        alone = supernet.subnet(specs[step % 2])(tokens, use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(output.logits, alone, rtol=5e-5, atol=5e-5)
+        assert output.logits.argmax(-1).tolist() == alone.argmax(-1).tolist()
+    others = supernet.subnet(specs[1 - step % 2])(tokens, use_cache=False).logits[:, -1:]
+    assert (output.logits - others).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_an_approximate_cache_has_to_be_accepted(llama: Supernet) -> None:
+    large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
+    cache = cache_of(llama.subnet(large))
+    before = copy.deepcopy(entries(cache))
+    for refused in (
+        lambda: llama.switch(cache, small),
+        lambda: llama.subnet(small)(TOKENS[:, :1], past_key_values=cache),
+    ):
+        with pytest.raises(
+            CacheMismatch, match=r"whose keys and values are others .* allow_approximate=True"
+        ):
+            refused()
+    assert all(map(torch.equal, entries(cache), before))
+    view = llama.switch(cache, small, allow_approximate=True)
+    for _ in range(2):
+        assert view(TOKENS[:, :1], past_key_values=cache).logits.isfinite().all()
+    for spec in (large, subnet(llama, ffn=(1, 0.5))):  # Now the cache is nobody's own.
+        with pytest.raises(CacheMismatch, match="whose keys and values are others"):
+            llama.switch(cache, spec)
+    cache.crop(-2)
+    llama.switch(cache, large)
+    with pytest.raises(CacheMismatch):
+        llama.switch(cache, small)
+
+
+@torch.no_grad()
+def test_a_cropped_cache_remembers_who_wrote_what_is_left(llama: Supernet) -> None:
+    large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
+    cache = cache_of(llama.subnet(large), TOKENS[:, :5])
+    view = llama.switch(cache, small, allow_approximate=True)
+    view(TOKENS[:, 5:8], past_key_values=cache)
+    cache.crop(-5)
+    view = llama.switch(cache, small, allow_approximate=True)
+    view(TOKENS[:, 3:6], past_key_values=cache)
+    cache.crop(-1)
+    with pytest.raises(CacheMismatch):
+        llama.switch(cache, large)
+    cache.crop(-2)
+    llama.switch(cache, large)
+
+
+@pytest.mark.parametrize("change", [{"depth": (1, 0)}, {"heads": (2, 0.5)}])
+@torch.no_grad()
+def test_an_incompatible_cache_is_never_used(llama: Supernet, change: dict[str, tuple[int, float]]) -> None:
+    large, small = llama.space.largest(), subnet(llama, **change)
+    for filled, next_one in ((large, small), (small, large)):
+        cache = cache_of(llama.subnet(filled))
+        with pytest.raises(CacheMismatch, match=r"model\.layers\.2: the key-value cache was"):
+            llama.switch(cache, next_one, allow_approximate=True)
+        llama.subnet(filled)(TOKENS[:, :1], past_key_values=cache)
+        cache.reset()
+        fresh = llama.subnet(next_one)(TOKENS, past_key_values=cache).logits
+        expected = llama.subnet(next_one)(TOKENS, use_cache=False).logits
+        torch.testing.assert_close(fresh, expected, rtol=5e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_recomputing_makes_a_cache_right(kind: str) -> None:
+    supernet = supernet_of(kind)
+    rng = random.Random(1)
+    specs = [supernet.space.largest(), *(supernet.space.sample(rng) for _ in range(6))]
+    cache, tokens = cache_of(supernet.subnet(specs[0])), TOKENS
+    for spec in specs[1:]:
+        view = supernet.switch(cache, spec, recompute=tokens)
+        found = view(TOKENS[:, :1], past_key_values=cache).logits
+        tokens = torch.cat([tokens, TOKENS[:, :1]], dim=1)
+        expected = view(tokens, use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
+
+
+@torch.no_grad()
+def test_only_foreign_positions_are_recomputed(llama: Supernet) -> None:
+    large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
+    cache = cache_of(llama.subnet(large))
+    llama.switch(cache, small, allow_approximate=True)(TOKENS[:, :2], past_key_values=cache)
+    tokens = torch.cat([TOKENS, TOKENS[:, :2]], dim=1)
+    kept = [t[:, :, :11].clone() for t in entries(cache)]
+    view, ran = llama.subnet(large), []
+    handle = view.register_forward_pre_hook(
+        lambda _m, _a, kwargs: ran.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    llama.switch(cache, large, recompute=tokens)
+    llama.switch(cache, large, recompute=tokens)
+    handle.remove()
+    assert ran == [2]
+    assert all(torch.equal(a, b[:, :, :11]) for a, b in zip(kept, entries(cache), strict=True))
+
+
+@torch.no_grad()
+def test_recomputing_loses_nothing_if_it_cannot_be_done(llama: Supernet) -> None:
+    large, small = llama.space.largest(), subnet(llama, depth=(1, 0))
+    cache = cache_of(llama.subnet(large))
+    before = [t.clone() for t in entries(cache)]
+    with pytest.raises(
+        CacheMismatch, match=r"the cache holds 11 positions, the tokens are of shape \(2, 3\)"
+    ):
+        llama.switch(cache, small, recompute=TOKENS[:, :3])
+    with pytest.raises(CacheMismatch, match="recompute: give the token ids"):
+        llama.switch(cache, small, recompute={"labels": TOKENS})
+    with pytest.raises(IndexError):
+        llama.switch(cache, small, recompute=TOKENS + 1000)
+    assert all(map(torch.equal, entries(cache), before))
+    llama.subnet(large)(TOKENS[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_caches_of_unknown_origin_have_to_be_accepted(llama: Supernet) -> None:
+    plain = transformers.AutoModelForCausalLM.from_config(llama.network.config).eval()
+    cache, large = cache_of(plain), llama.space.largest()
+    with pytest.raises(CacheMismatch, match="filled by a network that is no subnet of a supernet"):
+        llama.subnet(large)(TOKENS[:, :1], past_key_values=cache)
+    llama.switch(cache, large, allow_approximate=True)(TOKENS[:, :1], past_key_values=cache)
+    with pytest.raises(CacheMismatch):
+        llama.switch(cache, subnet(llama, ffn=(0, 0.5)))
+
+
+@torch.no_grad()
+def test_generation_copies_and_extracted_subnets_carry_the_note(llama: Supernet) -> None:
+    large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
+    view = llama.subnet(large)
+    made = view.generate(TOKENS, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    cache = copy.deepcopy(made.past_key_values)
+    with pytest.raises(CacheMismatch):
+        llama.switch(cache, small)
+    with pytest.raises(CacheMismatch):
+        llama.extract(small)(TOKENS[:, :1], past_key_values=cache)
+    own = llama.extract(large)(TOKENS[:, :1], past_key_values=cache).logits
+    torch.testing.assert_close(
+        own, view(TOKENS[:, :1], past_key_values=made.past_key_values).logits, rtol=5e-5, atol=5e-5
+    )
+    static = transformers.StaticCache(config=llama.network.config, max_cache_len=32)
+    view(TOKENS, past_key_values=static)
+    with pytest.raises(CacheMismatch):
+        llama.switch(static, small)
+    gc.collect()
+
+
+@torch.no_grad()
+def test_switching_takes_microseconds(llama: Supernet) -> None:
+    specs = [llama.space.largest(), subnet(llama, ffn=(4, 0.5)), subnet(llama, ffn=(0, 0.5))]
+    cache = cache_of(llama.subnet(specs[0]))
+    best = []
+    for spec in specs[1:]:
+        times = []
+        for step in range(400):
+            start = time.perf_counter()
+            llama.switch(cache, (specs[0], spec)[step % 2], allow_approximate=True)
+            times.append(time.perf_counter() - start)
+        best.append(min(times))
+    assert max(best) < 20e-6
