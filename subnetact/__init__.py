@@ -22,7 +22,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     profile/                             profile_latency and python -m subnetact.profile
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
-    digits, demo, simulate               the embedded supernet; two commands: the demo, the simulator
+    digits, demo, simulate, plan         the embedded supernet; commands: the demo, the simulator, planning
     serve/                               python -m subnetact.serve: a bundle over HTTP
     loadtest/                            python -m subnetact.loadtest: an open-loop client
     ofa_adapters/                        published supernet families and their checkpoints

@@ -26,6 +26,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     ├── ResumeMismatch (ValueError)       Unfinished work belongs to other weights, data, settings or machines
     ├── ProfileMismatch (ValueError)      A latency table belongs to another supernet or to other subnets
     ├── PolicyError (ValueError)          A scheduling policy is configured or answers wrongly
+    ├── PipelineError (ValueError)        The stages of a pipeline do not fit together or cannot be planned
     ├── TraceError (ValueError)           The arrivals cannot be simulated or replayed
     ├── ServeError (ValueError)           A server or a load test cannot run with these settings
     └── RequestError                      One request failed; no other request and no batcher is affected
@@ -56,6 +57,7 @@ __all__ = [
     "MissingExtra",
     "MissingFile",
     "NotCalibrated",
+    "PipelineError",
     "PolicyError",
     "ProfileMismatch",
     "QueueFull",
@@ -171,6 +173,10 @@ class ProfileMismatch(SubnetActError, ValueError):
 
 class PolicyError(SubnetActError, ValueError):
     """A scheduling policy is configured or answers wrongly."""
+
+
+class PipelineError(SubnetActError, ValueError):
+    """The stages of a pipeline do not fit together or cannot be planned."""
 
 
 class TraceError(SubnetActError, ValueError):

@@ -16,6 +16,7 @@ STARTED_BY_NAME = {
     "subnetact.demo": "python -m subnetact.demo",
     "subnetact.export.triton.python_backend": "copied into a Triton repository",
     "subnetact.loadtest.__main__": "python -m subnetact.loadtest",
+    "subnetact.plan": "python -m subnetact.plan",
     "subnetact.profile.__main__": "python -m subnetact.profile",
     "subnetact.serve.__main__": "python -m subnetact.serve",
     "subnetact.simulate": "python -m subnetact.simulate",

@@ -11,6 +11,7 @@ Which folder answers which question (each imports only from those above it):
 * `simulation/`: `simulate`, traces and data sets of arrivals, upper bounds, replays of live runs.
 * `planning/`: how many workers a target needs (`plan`), when to add workers (`Tuner`), which streams of
   requests share workers (`group_streams`).
+* `pipelines/`: `Pipeline`, stages behind each other under end-to-end deadlines, and their planning.
 """
 
 from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
@@ -18,6 +19,13 @@ from subnetact.serving.live.corrections import Corrections, CorrectionsSnapshot
 from subnetact.serving.live.histograms import HistogramSnapshot
 from subnetact.serving.live.prometheus import Collector
 from subnetact.serving.live.requests import AnswerFuture
+from subnetact.serving.pipelines.estimate import PipelineEstimate, StageEstimate, estimate_pipeline
+from subnetact.serving.pipelines.model import PipelineModel, StageChoice, StageModel
+from subnetact.serving.pipelines.pipeline import Pipeline, PipelineStats
+from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
+from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_coarse, plan_pipeline
+from subnetact.serving.pipelines.stage import Stage
+from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
 from subnetact.serving.planning.planner import Plan, plan, standard_candidates
 from subnetact.serving.planning.tuner import Tuner, arrival_envelope
@@ -86,6 +94,12 @@ __all__ = [
     "MaxAcc",
     "MaxBatch",
     "ModelSwitching",
+    "Pipeline",
+    "PipelineAnswer",
+    "PipelineEstimate",
+    "PipelineModel",
+    "PipelinePlan",
+    "PipelineStats",
     "Plan",
     "Policy",
     "RequestLog",
@@ -93,6 +107,12 @@ __all__ = [
     "RunningBatch",
     "SimulationResult",
     "SlackFit",
+    "Stage",
+    "StageChoice",
+    "StageEstimate",
+    "StageModel",
+    "StageTime",
+    "StageTuner",
     "Stream",
     "Tuner",
     "Tuning",
@@ -101,6 +121,7 @@ __all__ = [
     "arrival_envelope",
     "binned_fluid_bound",
     "bursty",
+    "estimate_pipeline",
     "exact_optimum",
     "fluid_bound",
     "from_counts",
@@ -109,6 +130,8 @@ __all__ = [
     "load_trace",
     "make_policy",
     "plan",
+    "plan_coarse",
+    "plan_pipeline",
     "plot_comparison",
     "plot_dynamics",
     "poisson",

@@ -1,0 +1,121 @@
+"""The command `python -m subnetact.plan`: provisions the stages of a pipeline for a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.errors import MissingFile, SubnetActError, TraceError
+from subnetact.serving.pipelines.model import PipelineModel
+from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_coarse, plan_pipeline
+from subnetact.serving.simulation.datasets import TRACES, load_trace
+from subnetact.serving.simulation.scenario import checked_arrivals
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the arguments of the command line. If None, those of the process.
+
+    Returns:
+        The exit status: 0, or 2 after an error, which is printed.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        model = PipelineModel.load(options.pipeline)
+        arrivals = _arrivals(options)
+        settings = {"most_workers": options.most_workers, "seed": options.seed}
+        plans = {"plan": plan_pipeline(arrivals, model, options.percentile, **settings)}
+        if options.coarse:
+            plans["coarse"] = plan_coarse(arrivals, model, options.percentile, **settings)
+        if options.json is not None:
+            text = json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1)
+            options.json.write_text(text + "\n", encoding="utf-8")
+    except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
+        raise
+    except (SubnetActError, OSError) as error:
+        print(f"error: {error}")
+        return 2
+    seconds = max(float(arrivals[-1] - arrivals[0]) / 1e3, 1e-9)
+    print(
+        f"{options.pipeline}: {len(arrivals)} requests, {len(arrivals) / seconds:.1f} per second; "
+        f"SLO {model.slo_ms:g} ms at percentile {options.percentile:g}"
+    )
+    for name, plan in plans.items():
+        _show(name, plan)
+    return 0
+
+
+def _show(name: str, plan: PipelinePlan) -> None:
+    estimate = plan.estimate
+    print(
+        f"\n{name}: cost {plan.cost:g}, p{plan.percent:g} {estimate.percentile_ms(plan.percent):.2f} ms, "
+        f"attainment {estimate.attainment:.5f} ({plan.tried} plans simulated)"
+    )
+    print(
+        f"{'stage':<16}{'hardware':<12}{'workers':>8}{'batch':>7}"
+        f"{'min acc':>9}{'mean acc':>10}{'waits ms':>10}"
+    )
+    for stage, choice in plan.choices.items():
+        found = estimate.stages[stage]
+        waits = float(np.nanmean(found.waited_ms)) if np.isfinite(found.waited_ms).any() else float("nan")
+        print(
+            f"{stage:<16}{choice.hardware:<12}{choice.workers:>8}{choice.batch_size:>7}"
+            f"{choice.min_accuracy:>9.2f}{found.mean_accuracy:>10.2f}{waits:>10.2f}"
+        )
+
+
+def _arrivals(options: argparse.Namespace) -> npt.NDArray[np.float64]:
+    if options.trace in TRACES:
+        return load_trace(options.trace, options.scale, options.seed, options.duration_s)
+    path = Path(options.trace)
+    if not path.is_file():
+        raise MissingFile(
+            f"{options.trace}: neither a file nor a trace; give a text file with one arrival time in ms per "
+            f"line, or one of {', '.join(TRACES)}"
+        )
+    try:
+        arrivals = checked_arrivals(np.loadtxt(path, dtype=np.float64, ndmin=1))
+    except ValueError as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path}: not one arrival time in ms per line ({error})") from error
+    start = arrivals[0]
+    if options.duration_s is not None:
+        arrivals = arrivals[arrivals < start + options.duration_s * 1e3]
+    scaled: npt.NDArray[np.float64] = start + (arrivals - start) / options.scale
+    return scaled
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m subnetact.plan",
+        description="Find the cheapest workers, batch sizes and hardware for the stages of a pipeline, so "
+        "that a percentile of the end-to-end latency on a trace of arrivals is within the SLO.",
+        epilog="help(subnetact.serving.PipelineModel.load) describes the JSON file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("pipeline", type=Path, help="description of the pipeline, a JSON file")
+    parser.add_argument(
+        "trace", help=f"a text file with one arrival time in ms per line, or one of {', '.join(TRACES)}"
+    )
+    parser.add_argument("--percentile", type=float, default=99.0, help="percentile that meets the SLO")
+    parser.add_argument("--most-workers", type=int, default=64, help="greatest number of workers per stage")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the rates of the trace")
+    parser.add_argument("--duration-s", type=float, help="keep only the first seconds of the trace")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the trace and of the simulations")
+    parser.add_argument(
+        "--coarse",
+        action="store_true",
+        help="also plan the pipeline as one unit, replicated as a whole",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file as JSON")
+    return parser

@@ -1,0 +1,112 @@
+"""`Stage`: one step of a live pipeline, an engine or a plain function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from subnetact.errors import PipelineError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.requests import Runner
+from subnetact.serving.scheduling.context import Policy
+
+__all__ = ["FunctionRunner", "Stage"]
+
+Condition = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a `Pipeline`.
+
+    The input of a stage is the output of the stage that feeds it, or, if several do, a dictionary from their
+    names to their outputs; stages whose edge the request does not take are left out of it. A stage runs if
+    the request takes at least one of the edges that lead to it.
+
+    Attributes:
+        name: the name.
+        runner: an engine (a `Runner`, or a list of them, one per worker), or a function of one input.
+        after: the names of the stages that feed this one. A mapping from names to conditions makes edges
+            conditional: `{"find": lambda boxes: len(boxes) > 0}`; a condition of None holds always. If empty,
+            the stage gets the pipeline's input.
+        prepare: changes the input of the stage before it is queued; keep it short, it runs on the thread of
+            another stage's worker. If None, nothing is changed.
+        each: whether the input is a list whose elements the stage runs on separately (fan-out); the output
+            of the stage is then the list of the outputs.
+        inputs: how many inputs a request typically has at a stage with `each`; deadlines are split with it.
+        table: the latency table of an engine; if None, the policy's. For a function it may be left out.
+        policy: chooses subnets and batch sizes. If None, `SlackFit` over the table.
+        batch_size: the largest batch size; if None, the table's.
+        min_accuracy: minimum profiled accuracy of the subnets of this stage, percent. If None, any.
+        workers: number of workers that take batches at first.
+        most_workers: number of workers that are opened, for a tuner to use. If None, `workers`.
+        expected_ms: expected latency of a function, ms.
+    """
+
+    name: str
+    runner: Runner | Sequence[Runner] | Callable[[Any], Any]
+    after: Collection[str] | Mapping[str, Condition | None] = ()
+    prepare: Callable[[Any], Any] | None = None
+    each: bool = False
+    inputs: float = 1.0
+    table: LatencyTable | None = None
+    policy: Policy | None = None
+    batch_size: int | None = None
+    min_accuracy: float | None = None
+    workers: int = 1
+    most_workers: int | None = None
+    expected_ms: float = 1.0
+
+    @property
+    def conditions(self) -> dict[str, Condition | None]:
+        """The stages that feed this one, each with the condition of its edge or None."""
+        names = (self.after,) if isinstance(self.after, str) else self.after
+        return dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the stage is a plain function instead of an engine."""
+        return not isinstance(self.runner, Sequence) and not hasattr(self.runner, "run")
+
+    def latencies(self) -> LatencyTable:
+        """Return the latency table of the stage, up to its largest batch size.
+
+        Raises:
+            PipelineError: an engine has neither a table nor a policy.
+            TableError: no batch size of the table is small enough.
+        """
+        table = self.table if self.table is not None or self.policy is None else self.policy.table
+        if table is None and self.is_function:
+            table = LatencyTable.from_arrays([self.name], [100.0], [1], [[self.expected_ms]])
+        if table is None:
+            raise PipelineError(f"stage {self.name!r}: neither a table nor a policy; give one of them")
+        if self.batch_size is not None and self.batch_size < table.batch_sizes[-1]:
+            sizes = [size for size in table.batch_sizes if size <= self.batch_size]
+            if not sizes:
+                raise PipelineError(
+                    f"stage {self.name!r}: batch_size {self.batch_size} is below the smallest of the table "
+                    f"({table.batch_sizes[0]})"
+                )
+            table = table.select(batch_sizes=sizes)
+        return table
+
+
+class FunctionRunner:
+    """Runs a plain function on the inputs of a batch, one after the other.
+
+    Args:
+        name: what the function is called in tables.
+        function: takes one input and returns its output.
+    """
+
+    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+        self.keys = (name,)
+        self._function = function
+
+    def check(self, x: Any, finite: bool = False) -> None:
+        """Accept every input."""
+
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
+        """Return the output of the function for every input."""
+        return [self._function(x) for x in inputs]

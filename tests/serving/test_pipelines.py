@@ -1,0 +1,431 @@
+"""Pipelines: the graph, the split of deadlines, the live pipeline, and its simulation beside it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, PipelineError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving import (
+    Pipeline,
+    PipelineModel,
+    Stage,
+    StageChoice,
+    StageModel,
+    Tuner,
+    estimate_pipeline,
+    plan_coarse,
+    plan_pipeline,
+    poisson,
+)
+from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
+from subnetact.serving.pipelines.stage_tuner import StageTuner
+from subnetact.serving.policies import SlackFit
+from subnetact.serving.simulation.simulator import simulate
+
+FAST = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
+
+
+class StandIn:
+    """A runner that takes the table's latency and answers (subnet, input)."""
+
+    def __init__(self, table: LatencyTable, sleeps: bool = False) -> None:
+        self.keys = table.subnets
+        self._table = table
+        self._sleeps = sleeps
+        self.died = 0
+
+    def check(self, x: Any) -> None:
+        if x == "refused":
+            raise InvalidRequest("input: refused")
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        if self._sleeps:
+            time.sleep(self._table.latency_ms[subnet][self._table.batch_sizes.index(batch_size)] / 1e3)
+        if "raise" in inputs:
+            raise ValueError("this input")
+        if "die" in inputs and not self.died:
+            self.died += 1
+            raise SystemExit("killed")
+        return [x if isinstance(x, list) else (subnet, x) for x in inputs]
+
+
+def pipeline(*stages: Stage, example: Any = "x", slo_ms: float = 1000.0, **options: Any) -> Pipeline:
+    return Pipeline(stages, slo_ms=slo_ms, example=example, learn=False, **options)
+
+
+def engine(name: str, table: LatencyTable = FAST, **options: Any) -> Stage:
+    return Stage(name, StandIn(table), table=table, **options)
+
+
+# -- the graph ---------------------------------------------------------------------------------------
+
+
+def test_the_order_and_the_work_behind_a_stage() -> None:
+    graph = StageGraph({"c": {"a": False, "b": True}, "b": {"a": False}, "a": {}, "d": {"a": True}})
+    assert graph.order.index("a") < graph.order.index("b") < graph.order.index("c")
+    assert set(graph.sinks) == {"c", "d"}
+    work = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
+    assert graph.tails(work) == {"a": 8.0, "b": 4.0, "c": 0.0, "d": 0.0}
+    assert graph.longest_ms(work) == 9.0
+    assert graph.longest_ms(work, always=True) == 5.0  # a, then c by its edge that every request takes
+    assert graph.reserves(work)["a"] == pytest.approx(8 / 9)
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (
+            {"a": {"b": False}, "b": {"c": False}, "c": {"a": False}},
+            "cycle, 'a' after 'b' after 'c' after 'a'",
+        ),
+        ({"a": {"a": False}}, "cycle, 'a' after 'a'"),
+        ({"a": {"z": False}}, "follows 'z', which is no stage"),
+        ({}, "give at least one"),
+    ],
+)
+def test_graphs_that_cannot_be(after: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        StageGraph(after)
+
+
+def test_the_expected_work_of_several_inputs() -> None:
+    assert expected_work_ms(FAST) == 2.0  # the median of 1 and 3
+    assert expected_work_ms(FAST, 3) == 4.0
+    assert expected_work_ms(FAST, 8) == 8.0  # two full batches
+
+
+# -- bad input, before anything starts -----------------------------------------------------------------
+
+
+def refused(*stages: Stage, **options: Any) -> str:
+    before = threading.active_count()
+    with pytest.raises(PipelineError) as caught:
+        pipeline(*stages, **options)
+    assert threading.active_count() == before
+    return str(caught.value)
+
+
+def test_bad_pipelines_are_refused_before_anything_starts() -> None:
+    assert "two are called 'a'" in refused(engine("a"), engine("a"))
+    assert "cycle" in refused(engine("a", after=["b"]), engine("b", after=["a"]))
+    assert "shorter than the shortest path" in refused(engine("a"), engine("b", after=["a"]), slo_ms=1.5)
+    assert "neither a table nor a policy" in refused(Stage("a", StandIn(FAST)))
+    fits_not = refused(
+        engine("a", prepare=lambda _: "x"), engine("b", after=["a"], prepare=lambda _: "refused")
+    )
+    assert "stage 'b' does not fit 'a'" in fits_not
+    assert "expected Stage" in refused("a")  # type: ignore[arg-type]
+    failing = engine("b", after={"a": lambda x: x.missing})
+    assert "failed on the example" in refused(engine("a"), failing)
+
+
+def test_a_deadline_below_the_shortest_path_is_refused() -> None:
+    with pipeline(engine("a"), engine("b", after=["a"])) as live:
+        with pytest.raises(InvalidRequest, match="shortest path"):
+            live.submit("x", 1.9)
+        with pytest.raises(InvalidRequest, match="deadline_ms"):
+            live.submit("x", float("nan"))
+        with pytest.raises(InvalidRequest, match="refused"):
+            live.submit("refused")
+        stats = live.stats()
+        assert (stats.refused, stats.submitted, stats.open) == (3, 0, 0)
+    with pytest.raises(BatcherClosed):
+        live.submit("x")
+
+
+# -- live ----------------------------------------------------------------------------------------------
+
+
+def test_outputs_travel_along_the_edges_taken() -> None:
+    stages = [
+        Stage("split", lambda x: list(x)),
+        Stage("upper", str.upper, after=["split"], each=True, inputs=3),
+        Stage("many", lambda x: f"{len(x)} letters", after={"upper": lambda x: len(x) > 2}),
+        Stage("join", lambda x: x, after=["upper", "many"]),
+    ]
+    with pipeline(*stages, example="abc") as live:
+        answer = live.submit("abc").result(5)
+        assert answer.output == {"upper": ["A", "B", "C"], "many": "3 letters"}
+        assert live.submit("ab").result(5).output == {"upper": ["A", "B"]}
+        assert live.submit("").result(5).output == {"upper": []}
+        assert [len(answer.stages[name]) for name in ("split", "upper", "many", "join")] == [1, 3, 1, 1]
+        assert answer.met
+        for times in answer.stages.values():
+            assert all(t.waited_ms >= 0 and 0 <= t.ran_ms <= answer.latency_ms for t in times)
+        assert live.stats().met == 3
+
+
+def test_several_last_stages_answer_together() -> None:
+    stages = [
+        Stage("a", lambda x: x),
+        Stage("b", lambda x: x + 1, after="a"),
+        Stage("c", lambda x: -x, after={"a": lambda x: x > 0}),
+    ]
+    with pipeline(*stages, example=1) as live:
+        assert live.submit(5).result(5).output == {"b": 6, "c": -5}
+        assert live.submit(-5).result(5).output == {"b": -4}
+
+
+def test_a_request_fails_with_the_error_of_its_stage_and_no_other_does() -> None:
+    with pipeline(engine("a"), Stage("b", lambda x: x[1] + "", after=["a"])) as live:
+        good = [live.submit("x") for _ in range(5)]
+        with pytest.raises(BatchFailed, match="this input"):
+            live.submit("raise").result(5)
+        with pytest.raises(BatchFailed):
+            live.submit(3).result(5)
+        assert [f.result(5).output for f in good] == ["x"] * 5
+        stats = live.stats()
+        assert (stats.met, stats.failed, stats.open) == (5, 2, 0)
+
+
+def test_a_killed_worker_of_a_stage_loses_nothing() -> None:
+    second = StandIn(FAST)
+    stages = [
+        engine("a", prepare=lambda x: [x]),
+        Stage("b", second, after=["a"], prepare=lambda x: x[0], table=FAST),
+    ]
+    with pipeline(*stages) as live:
+        futures = [live.submit("die" if i == 3 else "x") for i in range(30)]
+        assert [f.result(5).output[1] for f in futures] == ["die" if i == 3 else "x" for i in range(30)]
+        assert second.died == 1
+        assert live.stats().stages["b"].died == 1
+
+
+def test_the_slack_of_a_stage_is_what_the_expected_tail_leaves() -> None:
+    slow = FAST.scaled(10.0)
+    with pipeline(engine("a"), engine("b", slow, after=["a"]), slo_ms=220.0) as live:
+        live.submit("x").result(5)
+        stages = live.stats().stages
+    # works 2 and 20: the first stage gets 1/11 of the time, the second what is left
+    assert stages["a"].histograms["slack_ms"].total == pytest.approx(20.0, abs=4.0)
+    assert stages["b"].histograms["slack_ms"].total > 150.0
+
+
+def test_a_request_that_cannot_reach_the_end_in_time_is_dropped_between_stages() -> None:
+    def nap(x: Any) -> Any:
+        time.sleep(0.06)
+        return x
+
+    with pipeline(Stage("a", nap), engine("b", FAST.scaled(20.0), after=["a"]), slo_ms=70.0) as live:
+        with pytest.raises(DeadlinePassed, match="stage 'b' cannot lead to an answer in time"):
+            live.submit("x").result(5)
+        assert live.stats().dropped == 1
+        assert live.submit("x", 500.0).result(5).met
+
+
+def test_cancelling_withdraws_the_request() -> None:
+    gate = threading.Event()
+    with pipeline(Stage("a", lambda x: gate.wait(5) if x == "hold" else x), engine("b", after=["a"])) as live:
+        held = live.submit("hold")
+        waiting = live.submit("y")
+        assert waiting.cancel()
+        gate.set()
+        held.result(5)
+        stats = live.stats()
+        assert (stats.cancelled, stats.met, stats.open) == (1, 1, 0)
+
+
+def test_closing_without_draining_ends_every_request() -> None:
+    gate = threading.Event()
+    live = pipeline(Stage("a", lambda x: gate.wait(0.2) if x == "hold" else x), engine("b", after=["a"]))
+    futures = [live.submit("hold") for _ in range(4)]
+    live.close(drain=False)
+    assert all(f.done() for f in futures)
+    assert any(isinstance(f.exception(), BatcherClosed) for f in futures)
+
+
+# -- simulation ------------------------------------------------------------------------------------------
+
+
+def model(slo_ms: float = 60.0, **first: Any) -> PipelineModel:
+    cheap, dear = FAST.scaled(2.0), FAST
+    return PipelineModel(
+        (
+            StageModel("a", {"cpu": cheap, "gpu": dear}, **first),
+            StageModel("b", {"cpu": cheap.scaled(3.0), "gpu": dear}, {"a": 0.7}, inputs=(1, 2, 3)),
+        ),
+        {"cpu": 1.0, "gpu": 3.0},
+        slo_ms,
+    )
+
+
+CHOICES = {"a": StageChoice("cpu", 2, 4), "b": StageChoice("cpu", 4, 4)}
+
+
+def test_one_stage_is_simulated_as_simulate_does() -> None:
+    arrivals = poisson(300, 5, seed=1)
+    alone = PipelineModel((StageModel("a", {"cpu": FAST}),), {"cpu": 1.0}, 20.0)
+    found = estimate_pipeline(arrivals, alone, {"a": StageChoice("cpu", 2, 4)}, expired="drop")
+    direct = simulate(arrivals, FAST, SlackFit(FAST, 20.0), 20.0, workers=2, requests=True)
+    assert found.attainment == direct.attainment
+    assert direct.log is not None
+    np.testing.assert_array_equal(found.latency_ms, direct.log.finish_ms - arrivals)
+
+
+def test_the_simulation_follows_edges_and_numbers_of_inputs() -> None:
+    arrivals = poisson(100, 10, seed=2)
+    found = estimate_pipeline(arrivals, model(), CHOICES)
+    assert len(found.stages["a"].arrivals_ms) == len(arrivals)
+    assert len(found.stages["b"].arrivals_ms) == pytest.approx(len(arrivals) * 0.7 * 2, rel=0.1)
+    taken = {("a", "b"): np.zeros(len(arrivals), dtype=bool)}
+    none = estimate_pipeline(arrivals, model(), CHOICES, taken=taken)
+    assert none.stages["b"].result.requests == 0
+    assert none.attainment == 1.0
+    overloaded = estimate_pipeline(poisson(4000, 2, seed=0), model(), CHOICES)
+    assert overloaded.attainment < 0.9
+    assert overloaded.percentile_ms(99.0) > 60.0
+
+
+def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() -> None:
+    arrivals = poisson(400, 3, seed=3)
+    found = plan_pipeline(arrivals, model(), most_workers=16)
+    assert found.estimate.percentile_ms(99.0) <= 60.0
+    cheaper = [
+        choices
+        for a in range(1, 5)
+        for b in range(1, 12)
+        for kinds in (("cpu", "cpu"), ("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu"))
+        if model().cost(choices := {"a": StageChoice(kinds[0], a, 4), "b": StageChoice(kinds[1], b, 4)})
+        < found.cost
+    ]
+    assert cheaper
+    for choices in cheaper:
+        assert estimate_pipeline(arrivals, model(), choices).percentile_ms(99.0) > 60.0
+    coarse = plan_coarse(arrivals, model(), most_workers=16)
+    assert coarse.estimate.percentile_ms(99.0) <= 60.0
+    assert found.cost < coarse.cost
+    assert found.to_json()["cost"] == found.cost
+
+
+def test_the_plan_raises_the_minimum_accuracy_when_that_is_free() -> None:
+    found = plan_pipeline(poisson(20, 5, seed=3), model(200.0, min_accuracy=70.0))
+    assert found.choices["a"].min_accuracy == 80.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: model().chosen_tables({"a": CHOICES["a"]}), "none for stage 'b'"),
+        (
+            lambda: model().chosen_tables({**CHOICES, "a": StageChoice("tpu", 1, 4)}),
+            "no latency table for hardware 'tpu'",
+        ),
+        (
+            lambda: PipelineModel((StageModel("a", {"tpu": FAST}),), {"cpu": 1.0}, 9.0),
+            "'tpu', which has no price",
+        ),
+        (lambda: model(0.5), "shorter than the shortest path"),
+        (lambda: StageModel("a", {}), "no latency table"),
+        (lambda: StageModel("a", {"cpu": FAST}, {"b": 0.0}), "share of 'b' is 0.0"),
+        (lambda: StageModel("a", {"cpu": FAST}, min_accuracy=90.0), "above the best subnet"),
+        (
+            lambda: plan_pipeline(poisson(5000, 1, seed=0), model(9.0), most_workers=2),
+            "does not meet the SLO",
+        ),
+    ],
+)
+def test_plans_that_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        make()
+
+
+def test_the_tuner_scales_a_stage_within_one_window_and_down_slowly() -> None:
+    planned = poisson(100, 20, seed=0)
+    tuner = StageTuner({"a": Tuner(planned, 2, FAST, 60.0, patience_ms=5000.0)}, 100.0)
+    assert tuner.step(0.0, {"a": []}) == {}
+    burst = np.sort(np.random.default_rng(0).uniform(0.0, 1000.0, 500)).tolist()
+    assert tuner.step(1000.0, {"a": burst})["a"] >= 5
+    assert tuner.step(3000.0, {"a": []}) == {}  # not yet
+    for now in range(4000, 80_000, 1000):
+        tuner.step(float(now), {"a": []})
+    assert tuner.tuners["a"].workers == 1
+    with pytest.raises(PipelineError):
+        StageTuner({})
+
+
+def test_a_live_pipeline_is_scaled_by_its_tuner(wait_for: Any) -> None:
+    tuner = StageTuner({"a": Tuner(poisson(20, 5, seed=0), 1, FAST, 60.0)}, 10.0)
+    with pipeline(engine("a", most_workers=4), tuner=tuner) as live:
+        assert live.stats().stages["a"].workers_up == 1
+        for _ in range(200):
+            live.submit("x")
+        wait_for(lambda: live.stats().stages["a"].workers_up > 1)
+    assert tuner.history
+
+
+def test_the_simulation_predicts_the_live_percentile() -> None:
+    """The 99th percentile of the simulation is within 5 % of the live one, with engines that sleep."""
+    tables = {"a": FAST.scaled(5.0), "b": FAST.scaled(8.0)}
+    slo_ms, numbers = 300.0, np.array([1, 2, 3])
+    arrivals = poisson(40, 6, seed=5)
+    counts = np.random.default_rng(1).choice(numbers, len(arrivals))
+    described = PipelineModel(
+        (StageModel("a", {"cpu": tables["a"]}), StageModel("b", {"cpu": tables["b"]}, {"a": 1.0}, (1, 2, 3))),
+        {"cpu": 1.0},
+        slo_ms,
+    )
+    choices = {"a": StageChoice("cpu", 1, 4), "b": StageChoice("cpu", 2, 4)}
+    found = estimate_pipeline(arrivals, described, choices, inputs={"b": counts})
+    stages = [
+        Stage("a", StandIn(tables["a"], sleeps=True), table=tables["a"]),
+        Stage(
+            "b",
+            StandIn(tables["b"], sleeps=True),
+            ["a"],
+            lambda x: [x] * x[1],
+            True,
+            2.0,
+            tables["b"],
+            workers=2,
+        ),
+    ]
+    with pipeline(*stages, example=2, slo_ms=slo_ms) as live:
+        start, futures = time.perf_counter(), []
+        for at, count in zip((arrivals - arrivals[0]) / 1e3, counts, strict=True):
+            time.sleep(max(0.0, start + at - time.perf_counter()))
+            futures.append(live.submit(int(count)))
+        latencies = [f.result(10).latency_ms for f in futures]
+    assert float(np.percentile(latencies, 99)) == pytest.approx(found.percentile_ms(99.0), rel=0.05)
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+def test_the_command_plans_and_leaves_the_function_plan_alone(tmp_path: Any) -> None:
+    FAST.save(tmp_path / "fast.json")
+    (tmp_path / "trace.txt").write_text("\n".join(map(str, poisson(50, 4, seed=0).tolist())))
+    (tmp_path / "p.json").write_text(
+        '{"kind": "subnetact.pipeline", "schema": 1, "slo_ms": 50, "hardware": {"cpu": 1.0}, "stages": ['
+        '{"name": "find", "tables": {"cpu": 2.0}},'
+        '{"name": "read", "after": ["find"], "tables": {"cpu": "fast.json"}, "inputs": [1, 2]}]}'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "subnetact.plan",
+        "p.json",
+        "trace.txt",
+        "--coarse",
+        "--json",
+        "out.json",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "plan: cost 2" in done.stdout
+    assert (tmp_path / "out.json").exists()
+    import subnetact.plan
+    from subnetact.serving import plan
+
+    assert callable(plan)
+    assert plan.__module__ == "subnetact.serving.planning.planner"
+    (tmp_path / "p.json").write_text('{"kind": "subnetact.pipeline", "schema": 1, "stages": []}')
+    assert subnetact.plan.main([str(tmp_path / "p.json"), "maf"]) == 2
+    assert subnetact.plan.main([str(tmp_path / "p.json"), "nothing"]) == 2
