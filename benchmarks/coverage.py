@@ -1,11 +1,13 @@
 """What `insert_(model, example=x)` makes elastic: `python benchmarks/coverage.py`.
 
 Every classification model of torchvision, one model of each timm module and small random networks of 20
-Hugging Face architectures, each in a process of its own with one thread. A line per model says how much of
-the parameters and of the multiply-accumulates the smallest choices of each axis alone take away, how long
-`insert_` takes with its proof, and why a model is refused. Every inserted model is checked once more, apart
-from the proof: the largest subnet equals the model, random subnets equal their extraction (to 1e-5;
-`extraction` is the largest difference). Models that are done already in the result file are not run again.
+Hugging Face architectures, each in a process of its own with one thread, on the smallest images that it
+takes. A line per model says how much of the parameters and of the multiply-accumulates the smallest choices
+of each axis alone take away, how many seconds of CPU `insert_` takes with its proof, and why a model is
+refused. Every inserted model is checked once more, apart from the proof: the largest subnet equals the model,
+random subnets equal their extraction (to 1e-5; `extraction` is the largest difference). Models that are done
+already in the result file are not run again, so that a run that was stopped goes on, and several may run at
+the same time.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import argparse
 import gc
 import importlib
 import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,8 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteForCausalLM", {}),
 }
 """Model type -> class, and sizes beyond the common ones."""
+IMAGES = (64, 96, 112, 128, 160, 192, 224, 256, 299, 384)
+"""Sizes of images, of which the first one that a model takes is used."""
 COMMON = {
     **{"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64, "num_labels": 5},
@@ -93,26 +97,21 @@ def model_of(source: str, name: str) -> tuple[nn.Module, Any, Callable[[Any], An
         if "CausalLM" in kind or "LMHead" in kind:
             return model, {"input_ids": tokens, "use_cache": False}, logits
         return model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, logits
-    if source == "timm":
-        import timm
-
-        model = timm.create_model(name)
-        size = model.pretrained_cfg.get("input_size", (3, 224, 224))  # type: ignore[union-attr, operator]
-        sizes = [size[-1]] if model.pretrained_cfg.get("fixed_input_size") else [96, size[-1]]  # type: ignore[union-attr, operator]
-    else:
-        import torchvision
-
-        model = torchvision.models.get_model(name, weights=None)
-        sizes = [64, 96, 224, 299]
-    model.eval()
-    for size in sizes:
+    make, key = importlib.import_module("timm").create_model, "img_size"
+    if source == "torchvision":
+        make, key = importlib.import_module("torchvision").models.get_model, "image_size"
+    model, resized = make(name), False
+    for size in IMAGES:
         x = torch.randn(2, 3, size, size)
-        try:
-            with torch.no_grad():
-                model(x)
-        except Exception:
-            continue
-        return model, x, logits
+        for again in (False, True):  # some models are made for one size of images
+            try:
+                if again or resized:
+                    model, resized = make(name, **({key: size} if again else {})), again
+                with torch.no_grad():
+                    model.eval()(x)
+            except Exception:
+                continue
+            return model, x, logits
     raise RuntimeError("no image size runs")
 
 
@@ -125,12 +124,14 @@ def coverage(source: str, name: str) -> dict[str, Any]:
     with torch.no_grad():
         expected = scores(call_with(model, x))
     facts: dict[str, Any] = {"parameters": parameters}
-    start = time.perf_counter()
+    if isinstance(x, torch.Tensor):
+        facts["image"] = x.shape[-1]
+    start = time.process_time()
     try:
         supernet = insert_(model, example=x)
     except SubnetActError as error:
-        return {**facts, "refused": str(error)[:300], "seconds": round(time.perf_counter() - start, 1)}
-    facts["seconds"] = round(time.perf_counter() - start, 1)
+        return {**facts, "refused": str(error)[:300], "seconds": round(time.process_time() - start, 1)}
+    facts["seconds"] = round(time.process_time() - start, 1)
     gc.collect()
     space = supernet.space
     facts["subnets"] = float(space.size())
@@ -185,16 +186,26 @@ def import_torchvision() -> list[Any]:
 
 def run(name: str) -> dict[str, Any]:
     """Run one model in a process of its own."""
-    command = [sys.executable, __file__, "--one", name]
+    context = multiprocessing.get_context("fork")  # a new interpreter would import everything again
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_here, args=(name, theirs))
+    process.start()
+    theirs.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no end within {LIMIT_S} s"}
-    lines = done.stdout.strip().splitlines()
+        found: dict[str, Any] = ours.recv() if ours.poll(LIMIT_S) else {"failed": f"no end in {LIMIT_S} s"}
+    except EOFError:
+        process.join()
+        found = {"failed": f"exit {process.exitcode}"}
+    process.kill()
+    return found
+
+
+def _run_here(name: str, answer: Any) -> None:
+    warnings.simplefilter("ignore")
     try:
-        return dict(json.loads(lines[-1]))
-    except (IndexError, ValueError):
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+        answer.send(coverage(*name.split(":")))
+    except Exception as error:
+        answer.send({"failed": f"{type(error).__name__}: {error}"[:300]})
 
 
 def report(models: dict[str, Any]) -> str:
@@ -239,20 +250,28 @@ def main() -> None:
         source, name = args.one.split(":")
         print(json.dumps(coverage(source, name)))
         return
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
     if args.report:
-        print(report(known["models"]))
+        print(report(known()["models"]))
         return
-    wanted = [n for n in names() if args.only in n and (args.again or n not in known["models"])]
-    for name in tqdm(wanted, disable=None):
-        known["models"][name] = run(name)
-        known["machine"] = {
-            **machine(torch.device("cpu")),
-            **{package: importlib.import_module(package).__version__ for package in ("timm", "transformers")},
-        }
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    torch.set_num_threads(1)
+    packages = ("timm", "transformers")
+    versions = {package: importlib.import_module(package).__version__ for package in packages}
+    wanted = names()
+    for name in tqdm([n for n in wanted if args.only in n], disable=None):
+        if args.again or name not in known()["models"]:
+            facts = run(name)
+            models = {**known()["models"], name: facts}
+            models = {n: models[n] for n in sorted(models, key=wanted.index)}
+            document = {"models": models, "machine": {**machine(torch.device("cpu")), **versions}}
+            RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     del kept
-    print(report(known["models"]))
+    print(report(known()["models"]))
+
+
+def known() -> dict[str, Any]:
+    """Return the results so far."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    return found
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from subnetact.operators.base import Operator
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import bind_module
+from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Counts", "MetaForward"]
@@ -164,9 +165,14 @@ class MetaForward:
             with torch.no_grad(), self._mode:
                 call_with(network.module, self.input)
         except Exception as error:
+            advice = ""
+            if "meta tensor" in str(error):
+                advice = (
+                    "; costs follow from shapes: leave out inputs whose values a forward reads, as a mask's"
+                )
             raise SpecError(
                 f"{self.space.name}: the network does not run without data on {describe_input(self.input)}: "
-                f"{error}"
+                f"{summary(network.module, error)}{advice}"
             ) from error
         return self._mode.under_way[0]
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.fx import Graph
 
 from subnetact.errors import InsertError, MissingExtra
+from subnetact.insertion.blocks import ADDITIONS
 from subnetact.insertion.description import Group, Member
 from subnetact.operators import (
     AttentionSlice,
@@ -52,6 +53,7 @@ LONGEST_S = 20.0
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 SILENT_IN_EVALUATION = ("stochastic_depth", "drop_path", "drop_block_2d", "drop_block_fast_2d")
 """Functions that return their first argument outside of training."""
 
@@ -139,6 +141,7 @@ class TracedModel:
                     continue
                 try:
                     group = self._group(layer)
+                    _check_apart(group, found)
                 except _Refused as reason:
                     refused[layer] = str(reason)
                     continue
@@ -188,8 +191,25 @@ class TracedModel:
         if not any((m.module, m.part) == (layer, "out") for m in members):
             raise _Refused("its outputs are not sliced on their own")
         members += self._numbers(impact, full)
-        kind = _kind(self._modules, members)
+        kind = "stream" if self._is_shared(impact) else _kind(self._modules, members)
         return Group(f"{layer}.{kind}", kind, full, tuple(members), unit)
+
+    def _is_shared(self, impact: Any) -> bool:
+        """Tell whether the channels are added to those of other layers, or concatenated with them."""
+        chosen, operations = impact.selections, self._graph._data.operations
+        for node in self._graph.fx_graph.nodes:
+            if node.target not in ADDITIONS and node.target not in CONCATENATIONS:
+                continue
+            found, made = operations[node.name].inputs, operations[node.name].outputs
+            own = {t.id: t for t in found if t.id in chosen and not t.paths}
+            if node.target in ADDITIONS and len(own) > 1:
+                return True
+            if node.target in CONCATENATIONS and len(own) < len({t.id for t in found}):
+                for tensor in own.values():
+                    grown = [d for d, n in enumerate(tensor.shape) if n != made[0].shape[d]]
+                    if any(chosen[tensor.id].fully_selected_indices(d) for d in grown):
+                        return True
+        return False
 
     def _removed(self, impact: Any) -> _Removed:
         for diagnostic in impact.diagnostics:
@@ -251,6 +271,8 @@ class TracedModel:
                 raise _Refused(f"{path} keeps no prefix of its channels: {start} to {stop} go with it")
             end = stop
             alone = (begin, stop) == (0, length)
+            if not alone and kind is ElasticAttribute:
+                raise _Refused(f"{path}.{part} consists of several segments")
             yield Member(path, part, kind, multiple, *((None, None) if alone else (begin, length)))
 
     def _is_free(self, path: str, name: str, dim: int) -> bool:
@@ -315,6 +337,25 @@ def _part(module: nn.Module, path: str, name: str, axis: int) -> tuple[type[Oper
     if name not in module._parameters:
         raise _Refused(f"the buffer {path}.{name} goes with it")
     return ElasticAttribute, f"{name}.{axis}"
+
+
+def _check_apart(group: Group, others: Sequence[Group]) -> None:
+    """Refuse a group of which a member follows the channels of another group, too."""
+    taken: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for other in others:
+        for m in other.members:
+            taken.setdefault((m.module, m.part), []).append(_extent(other, m))
+    for m in group.members:
+        start, stop = _extent(group, m)
+        if any(start < b and a < stop for a, b in taken.get((m.module, m.part), ())):
+            raise _Refused(f"{m.module}.{m.part} follows other channels, too")
+
+
+def _extent(group: Group, member: Member) -> tuple[int, float]:
+    """Return where the segment of a member starts and stops."""
+    if member.start is None:
+        return 0, math.inf
+    return member.start, member.start + group.full * member.multiple
 
 
 def _kind(modules: Mapping[str, nn.Module], members: Sequence[Member]) -> str:

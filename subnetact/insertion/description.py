@@ -31,8 +31,13 @@ from subnetact.spec import Value
 
 __all__ = ["AXES", "Description", "Group", "Member", "Stage", "sizes_of_choices"]
 
-AXES = ("depth", "width", "ffn", "heads")
-"""The kinds of elastic sizes, in the order of the axes of the space."""
+AXES = ("depth", "width", "stream", "ffn", "heads")
+"""The kinds of elastic sizes, in the order of the axes of the space.
+
+depth: the kept blocks of a stage. width: channels that one layer computes, inside a block for example.
+stream: channels that several layers share because their outputs are added, as in a residual stream, or
+concatenated, as in a dense block. ffn: the neurons between linear layers. heads: the heads of an attention.
+"""
 
 FORMAT = DocumentFormat(
     noun="a description of an elastic model",

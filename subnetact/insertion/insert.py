@@ -48,8 +48,10 @@ def describe(
     Args:
         model: an ordinary model, in evaluation mode.
         example: a batch for the model: a tensor, a tuple of arguments or a dictionary of named arguments.
-        axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels), "ffn" (neurons
-            between two linear layers) and "heads" (attention heads).
+        axes: the kinds of sizes to look for: "depth" (skippable blocks), "width" (channels that one layer
+            computes, inside a block for example), "stream" (channels that several layers share, because
+            their outputs are added or concatenated), "ffn" (neurons between two linear layers) and "heads"
+            (attention heads).
         choices: axis, or name or pattern of groups and stages -> choices: shares of the full size if one of
             them is a float, otherwise sizes. A list is meant for all axes. What is not named has the shares
             0.5, 0.75 and 1.0.

@@ -14,9 +14,10 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from subnetact.errors import SpecError
+from subnetact.errors import InsertError, SpecError, SubnetActError
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, describe_input, logits
+from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.training.gradients import average_gradients_
 
@@ -101,7 +102,8 @@ def sandwich_step(
     Raises:
         SpecError: an argument is out of its range, the supernet is in evaluation mode, or distillation finds
             no class scores of shape (N, classes, ...).
-        InsertError: `supernet` is not a `Supernet`.
+        InsertError: `supernet` is not a `Supernet`, or a branch of the network that only training runs reads
+            channels that are narrow in a subnet.
 
     Source:
         US-Nets (ICCV'19), section 3; BigNAS (ECCV'20), section 3.1.
@@ -141,7 +143,7 @@ def sandwich_step(
     losses: dict[SubnetSpec, float] = {}
     with _unsynchronised(supernet):
         for spec in specs:
-            scores = logits(_run(supernet, x, spec))
+            scores = logits(_run(supernet, x, spec, largest=not losses))
             if wanted is None or not distillation:
                 total = loss(scores, target)
                 if distillation and len(specs) > 1:
@@ -173,10 +175,30 @@ def _specs(
     return list(dict.fromkeys(found))
 
 
-def _run(supernet: nn.Module, x: Any, spec: SubnetSpec) -> Any:
-    if isinstance(x, tuple):
-        return supernet(*x, subnet=spec)
-    return supernet(**x, subnet=spec) if isinstance(x, dict) else supernet(x, subnet=spec)
+def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
+    try:
+        if isinstance(x, tuple):
+            return supernet(*x, subnet=spec)
+        return supernet(**x, subnet=spec) if isinstance(x, dict) else supernet(x, subnet=spec)
+    except RuntimeError as error:
+        if largest or isinstance(error, SubnetActError | torch.OutOfMemoryError):
+            raise
+        raise InsertError(
+            f"a subnet does not run in training mode, although the first one does: {_place(error)}; what "
+            "only training runs, such as an auxiliary classifier, was not seen by insert_: remove it from the "
+            "model before insert_, or keep what it reads at its full size (fixed=...)"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the first line of an error, after the name of the module of the subnet that raised it."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not isinstance(module, Supernet | DistributedDataParallel):
+            return summary(module, error)
+        trace = trace.tb_next
+    return str(error)
 
 
 @contextmanager

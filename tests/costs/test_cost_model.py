@@ -231,3 +231,25 @@ def test_what_depends_on_a_setting_is_found_in_an_own_network() -> None:
         assert isinstance(width, int)
         convolutions = 32 * 32 * 3 * width + side * side * 9 * width * 8
         assert model(spec).macs == convolutions + 8 * side**3
+
+
+def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            if mask is not None and not mask.all():
+                x = x * mask
+            return self.outer(self.inner(x))  # type: ignore[no-any-return]
+
+    space = subnetact.SubnetSpace(
+        "masked", [subnetact.Axis.uniform("width", ["all"], [4, 8])], lambda values: {"w": values["width"][0]}
+    )
+    elastic = {"inner": subnetact.WeightSlice.on(out="w"), "outer": subnetact.WeightSlice.on(in_="w")}
+    supernet = subnetact.insert_(Masked().eval(), space, elastic)
+    x, mask = torch.zeros(3, 4), torch.ones(3, 1)
+    with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
+        subnetact.cost(supernet, space.smallest(), {"x": x, "mask": mask})
+    assert subnetact.cost(supernet, space.smallest(), {"x": x}).macs == 3 * (4 * 4 + 4 * 4)

@@ -35,24 +35,25 @@ def make(name: str, **options: Any) -> nn.Module:
     return model.eval()
 
 
+CHANNELS = {"depth", "width", "stream"}
 QUICK = {
-    "resnet18": (64, {}, {"depth", "width"}),
-    "mobilenet_v3_small": (64, {}, {"depth", "width", "ffn"}),
-    "timm:convnext_atto": (64, {}, {"depth", "width"}),
-    "timm:vit_tiny_patch16_224": (64, {"img_size": 64, "depth": 2}, {"depth", "width", "ffn", "heads"}),
+    "resnet18": (64, {}, CHANNELS),
+    "mobilenet_v3_small": (64, {}, {"depth", "width", "stream", "ffn"}),
+    "timm:convnext_atto": (64, {}, CHANNELS),
+    "timm:vit_tiny_patch16_224": (64, {"img_size": 64, "depth": 2}, {"depth", "stream", "ffn", "heads"}),
 }
 SLOW = {
-    **dict.fromkeys(("resnet50", "wide_resnet50_2", "resnext50_32x4d"), (64, {}, {"depth", "width"})),
-    **dict.fromkeys(("mobilenet_v2", "efficientnet_b0", "regnet_y_400mf"), (64, {}, {"depth", "width"})),
-    "mobilenet_v3_large": (64, {}, {"depth", "width", "ffn"}),
-    "convnext_tiny": (64, {}, {"depth", "width", "ffn"}),
-    "densenet121": (64, {}, {"width"}),
-    "vit_b_16": (64, {"image_size": 64}, {"depth", "width", "ffn", "heads"}),
-    **dict.fromkeys(("timm:resnet26d", "timm:mobilenetv2_100"), (64, {}, {"depth", "width"})),
-    "timm:efficientnet_b0": (64, {}, {"depth", "width"}),
-    "timm:regnetx_004": (64, {}, {"depth", "width"}),
-    "timm:deit_tiny_patch16_224": (64, {"img_size": 64}, {"depth", "width", "ffn", "heads"}),
-    "timm:mixer_s32_224": (64, {"img_size": 64}, {"depth", "width", "ffn"}),
+    **dict.fromkeys(("resnet50", "wide_resnet50_2", "resnext50_32x4d"), (64, {}, CHANNELS)),
+    **dict.fromkeys(("mobilenet_v2", "efficientnet_b0", "regnet_y_400mf"), (64, {}, CHANNELS)),
+    "mobilenet_v3_large": (64, {}, {"depth", "width", "stream", "ffn"}),
+    "convnext_tiny": (64, {}, {"depth", "stream", "ffn"}),
+    "densenet121": (64, {}, {"width", "stream"}),
+    "vit_b_16": (64, {"image_size": 64}, {"depth", "stream", "ffn", "heads"}),
+    **dict.fromkeys(("timm:resnet26d", "timm:mobilenetv2_100"), (64, {}, CHANNELS)),
+    "timm:efficientnet_b0": (64, {}, CHANNELS),
+    "timm:regnetx_004": (64, {}, CHANNELS),
+    "timm:deit_tiny_patch16_224": (64, {"img_size": 64}, {"depth", "stream", "ffn", "heads"}),
+    "timm:mixer_s32_224": (64, {"img_size": 64}, {"depth", "stream", "ffn"}),
 }
 """Model -> image size, options, axes that are elastic."""
 PACKED = ("densenet121", "timm:vit_tiny_patch16_224", "timm:deit_tiny_patch16_224")
@@ -131,10 +132,7 @@ def test_axes_choices_only_and_fixed() -> None:
     model = make("resnet18")
     x = torch.randn(1, 3, 64, 64)
     found = subnetact.describe(model, x, axes=("width",), only="layer[34].*", proof=False)
-    assert list(found.groups) == [
-        *("layer3.0.conv1.width", "layer3.0.conv2.width", "layer3.1.conv1.width"),
-        *("layer4.0.conv1.width", "layer4.0.conv2.width", "layer4.1.conv1.width"),
-    ]
+    assert list(found.groups) == [f"layer{i}.{j}.conv1.width" for i in (3, 4) for j in (0, 1)]
     assert not found.stages
     chosen = {"width": (0.25, 1.0), "layer3.*": (0.5, 1.0), "layer4.1.conv1.width": (64, 512)}
     found = subnetact.describe(model, x, choices=chosen, fixed="layer4.0*", proof=False)
@@ -147,10 +145,89 @@ def test_axes_choices_only_and_fixed() -> None:
     assert [stage.blocks for stage in each.stages.values()][:2] == [("layer1.0",), ("layer1.1",)]
 
 
+class Dense(nn.Module):
+    """A stem, two dense layers with bottlenecks, a ghost module, and a perceptron as its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 1)
+        self.narrow = nn.ModuleList([nn.Conv2d(16 + 8 * i, 32, 1) for i in range(2)])
+        self.grow = nn.ModuleList([nn.Conv2d(32, 8, 3, padding=1) for _ in range(2)])
+        self.primary, self.cheap = nn.Conv2d(32, 24, 1), nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.hidden, self.head = nn.Linear(48, 64), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for narrow, grow in zip(self.narrow, self.grow, strict=True):
+            x = torch.cat([x, grow(narrow(x).relu())], 1)
+        x = self.primary(x)
+        x = torch.cat([x, self.cheap(x)], 1).mean((2, 3))
+        return self.head(self.hidden(x).relu())
+
+
+def axes_of(description: Description) -> dict[str, set[str]]:
+    found = {axis.name: {slot.name for slot in axis.slots} for axis in description.space.axes}
+    return {axis: {name.removesuffix(f".{axis}") for name in names} for axis, names in found.items()}
+
+
+def test_channels_of_one_layer_and_of_several_are_axes_of_their_own() -> None:
+    model = make("resnet18")
+    hidden = {"layer1.0.conv1", "layer1.1.conv1", "layer2.0.conv1", "layer2.1.conv1"}
+    shared = {"conv1", "layer2.0.conv2"}
+    found = subnetact.describe(model, X, axes=("width", "stream"), only=["conv1", "layer[12].*"], proof=False)
+    assert axes_of(found) == {"width": hidden, "stream": shared}
+    dense = {"width": {"narrow.0", "narrow.1", "primary"}, "stream": {"stem", "grow.0", "grow.1"}}
+    assert axes_of(subnetact.describe(Dense().eval(), X)) == {**dense, "ffn": {"hidden"}}
+
+
+@pytest.mark.parametrize("axis", ["width", "stream"])
+def test_one_kind_of_channels_alone_becomes_narrow(axis: str) -> None:
+    model = make("resnet18")
+    full = outputs_of(model, X)[0]
+    supernet = subnetact.insert_(model, example=X, axes=(axis,))
+    assert [a.name for a in supernet.space.axes] == [axis]
+    assert torch.equal(outputs_of(supernet, X)[0], full)
+    block = supernet.extract(supernet.space.smallest()).get_submodule("layer2.1")
+    width, stream = (64, 128) if axis == "width" else (128, 64)
+    assert (block.conv1.in_channels, block.conv1.out_channels) == (stream, width)
+    assert (block.conv2.in_channels, block.conv2.out_channels) == (width, stream)
+
+
+class Partial(nn.Module):
+    """A layer for a quarter of the channels, whose next layer reads these and the rest, and a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.part = nn.Conv2d(3, 16, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.up, self.down = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+        self.scales = nn.Parameter(torch.ones(8, 1, 1))
+        self.left, self.right, self.head = nn.Conv2d(16, 4, 1), nn.Conv2d(16, 4, 1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        first, rest = x.split((4, 12), 1)
+        x = x + self.down(self.up(torch.cat([self.part(first), rest], 1)).relu())
+        x = torch.cat([self.left(x), self.right(x)], 1) * self.scales
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_part_of_two_sizes_is_left_out_and_the_rest_is_elastic() -> None:
+    model = Partial().eval()
+    full = outputs_of(model, X)[0]
+    supernet = subnetact.insert_(model, example=X)
+    assert torch.equal(outputs_of(supernet, X)[0], full)
+    names = {slot.name for axis in supernet.space.axes for slot in axis.slots}
+    assert "up.width" in names
+    assert not names & {"part.width", "left.stream", "right.stream"}
+    refused = subnetact.describe(Partial().eval(), X).refused
+    assert "follows other channels, too" in refused["part"]
+    assert "scales.0 consists of several segments" in refused["left"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axes": ("widths",)}, "choose from depth, width, ffn, heads"),
+        ({"axes": ("widths",)}, "choose from depth, width, stream, ffn, heads"),
         ({"only": "nothing.*"}, "only: no module matches 'nothing.*'"),
         ({"fixed": ["first", "4"]}, "fixed: no module matches '4'"),
         ({"choices": {"width": (0.5, 2.0)}}, r"first.width: 2.0 is not a choice"),
@@ -465,7 +542,7 @@ class Shuffled(nn.Module):
     ("model", "sizes"),
     [
         (Gated, {"both.width": 16, "second.width": 16}),
-        (Branches, {"fine.0.width": 16, "coarse.0.width": 32, "up.width": 16}),
+        (Branches, {"fine.0.stream": 16, "coarse.0.width": 32, "up.stream": 16}),
         (Shuffled, {"second.width": 8}),
     ],
 )

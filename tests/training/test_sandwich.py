@@ -266,3 +266,30 @@ def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
         assert result["gradients"].keys() == expected.keys()
         for name, grad in result["gradients"].items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_branch_that_only_training_runs_is_named() -> None:
+    class Auxiliary(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aux = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Any:
+            features = F.relu(self.bn(self.conv(x))).mean((2, 3))
+            scores = self.head(features)
+            return (scores, self.aux(features)) if self.training else scores
+
+    supernet = new_supernet()
+    elastic = {
+        "conv": WeightSlice.on(out="width"),
+        "bn": SubnetNorm.on(channels="width"),
+        "head": WeightSlice.on(in_="width"),
+    }
+    branched = insert_(Auxiliary().eval(), supernet.space, elastic).train()
+    x, labels = data()
+    message = r"although the first one does: aux \(Linear\).*an auxiliary classifier.*\(fixed=\.\.\.\)"
+    with pytest.raises(InsertError, match=message):
+        sandwich_step(branched, x, labels, rng=random.Random(0))
+    described = {**elastic, "aux": WeightSlice.on(in_="width")}
+    whole = insert_(Auxiliary().eval(), supernet.space, described).train()
+    assert sandwich_step(whole, x, labels, rng=random.Random(0)).losses
