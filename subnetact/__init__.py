@@ -25,6 +25,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     digits, demo, simulate, plan         the embedded supernet; commands: the demo, the simulator, planning
     serve/                               python -m subnetact.serve: a bundle over HTTP
     loadtest/                            python -m subnetact.loadtest: an open-loop client
+    cluster/                             build_app: replicas of the service on Ray Serve
     ofa_adapters/                        published supernet families and their checkpoints
 
 Glossary

@@ -114,13 +114,14 @@ def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     }
 
 
-def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bundle:
+def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mapped: bool = False) -> Bundle:
     """Read a bundle.
 
     Args:
         directory: the bundle.
         supernet: the supernet to fill with the bundle's weights. If None, a new one is built by the name of
             its family.
+        mapped: whether the supernet's weights stay in the file, which processes share.
 
     Returns:
         The parts that an engine is made of.
@@ -136,7 +137,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None) -> Bu
     bundle, tensors = BUNDLE.read_version(directory, partial(_read, given=supernet))
     folder = Path(directory)
     with BUNDLE.fields(folder / INDEX, damaged=(RuntimeError,)):
-        _fill(bundle.supernet, tensors, folder / WEIGHTS, own_dtype=supernet is not None)
+        _fill(bundle.supernet, tensors, folder / WEIGHTS, own_dtype=supernet is not None, mapped=mapped)
         bundle.supernet.norms = bundle.norms
     return bundle
 
@@ -202,7 +203,9 @@ def _rebuilt(origin: Any, index: Path, size: int) -> Supernet:
         raise FileFormatError(f"{index}: cannot rebuild {name!r} ({error}); update ofa_adapters") from error
 
 
-def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dtype: bool) -> None:
+def _fill(
+    supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dtype: bool, mapped: bool
+) -> None:
     own: OrderedDict[str, Tensor] = supernet.state_dict()
     differing = sorted(set(own) ^ set(tensors)) or [
         name for name, tensor in tensors.items() if tensor.shape != own[name].shape
@@ -222,6 +225,10 @@ def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dty
                 f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
                 "supernet of that dtype: Engine.load(directory, supernet=...)"
             )
+    if mapped:  # `read_tensors` returns views of the mapped file
+        for name, kept in supernet.state_dict(keep_vars=True).items():
+            kept.data = tensors[name]
+        return
     versioned = OrderedDict(tensors)
     versioned._metadata = own._metadata  # type: ignore[attr-defined]
     supernet.load_state_dict(versioned)

@@ -596,7 +596,12 @@ class Engine:
 
     @classmethod
     def load(
-        cls, directory: str | PathLike[str], *, supernet: Supernet | None = None, **options: Any
+        cls,
+        directory: str | PathLike[str],
+        *,
+        supernet: Supernet | None = None,
+        mapped: bool = False,
+        **options: Any,
     ) -> Engine:
         """Read a bundle that `save` wrote. Nothing is unpickled.
 
@@ -604,6 +609,9 @@ class Engine:
             directory: the bundle.
             supernet: for an own network, a supernet made with the same arguments; the weights of the bundle
                 replace its weights. If None, the supernet is rebuilt by the name of its family.
+            mapped: whether the weights of a CPU engine stay in the bundle's file, mapped into memory:
+                all processes of a machine that map the same bundle share one copy. A bundle that is saved
+                again is another file, so a loaded engine does not change.
             options: further arguments of `Engine`, for example `device` and `memory_budget_mb`.
 
         Returns:
@@ -616,7 +624,7 @@ class Engine:
             ForeignSpec: the given supernet is of another space.
             InsertError: `supernet` is not a `Supernet`, but a plain network for example.
         """
-        found = load_bundle(directory, supernet)
+        found = load_bundle(directory, supernet, mapped)
         served: Mapping[str, Any] = {
             "example": found.example,
             "padding": found.padding,

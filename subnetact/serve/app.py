@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,14 +14,23 @@ from starlette.exceptions import HTTPException
 from subnetact import __version__
 from subnetact.errors import SubnetActError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import ClientGone, Headers, Receive, Scope, Send, refusal_of, send_reply
+from subnetact.serve.exchange import (
+    ClientGone,
+    Headers,
+    Receive,
+    Refusal,
+    Scope,
+    Send,
+    refusal_of,
+    send_reply,
+)
 from subnetact.serve.inference_protocol import InferenceProtocol
 from subnetact.serve.limits import Limits
 from subnetact.serve.openapi import paths
 from subnetact.serve.plain import PlainInference
+from subnetact.serve.rows import Answerer
 from subnetact.serve.service import Service, now_ms
 from subnetact.serve.status_page import StatusFeed, page
-from subnetact.serving.live.batcher import Batcher
 
 __all__ = ["ServeApp", "build_app"]
 
@@ -44,7 +53,7 @@ SAFE_HEADERS = {
 
 
 def build_app(
-    batcher: Batcher,
+    batcher: Answerer,
     engine: Any,
     *,
     slo_ms: float,
@@ -53,6 +62,7 @@ def build_app(
     tokens: dict[str, str] | None = None,
     image_mean: tuple[float, ...] = (0.0,),
     image_std: tuple[float, ...] = (1.0,),
+    allowed_hosts: Sequence[str] | None = None,
 ) -> ServeApp:
     """Make the application that `python -m subnetact.serve` runs, to mount it or to run it yourself.
 
@@ -61,7 +71,7 @@ def build_app(
     slow and idle connections belong to the server, not to the application; see `subnetact.serve.run`.
 
     Args:
-        batcher: an open batcher.
+        batcher: an open batcher, or the client of a cluster.
         engine: its engine, with an example.
         slo_ms: the deadline of requests that name none, in ms.
         name: name of the model in the Open Inference Protocol.
@@ -69,6 +79,8 @@ def build_app(
         tokens: the name of the client per bearer token. If None, no token is needed.
         image_mean: mean per channel by which images are normalised, after they were scaled to 0..1.
         image_std: standard deviation per channel.
+        allowed_hosts: names by which clients may address the server, without ports; requests whose header
+            `Host` has another one are refused. If None, any name.
 
     Returns:
         The application.
@@ -89,6 +101,7 @@ def build_app(
         access=Access(tokens or {}),
         image_mean=image_mean,
         image_std=image_std,
+        allowed_hosts=allowed_hosts,
     )
     return ServeApp(service)
 
@@ -145,6 +158,10 @@ class ServeApp(FastAPI):
         protocol = path.startswith("/v2")
         try:
             headers = Headers(scope["headers"])
+            if not self.service.serves_host(headers.get(b"host")):
+                raise Refusal(
+                    400, "InvalidHost", "host: the server is not addressed by this name; see --allowed-hosts"
+                )
             client = self._client(scope, headers, path)
             found = self._inference.get(path)
             if found is None:

@@ -22,25 +22,29 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from subnetact.engine.engine import Engine
 from subnetact.errors import SubnetActError, UserCodeError
 from subnetact.profile.cli import json_object
-from subnetact.profile.source import build_model
 from subnetact.serve import Limits, read_tokens
-from subnetact.serve.service import load_engine, scheduler_table
-from subnetact.serving.live.batcher import Batcher
-from subnetact.serving.policies import make_policy
-from subnetact.serving.scheduling.fair_shares import FairShares
+from subnetact.serve.rows import Answerer
+from subnetact.serve.source import Source
 
 __all__ = ["main", "options"]
 
 DONE, USAGE = 0, 2
-EPILOG = """your own network:
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+EPILOG = """backends:
+  local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
+  machine or on the cluster at --ray-address, and the server sends every request to the replica that is
+  expected to answer first. The bundle must be at the same path on every node.
+
+your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
   that of `python -m subnetact.profile --help`, which explains it."""
 
@@ -54,6 +58,9 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m subnetact.serve", description=__doc__, epilog=EPILOG, formatter_class=_Formatter
     )
+    parser.add_argument(
+        "--backend", choices=("local", "ray"), default="local", help="where batches run; see the end"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="folder of a saved engine")
     source.add_argument("--demo", action="store_true", help="serve the supernet for digits of the package")
@@ -66,7 +73,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
     parser.add_argument("--policy", default="slackfit:4", help="for example slackfit:4, hullfit or fixed:0")
     parser.add_argument("--slo-ms", type=float, default=36.0, help="deadline of requests that name none")
-    parser.add_argument("--workers", type=int, default=1, help="threads that run batches")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="threads that run batches; with Ray, replicas of one thread"
+    )
     parser.add_argument("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
     parser.add_argument(
         "--max-queue", type=int, default=2000, help="waiting requests beyond which all are refused"
@@ -79,12 +88,27 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port and prints it")
+    parser.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names that the header Host may have, or *; default: the loopback names if the server listens "
+        "there, otherwise any",
+    )
     parser.add_argument("--token-file", type=Path, help="tokens of clients: TOKEN or NAME TOKEN per line")
     parser.add_argument(
         "--grace-s", type=float, default=0.0, help="time between SIGTERM and the end of the server"
     )
     parser.add_argument("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
     parser.add_argument("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
+    cluster = parser.add_argument_group("Ray")
+    cluster.add_argument("--ray-address", help="of a running cluster; default: Ray starts on this machine")
+    cluster.add_argument(
+        "--queue",
+        choices=("replicas", "central"),
+        default="replicas",
+        help="one deadline queue per replica, or one in the server, which sends batches to idle replicas",
+    )
     usual = Limits()
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -114,7 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
-        app = _open(args)
+        with ExitStack() as stack:
+            app = _open(args, stack)
+            if not _is_loopback(args.host) and not _tokens(args):
+                print(
+                    f"subnetact.serve: {args.host} may be reached from other machines, and no token is set; "
+                    "see --token-file",
+                    file=sys.stderr,
+                )
+            run(app, args.host, args.port, args.grace_s)
     except UserCodeError as error:
         traceback.print_exception(error.__cause__)
         print(f"subnetact.serve: {error}", file=sys.stderr)
@@ -122,18 +154,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SubnetActError, OSError) as error:
         print(f"subnetact.serve: {error}", file=sys.stderr)
         return USAGE
-    if not args.host.startswith("127.") and args.host not in ("localhost", "::1") and not _tokens(args):
-        print(
-            f"subnetact.serve: {args.host} may be reached from other machines, and no token is set; see "
-            "--token-file",
-            file=sys.stderr,
-        )
-    run(app, args.host, args.port, args.grace_s)
     return DONE
 
 
-def _open(args: argparse.Namespace) -> Any:
-    """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
+def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
+    """Load the engine, profile it if it has no latency table, open a batcher, and make the application.
+
+    Args:
+        args: the options.
+        stack: closes what must be closed after the server has ended.
+    """
     from subnetact.serve import build_app
 
     limits = Limits(
@@ -148,22 +178,19 @@ def _open(args: argparse.Namespace) -> Any:
     tokens = _tokens(args)
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
-    engine = _engine(args)
-    table = scheduler_table(engine, args.table)
-    if table is None:
-        from subnetact.serve.digits_engine import profiled
+    source = _source(args)
+    engine: Any
+    batcher: Answerer
+    if args.backend == "ray":
+        from subnetact.cluster.session import RaySession  # the extra `ray` may be missing
 
-        table = profiled(engine)
-    batcher = Batcher(
-        engine,
-        policy=make_policy(args.policy, table, args.slo_ms),
-        slo_ms=args.slo_ms,
-        workers=args.workers,
-        max_queue=args.max_queue,
-        threads_per_worker=args.threads_per_worker,
-        check_finite=True,
-        shares=FairShares() if args.fair else None,
-    )
+        source = replace(source, workers=1)
+        session = RaySession(source, args.workers, queue=args.queue, address=args.ray_address)
+        stack.callback(session.close)
+        engine, batcher = session.engine, session.answerer
+    else:
+        engine = source.engine()
+        batcher = source.batcher(engine, source.latency_table(engine))
     name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
     return build_app(
         batcher,
@@ -174,18 +201,34 @@ def _open(args: argparse.Namespace) -> Any:
         tokens=tokens,
         image_mean=tuple(args.image_mean),
         image_std=tuple(args.image_std),
+        allowed_hosts=_hosts(args),
     )
 
 
-def _engine(args: argparse.Namespace) -> Engine:
-    if args.demo:
-        from subnetact.serve.digits_engine import digits_engine
+def _source(args: argparse.Namespace) -> Source:
+    return Source(
+        bundle=None if args.demo else str(args.bundle),
+        model=args.model,
+        constructor=args.constructor,
+        table=None if args.table is None else str(args.table),
+        policy=args.policy,
+        slo_ms=args.slo_ms,
+        workers=args.workers,
+        threads_per_worker=args.threads_per_worker,
+        max_queue=args.max_queue,
+        fair=args.fair,
+    )
 
-        return digits_engine()
-    supernet = None
-    if args.model:
-        supernet = build_model(args.model, args.constructor)
-    return load_engine(args.bundle, supernet)
+
+def _hosts(args: argparse.Namespace) -> list[str] | None:
+    """Return the names of the server, or None if any name will do."""
+    if args.allowed_hosts is None:
+        return [*LOOPBACK, args.host] if _is_loopback(args.host) else None
+    return None if "*" in args.allowed_hosts else args.allowed_hosts
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host in LOOPBACK
 
 
 def _tokens(args: argparse.Namespace) -> dict[str, str]:

@@ -7,9 +7,9 @@ forms its batches from the rows of all clients. `parameters` may hold `deadline_
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import Ask, read_ask
-from subnetact.serve.exchange import Headers, Receive, Scope, Send, read_body, send_reply
-from subnetact.serve.json_text import SHORT, read_json, tensor_json
+from subnetact.serve.exchange import Headers, Receive, Scope, Send, send_reply
+from subnetact.serve.json_text import read_json, tensor_json
 from subnetact.serve.payloads import array_tensor, tensor_of
-from subnetact.serve.service import Attendance, Service, now_ms
-from subnetact.serve.signature import DATATYPES, InputPart, named_tensors
+from subnetact.serve.service import Service, now_ms
+from subnetact.serve.signature import DATATYPES, InputPart, Signature, named_tensors
 from subnetact.serving.live.batcher import Answer
 
 __all__ = ["InferenceProtocol"]
@@ -96,20 +96,14 @@ class InferenceProtocol:
             arrived_ms: time of the arrival by `now_ms`, in ms.
         """
         service = self._service
-        body = await read_body(receive, headers, service.body_bytes, service.limits.body_s, service.bodies)
-        size = len(body)
-        try:
-            with Attendance(receive):
-                query = scope["query_string"]
-                if size <= SHORT:
-                    request = self._decode(body, query, headers)
-                else:
-                    loop = asyncio.get_running_loop()
-                    request = await loop.run_in_executor(service.threads, self._decode, body, query, headers)
-                del body
-                answers = await self._answers(request, arrived_ms, client)
-        finally:
-            service.bodies.give_back(size)
+        request, answers = await service.exchange(
+            receive,
+            headers,
+            partial(self._decode, scope["query_string"], headers),
+            lambda request: service.answers(
+                request.inputs(service.signature), request.ask, arrived_ms, client
+            ),
+        )
         head, raw = request.reply(service, answers, now_ms() - arrived_ms)
         if not raw:
             await send_reply(send, 200, head)
@@ -117,7 +111,7 @@ class InferenceProtocol:
         lengths = [(HEADER_LENGTH.encode(), b"%d" % len(head))]
         await send_reply(send, 200, b"".join([head, *raw]), lengths, b"application/octet-stream")
 
-    def _decode(self, body: bytes, query: bytes, headers: Headers) -> _Request:
+    def _decode(self, query: bytes, headers: Headers, body: bytes) -> _Request:
         service = self._service
         text, raw = _split(body, headers.get(HEADER_LENGTH.encode()))
         value = read_json(text)
@@ -183,23 +177,6 @@ class InferenceProtocol:
             )
         return rows
 
-    async def _answers(self, request: _Request, arrived_ms: float, client: str) -> Sequence[Answer]:
-        service = self._service
-        xs = [
-            service.signature.join({name: tensor[row] for name, tensor in request.tensors.items()})
-            for row in range(request.rows)
-        ]
-        if len(xs) == 1:
-            return [await service.answer(xs[0], request.ask, arrived_ms, client)]
-        tasks = [asyncio.ensure_future(service.answer(x, request.ask, arrived_ms, client)) for x in xs]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
-
 
 class _Request:
     """One request: its rows, and what its answer has to look like."""
@@ -212,8 +189,8 @@ class _Request:
         rows: int,
         ask: Ask,
     ) -> None:
-        self.tensors = tensors
-        self.rows = rows
+        self._tensors = tensors
+        self._rows = rows
         self.ask = ask
         self.id = value.get("id")
         if self.id is not None and not isinstance(self.id, str):
@@ -233,6 +210,13 @@ class _Request:
                         "outputs: the classification extension is not served; read the scores"
                     )
                 self._binary[str(entry.get("name"))] = options.get("binary_data", binary) is True
+
+    def inputs(self, signature: Signature) -> list[Any]:
+        """Return one input of the engine per row."""
+        return [
+            signature.join({name: tensor[row] for name, tensor in self._tensors.items()})
+            for row in range(self._rows)
+        ]
 
     def reply(
         self, service: Service, answers: Sequence[Answer], latency_ms: float

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import NAMES, Ask, read_ask
-from subnetact.serve.exchange import Headers, Receive, Scope, Send, read_body, send_reply
-from subnetact.serve.json_text import SHORT, read_json, tensor_json
+from subnetact.serve.exchange import Headers, Receive, Scope, Send, send_reply
+from subnetact.serve.json_text import read_json, tensor_json
 from subnetact.serve.payloads import is_image, is_numpy, numpy_input, values_input, write_numpy
-from subnetact.serve.service import Attendance, Service, now_ms
+from subnetact.serve.service import Service, now_ms
 from subnetact.serve.signature import named_tensors
 from subnetact.serving.live.batcher import Answer
 
@@ -48,23 +48,15 @@ class PlainInference:
             arrived_ms: time of the arrival by `now_ms`, in ms.
         """
         service = self._service
-        body = await read_body(receive, headers, service.body_bytes, service.limits.body_s, service.bodies)
-        size = len(body)
-        try:
-            with Attendance(receive):
-                query = scope["query_string"]
-                if len(body) <= SHORT and not is_image(body):
-                    x, ask = self._decode(body, query, headers)
-                else:
-                    loop = asyncio.get_running_loop()
-                    x, ask = await loop.run_in_executor(service.threads, self._decode, body, query, headers)
-                del body
-                answer = await service.answer(x, ask, arrived_ms, client)
-        finally:
-            service.bodies.give_back(size)
+        (_, ask), [answer] = await service.exchange(
+            receive,
+            headers,
+            partial(self._decode, scope["query_string"], headers),
+            lambda asked: service.answers(*asked, arrived_ms, client),
+        )
         await self._reply(send, answer, ask, arrived_ms)
 
-    def _decode(self, body: bytes, query: bytes, headers: Headers) -> tuple[Any, Ask]:
+    def _decode(self, query: bytes, headers: Headers, body: bytes) -> tuple[list[Any], Ask]:
         service = self._service
         fields: Mapping[str, Any] = {}
         if is_numpy(body):
@@ -74,7 +66,7 @@ class PlainInference:
         else:
             fields = _fields(read_json(body))
             x = values_input(fields["input"], service.signature)
-        return x, read_ask(fields, query, headers, service.slo_ms, service.limits.deadline_ms)
+        return [x], read_ask(fields, query, headers, service.slo_ms, service.limits.deadline_ms)
 
     async def _reply(self, send: Send, answer: Answer, ask: Ask, arrived_ms: float) -> None:
         latency_ms = now_ms() - arrived_ms

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.serve.access import Access
 from subnetact.serve.ask import Ask
-from subnetact.serve.exchange import Bodies, ClientGone, Receive
+from subnetact.serve.exchange import Bodies, ClientGone, Headers, Receive, read_body
+from subnetact.serve.json_text import SHORT
 from subnetact.serve.limits import Limits
-from subnetact.serve.payloads import Images
+from subnetact.serve.payloads import Images, is_image
+from subnetact.serve.rows import Answerer, RowAnswerer, infer_rows
 from subnetact.serve.signature import Signature, named_tensors
-from subnetact.serving.live.batcher import Answer, Batcher
+from subnetact.serving.live.batcher import Answer
 
 __all__ = ["Attendance", "Service", "load_engine", "now_ms", "scheduler_table"]
 
@@ -28,6 +32,8 @@ WATCH_AFTER_S = 0.02
 """How long a request runs before the server watches whether its client leaves, in s."""
 DECODERS = 2
 """Threads that decode long bodies and images."""
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
 
 
 def now_ms() -> float:
@@ -39,7 +45,8 @@ class Service:
     """What the addresses of one server share.
 
     Args:
-        batcher: an open batcher.
+        batcher: an open batcher, or the client of a cluster, whose method `infer_rows` answers all rows of a
+            request at once.
         engine: its engine; the example says what requests may hold.
         name: name of the model in the Open Inference Protocol.
         slo_ms: the deadline of requests that name none, in ms.
@@ -47,6 +54,7 @@ class Service:
         access: who may use the server. If None, everybody.
         image_mean: mean per channel that images are normalised by.
         image_std: standard deviation per channel that images are normalised by.
+        allowed_hosts: names by which clients may address the server. If None, any name.
 
     Attributes:
         signature: the tensors of one input.
@@ -59,7 +67,7 @@ class Service:
 
     def __init__(
         self,
-        batcher: Batcher,
+        batcher: Answerer,
         engine: Any,
         *,
         name: str,
@@ -68,13 +76,17 @@ class Service:
         access: Access | None = None,
         image_mean: tuple[float, ...] = (0.0,),
         image_std: tuple[float, ...] = (1.0,),
+        allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         self.batcher = batcher
+        rows: RowAnswerer | None = getattr(batcher, "infer_rows", None)
+        self._rows: RowAnswerer = rows or partial(infer_rows, batcher)
         self.name = name
         self.version = str(getattr(engine, "fingerprint", None) or "1")
         self.slo_ms = slo_ms
         self.limits = limits or Limits()
         self.access = access or Access({})
+        self.hosts = None if allowed_hosts is None else frozenset(name.lower() for name in allowed_hosts)
         self.signature = Signature(engine.example)
         [output] = engine.run(0, [engine.example], 1)
         self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
@@ -84,11 +96,47 @@ class Service:
         self.threads = ThreadPoolExecutor(DECODERS, "subnetact-serve")
         self.closing = False
 
-    async def answer(self, x: Any, ask: Ask, arrived_ms: float, client: str) -> Answer:
-        """Wait for the answer to one input.
+    async def exchange(
+        self,
+        receive: Receive,
+        headers: Headers,
+        decode: Callable[[bytes], Asked],
+        answer: Callable[[Asked], Awaitable[Answered]],
+    ) -> tuple[Asked, Answered]:
+        """Read the body of a request, decode the body and wait for the answer, while the client stays.
 
         Args:
-            x: one input of the engine.
+            receive: the receiving side of ASGI.
+            headers: the headers of the request.
+            decode: makes the request of the body; long bodies and images are decoded on a thread.
+            answer: answers what `decode` returned.
+
+        Returns:
+            The request and its answer.
+
+        Raises:
+            Refusal: the body is too large, too slow or compressed.
+            RequestError: the request is malformed, refused or dropped, or it failed.
+            ClientGone: the client closed its connection.
+        """
+        body = await read_body(receive, headers, self.body_bytes, self.limits.body_s, self.bodies)
+        size = len(body)
+        try:
+            with Attendance(receive):
+                if size <= SHORT and not is_image(body):
+                    asked = decode(body)
+                else:
+                    asked = await asyncio.get_running_loop().run_in_executor(self.threads, decode, body)
+                del body
+                return asked, await answer(asked)
+        finally:
+            self.bodies.give_back(size)
+
+    async def answers(self, xs: Sequence[Any], ask: Ask, arrived_ms: float, client: str) -> Sequence[Answer]:
+        """Wait for the answers to the rows of one request.
+
+        Args:
+            xs: inputs of the engine.
             ask: the parameters.
             arrived_ms: time of the arrival by `now_ms`, in ms; the time of the request counts from here.
             client: name or address of the client.
@@ -101,7 +149,22 @@ class Service:
             raise DeadlinePassed(
                 f"deadline_ms: {ask.deadline_ms:g} ms passed before the request was read; allow more"
             )
-        return await self.batcher.infer(x, left_ms, ask.min_accuracy, ask.priority, client)
+        return await self._rows(xs, left_ms, ask.min_accuracy, ask.priority, client)
+
+    def serves_host(self, host: str | None) -> bool:
+        """Return whether the server may be addressed by a name.
+
+        A web page of a foreign site can make a browser send requests to this machine (DNS rebinding); the
+        browser then names the foreign site.
+
+        Args:
+            host: the value of the header `Host`. Without the header, the request is no browser's.
+        """
+        if self.hosts is None or host is None:
+            return True
+        name, colon, port = host.rpartition(":")
+        name = name if colon and port.isdigit() and name else host
+        return name.strip("[]").lower() in self.hosts
 
     def close(self) -> None:
         """Finish accepted requests and end the threads. A second call does nothing."""
@@ -153,7 +216,9 @@ class Attendance:
                 raise ClientGone from None
 
 
-def load_engine(bundle: str | PathLike[str], supernet: Any = None, attempts: int = 3) -> Engine:
+def load_engine(
+    bundle: str | PathLike[str], supernet: Any = None, attempts: int = 3, mapped: bool = False
+) -> Engine:
     """Load a bundle whole: if it changes on the disk meanwhile, it is read again.
 
     A server serves what it has loaded, whatever happens to the folder later.
@@ -162,6 +227,7 @@ def load_engine(bundle: str | PathLike[str], supernet: Any = None, attempts: int
         bundle: the folder of a saved engine.
         supernet: the supernet of a user's own network, which the weights of the bundle are put into.
         attempts: how often to try.
+        mapped: as in `Engine.load`.
 
     Raises:
         FileFormatError: the folder is no bundle, or it changes all the time.
@@ -170,7 +236,7 @@ def load_engine(bundle: str | PathLike[str], supernet: Any = None, attempts: int
     for _ in range(attempts):
         before = _state(bundle)
         try:
-            engine = Engine.load(bundle, supernet=supernet)
+            engine = Engine.load(bundle, supernet=supernet, mapped=mapped)
         except FileFormatError:
             if _state(bundle) == before:
                 raise

@@ -12,6 +12,8 @@ from torch import nn
 
 import subnetact
 from ofa_adapters import load
+from subnetact import Engine, calibrate
+from subnetact.digits import load_digits_supernet
 from subnetact.errors import FileFormatError, ForeignSpec, InsertError
 from subnetact.files.documents import checksum
 from subnetact.supernet.supernet import Supernet
@@ -219,3 +221,31 @@ def test_modules_that_ask_for_a_version_are_loaded(tmp_path: Path) -> None:
     loaded = subnetact.Engine.load(tmp_path / "b", supernet=made())
     x = torch.randn(2, 3)
     assert torch.equal(loaded(x, subnet=0), engine(x, subnet=0))
+
+
+def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
+    """The weights stay in the file; the engine computes with them, and a later bundle is another file."""
+    supernet = load_digits_supernet()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    calibrate(supernet, specs, [torch.rand(16, 1, 16, 16)])
+    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16))
+    engine.save(tmp_path / "bundle")
+    mapped = Engine.load(tmp_path / "bundle", mapped=True)
+    own = Engine.load(tmp_path / "bundle")
+    x = torch.rand(4, 1, 16, 16)
+    for subnet in (0, 1):
+        assert torch.allclose(mapped(x, subnet), own(x, subnet), atol=5e-5)
+        assert torch.allclose(mapped(x, subnet), engine(x, subnet), atol=5e-5)
+    ranges = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "weights.safetensors" in line
+    ]
+    weights = [tensor for tensor in mapped.supernet.state_dict().values() if tensor.numel()]
+    assert weights
+    assert all(any(low <= tensor.data_ptr() < high for low, high in ranges) for tensor in weights)
+    before = mapped(x, 1)
+    with torch.no_grad():
+        supernet.network.classifier.bias.add_(1.0)
+    Engine(supernet, specs, example=torch.zeros(1, 16, 16)).save(tmp_path / "bundle")
+    assert torch.equal(mapped(x, 1), before)

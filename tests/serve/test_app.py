@@ -326,3 +326,27 @@ def test_a_missing_extra_is_named():
     assert done.returncode == 2
     assert "pip install 'subnetact[serve]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"localhost:8000", 200),
+        (b"127.0.0.1", 200),
+        (b"LOCALHOST", 200),
+        (b"[::1]:80", 200),
+        (b"evil.example:8000", 400),
+        (b"localhost.evil.example", 400),
+        (b"", 400),
+        (None, 200),  # no browser leaves the header out
+    ],
+)
+def test_foreign_names_are_refused(gated, post, host, status):
+    """A page of evil.example cannot use a browser on this machine to read answers (DNS rebinding)."""
+    with gated(allowed_hosts=["localhost", "127.0.0.1", "::1"]) as (app, runner, _):
+        runner.gate.set()
+        headers = [] if host is None else [(b"host", host)]
+        found, _, body = asyncio.run(post(app, [1.0, 2.0, 3.0, 4.0], headers=headers))
+        assert found == status
+        assert status == 200 or json.loads(body)["error"] == "InvalidHost"
+        assert asyncio.run(post(app, [], path="/", method="GET", headers=headers))[0] == status

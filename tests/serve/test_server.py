@@ -265,3 +265,21 @@ def test_help_keeps_the_lines_of_the_description(capsys):
     printed = capsys.readouterr().out
     assert "\n    python -m subnetact.serve --demo\n" in printed
     assert "(default: slackfit:4)" in " ".join(printed.split())
+
+
+def test_the_server_of_this_machine_refuses_foreign_names(server):
+    for host, status in (("evil.example", 400), (f"localhost:{server.address[1]}", 200)):
+        assert server.call("GET", "/healthz", headers={"Host": host})[0] == status
+
+
+def test_which_names_a_server_has_by_default():
+    from subnetact.serve.cli import _hosts, options
+
+    def of(*more):
+        return _hosts(options().parse_args(["--demo", *more]))
+
+    assert {"localhost", "127.0.0.1", "::1"} <= set(of())
+    assert "127.0.0.5" in of("--host", "127.0.0.5")
+    assert of("--host", "0.0.0.0") is None
+    assert of("--host", "0.0.0.0", "--allowed-hosts", "api.example") == ["api.example"]
+    assert of("--allowed-hosts", "*") is None

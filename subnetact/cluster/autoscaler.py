@@ -1,0 +1,171 @@
+"""When to add and to remove replicas: accuracy gives way first, replicas second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from subnetact.errors import PolicyError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.planning.tuner import Tuner
+from subnetact.serving.policies import make_policy
+from subnetact.serving.simulation.simulator import simulate
+
+__all__ = ["AccuracyFirst", "AccuracyFirstPolicy", "planned_rate"]
+
+HEADROOM = 0.5
+"""Percentage points by which the accuracy must exceed its floor before replicas are removed."""
+
+
+def planned_rate(
+    table: LatencyTable, slo_ms: float, accuracy_floor: float, attainment: float, policy: str = "slackfit:4"
+) -> float:
+    """Return the highest rate, in requests per second, at which one replica keeps floor and attainment.
+
+    The rate is found by simulation of Poisson arrivals for 20 s.
+
+    Args:
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, in ms.
+        accuracy_floor: least mean accuracy of the answers, in percent.
+        attainment: least share of requests that are answered in time.
+        policy: name of the policy.
+
+    Raises:
+        PolicyError: one replica reaches neither at any rate.
+    """
+    rng = np.random.default_rng(0)
+
+    def keeps(rate: float) -> bool:
+        count = max(20, int(20 * rate))
+        arrivals = np.cumsum(rng.exponential(1e3 / rate, count))
+        found = simulate(arrivals, table, make_policy(policy, table, slo_ms), slo_ms, progress=False)
+        return found.attainment >= attainment and found.mean_accuracy >= accuracy_floor
+
+    low, high = 0.0, 2e3 / float(np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    if low <= 0.0:
+        raise PolicyError(
+            f"accuracy_floor: {accuracy_floor} % is not reached by one replica at any rate; give a lower one"
+        )
+    return low
+
+
+class AccuracyFirst:
+    """Decides how many replicas to run.
+
+    While the accuracy served is above its floor and requests are in time, a growing load only costs accuracy.
+    Replicas are added when either falls below its target: at least one, and as many as the envelopes of a
+    `Tuner` ask for. They are removed, down to what the envelopes ask for, after the load was lower and both
+    targets were kept for `patience_s`.
+
+    Args:
+        table: the latency table.
+        slo_ms: the usual time from arrival to deadline, in ms.
+        accuracy_floor: least mean accuracy of the answers, in percent.
+        attainment: least share of requests that are answered in time.
+        patience_s: how long the need must stay lower before replicas are removed, in s.
+        most: greatest number of replicas.
+        policy: name of the policy of the replicas.
+
+    Raises:
+        PolicyError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        table: LatencyTable,
+        slo_ms: float,
+        accuracy_floor: float,
+        attainment: float = 0.99,
+        patience_s: float = 15.0,
+        most: int = 256,
+        policy: str = "slackfit:4",
+    ) -> None:
+        if not 0.0 < attainment <= 1.0:
+            raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
+        if not accuracy_floor < max(table.accuracy):
+            raise PolicyError(
+                f"accuracy_floor: {accuracy_floor} % must be below {max(table.accuracy):g} %, the best subnet"
+            )
+        rate = planned_rate(table, slo_ms, accuracy_floor, attainment, policy)
+        rng = np.random.default_rng(0)
+        planned = np.cumsum(rng.exponential(1e3 / rate, max(2, int(60 * rate))))
+        self._tuner = Tuner(planned, 1, table, slo_ms, patience_s * 1e3, most_workers=most)
+        self._floor, self._attainment = accuracy_floor, attainment
+        self._patience_ms, self._most = patience_s * 1e3, most
+        self._kept_since_ms: float | None = None
+        self._added_ms = -float("inf")
+        self._last_ms: float | None = None
+
+    def step(
+        self, now_ms: float, arrivals_per_s: float, accuracy: float, attainment: float, running: int
+    ) -> int:
+        """Return how many replicas to run.
+
+        Args:
+            now_ms: the time by a monotonic clock, in ms.
+            arrivals_per_s: arrivals per second since the last step, all replicas together.
+            accuracy: mean accuracy of the answers since then, in percent.
+            attainment: share of the requests since then that were answered in time.
+            running: replicas that run now.
+        """
+        since = now_ms if self._last_ms is None else self._last_ms
+        count = round(arrivals_per_s * (now_ms - since) / 1e3)
+        arrivals = np.linspace(since, now_ms, count, endpoint=False).tolist()
+        self._last_ms = now_ms
+        needed = self._tuner.step(now_ms, arrivals)
+        if accuracy < self._floor or attainment < self._attainment:
+            self._kept_since_ms = None
+            if now_ms - self._added_ms < self._patience_ms and needed <= running:
+                return running  # those that were added last are not all at work yet
+            self._added_ms = now_ms
+            return min(self._most, max(running + 1, needed))
+        if self._kept_since_ms is None:
+            self._kept_since_ms = now_ms
+        if (
+            needed < running
+            and accuracy >= self._floor + HEADROOM
+            and now_ms - self._kept_since_ms >= self._patience_ms
+        ):
+            self._kept_since_ms = now_ms
+            return max(1, needed, running - 1)
+        return running
+
+
+class AccuracyFirstPolicy:
+    """`AccuracyFirst` as Ray calls it, with the figures of `EngineReplica.record_autoscaling_stats`.
+
+    Args:
+        table: the latency table as `LatencyTable.to_json` returns it.
+        settings: further arguments of `AccuracyFirst`.
+    """
+
+    def __init__(self, table: dict[str, Any], **settings: Any) -> None:
+        self._rule = AccuracyFirst(LatencyTable.from_json(table), **settings)
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return how many replicas to run, and no state.
+
+        Args:
+            context: Ray's `AutoscalingContext`.
+        """
+        figures: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+        arrivals = figures.get("arrivals_per_s") or {}
+        running = context.target_num_replicas
+        total = sum(arrivals.values())
+        if not arrivals:
+            return running, {}
+        weights = {key: rate / total if total else 1.0 / len(arrivals) for key, rate in arrivals.items()}
+
+        def mean(name: str) -> float:
+            values = figures.get(name) or {}
+            return sum(weights.get(key, 0.0) * value for key, value in values.items())
+
+        now_ms = time.monotonic() * 1e3
+        return self._rule.step(now_ms, total, mean("accuracy"), mean("attainment"), running), {}

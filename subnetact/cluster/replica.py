@@ -1,0 +1,183 @@
+"""One replica: an engine and a batcher with a deadline queue of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from subnetact.cluster.arrays import to_arrays, to_tensors
+from subnetact.cluster.deadline import ClockOffsets, Deadline
+from subnetact.cluster.forecast import ReplicaReport
+from subnetact.errors import DeadlinePassed, RequestError
+from subnetact.serve.rows import infer_rows
+from subnetact.serve.source import Source
+from subnetact.serving.live.requests import Decided
+
+__all__ = ["EngineReplica", "Reply"]
+
+SENDERS = 256
+"""Senders whose inputs are counted; the one that was idle longest is forgotten."""
+
+
+class Reply(NamedTuple):
+    """The reply to one request.
+
+    Attributes:
+        answers: for every row the output as arrays and the other fields of `Answer`.
+        error: name of the error if there is no answer; otherwise empty.
+        message: its message.
+    """
+
+    answers: Sequence[tuple[Any, ...]] = ()
+    error: str = ""
+    message: str = ""
+
+
+class EngineReplica:
+    """Loads a bundle, whose weights all replicas of a machine share, and answers requests.
+
+    Errors of requests are returned, not raised, so that Ray neither logs nor wraps them.
+
+    Args:
+        source: what to serve; it must name a bundle.
+        central: whether batches come from a central queue, which calls `run`; the replica then has no queue.
+    """
+
+    def __init__(self, source: Source, central: bool = False) -> None:
+        torch.set_num_threads(source.threads_per_worker)
+        self.engine = source.engine(mapped=True)
+        self.table = source.latency_table(self.engine)
+        self._workers = source.workers
+        self._expected_ms: deque[float] = deque(maxlen=source.workers)
+        self._offsets = ClockOffsets()
+        self._received: OrderedDict[str, int] = OrderedDict()
+        self._finished: Counter[str] = Counter()
+        self._reports = 0
+        self._since = (time.monotonic(), 0, 0, 0, 0.0)
+        self._lock = threading.Lock()
+        self._latency: list[list[float]] = self.table.latency_ms.tolist()
+        self._sizes = {size: i for i, size in enumerate(self.table.batch_sizes)}
+        self._per_input_ms = float(np.nanmin(self.table.latency_ms / np.array(self.table.batch_sizes)))
+        self._one_ms = float(np.nanmin(self.table.latency_ms))
+        self.batcher = None if central else source.batcher(self.engine, self.table, on_decision=self._note)
+
+    async def answer(
+        self,
+        xs: Sequence[Any],
+        deadline: tuple[float, float],
+        sender: str,
+        min_accuracy: float | None = None,
+        priority: int | None = None,
+        client: str = "",
+    ) -> Reply:
+        """Answer the rows of one request.
+
+        Args:
+            xs: the inputs as arrays.
+            deadline: the `Deadline`.
+            sender: name of the process that sends the request.
+            min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
+            priority: the higher, the more important.
+            client: name of the client.
+
+        Returns:
+            The answers, or the error.
+        """
+        self._count(sender, len(xs))
+        try:
+            left_ms = self._offsets.left_ms(sender, Deadline(*deadline))
+            if left_ms <= 0.0:
+                return Reply(error=DeadlinePassed.__name__, message="the deadline passed on the way")
+            rows = [to_tensors(x) for x in xs]
+            answers = await infer_rows(self.batcher, rows, left_ms, min_accuracy, priority, client)
+        except RequestError as error:
+            return Reply(error=type(error).__name__, message=str(error))
+        finally:
+            self._finished[sender] += len(xs)
+        return Reply([(to_arrays(answer.output), *answer[1:]) for answer in answers])
+
+    async def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
+        """Run one batch of a central queue.
+
+        Args:
+            subnet: id of the subnet.
+            inputs: the inputs as arrays.
+            batch_size: the planned batch size.
+
+        Returns:
+            The outputs as arrays.
+        """
+        xs = [to_tensors(x) for x in inputs]
+        return [to_arrays(y) for y in await asyncio.to_thread(self.engine.run, subnet, xs, batch_size)]
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return the report that routers rank replicas by; Ray asks for it several times per second."""
+        if self.batcher is None:
+            return {}
+        stats = self.batcher.stats()
+        now = time.perf_counter_ns() * 1e-6
+        busy = [ms - now for ms in self._expected_ms if ms > now] if stats.running else []
+        free_ms = min(busy) if len(busy) >= self._workers else 0.0
+        with self._lock:
+            self._reports += 1
+            report = ReplicaReport(
+                number=self._reports,
+                queued=stats.queued,
+                running=stats.running,
+                free_ms=free_ms,
+                per_input_ms=self._per_input_ms * stats.correction / max(1, stats.workers_up),
+                one_ms=self._one_ms * stats.correction,
+                received=dict(self._received),
+                finished={sender: self._finished[sender] for sender in self._received},
+            )
+        return report._asdict()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the arrivals per second, the attainment and the accuracy served since the last call."""
+        if self.batcher is None:
+            return {}
+        stats = self.batcher.stats()
+        now = time.monotonic()
+        then, arrived, ended, met, accuracy = self._since
+        total = stats.submitted + stats.full
+        done = stats.met + stats.late + stats.dropped + stats.failed + stats.full
+        self._since = (now, total, done, stats.met, stats.accuracy_sum)
+        met_now = stats.met - met
+        return {
+            "arrivals_per_s": (total - arrived) / max(now - then, 1e-3),
+            "attainment": met_now / (done - ended) if done > ended else 1.0,
+            "accuracy": (stats.accuracy_sum - accuracy) / met_now if met_now else max(self.table.accuracy),
+        }
+
+    def check_health(self) -> None:
+        """Raise if no worker is up, so that Ray replaces the replica."""
+        if self.batcher is not None and not self.batcher.stats().workers_up:
+            raise RuntimeError("no worker of the batcher is up")
+
+    def close(self) -> None:
+        """Finish accepted requests and end the threads. A second call does nothing."""
+        if self.batcher is not None:
+            self.batcher.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "batcher", None) is not None:  # the constructor may have failed
+            self.close()
+
+    def _note(self, decided: Decided) -> None:
+        i = self._sizes.get(decided.batch_size, len(self._sizes) - 1)
+        self._expected_ms.append(time.perf_counter_ns() * 1e-6 + self._latency[decided.subnet][i])
+
+    def _count(self, sender: str, inputs: int) -> None:
+        with self._lock:
+            self._received[sender] = self._received.get(sender, 0) + inputs
+            self._received.move_to_end(sender)
+            if len(self._received) > SENDERS:
+                forgotten, _ = self._received.popitem(last=False)
+                self._finished.pop(forgotten, None)

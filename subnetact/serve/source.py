@@ -1,0 +1,104 @@
+"""What is served, and how: a bundle or the demo, its latency table, and the settings of its batcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from subnetact.engine.engine import Engine
+from subnetact.latency.table import LatencyTable
+from subnetact.profile.source import build_model
+from subnetact.serve.service import load_engine, scheduler_table
+from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.policies import make_policy
+from subnetact.serving.scheduling.fair_shares import FairShares
+
+__all__ = ["Source"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is served, and how; plain values, so that a source can be sent to other processes.
+
+    Attributes:
+        bundle: folder of a saved engine. If None, the supernet for digits of the package.
+        model: `PKG.MOD:FACTORY`, the function that builds the bundle's own network.
+        constructor: arguments of that function.
+        table: file of a latency table. If None, the bundle's, or a new profile.
+        policy: name of the policy, for example `slackfit:4`.
+        slo_ms: the deadline of requests that name none, in ms.
+        workers: number of workers that run batches.
+        threads_per_worker: number of CPU threads of every worker.
+        max_queue: number of waiting requests beyond which further requests are refused.
+        fair: whether clients share the workers' time.
+    """
+
+    bundle: str | None = None
+    model: str | None = None
+    constructor: Mapping[str, Any] = field(default_factory=dict)
+    table: str | None = None
+    policy: str = "slackfit:4"
+    slo_ms: float = 36.0
+    workers: int = 1
+    threads_per_worker: int = 1
+    max_queue: int = 2000
+    fair: bool = False
+
+    def engine(self, mapped: bool = False) -> Engine:
+        """Load the engine.
+
+        Args:
+            mapped: whether the weights stay in the bundle's file, which all processes of a machine share.
+
+        Raises:
+            SubnetActError: the bundle cannot be served.
+        """
+        if self.bundle is None:
+            from subnetact.serve.digits_engine import digits_engine
+
+            return digits_engine()
+        supernet = build_model(self.model, dict(self.constructor)) if self.model else None
+        return load_engine(self.bundle, supernet, mapped=mapped)
+
+    def latency_table(self, engine: Engine) -> LatencyTable:
+        """Return the table to schedule by; an engine that has none is profiled.
+
+        Args:
+            engine: the engine.
+
+        Raises:
+            SubnetActError: the table cannot be used.
+        """
+        table = scheduler_table(engine, self.table)
+        if table is None:
+            from subnetact.serve.digits_engine import profiled
+
+            table = profiled(engine)
+        return table
+
+    def batcher(self, runners: Any | Sequence[Any], table: LatencyTable, **more: Any) -> Batcher:
+        """Open a batcher.
+
+        Args:
+            runners: the engine, or one runner per worker.
+            table: the latency table.
+            more: further arguments of `Batcher`.
+
+        Raises:
+            SubnetActError: the settings do not fit the engine.
+        """
+        settings: dict[str, Any] = {
+            "workers": self.workers,
+            "threads_per_worker": self.threads_per_worker,
+            "check_finite": True,
+            **more,
+        }
+        return Batcher(
+            runners,
+            policy=make_policy(self.policy, table, self.slo_ms),
+            slo_ms=self.slo_ms,
+            max_queue=self.max_queue,
+            shares=FairShares() if self.fair else None,
+            **settings,
+        )

@@ -1,0 +1,175 @@
+"""The client of the replicas, without Ray: outcomes, retries, and requests that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from subnetact.cluster.client import ReplicaClient
+from subnetact.cluster.replica import Reply
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
+
+
+class Lost(Exception):
+    pass
+
+
+class Full(Exception):
+    pass
+
+
+class Replicas:
+    """Answers with the next of several outcomes: a reply, an exception, or a time to wait in s."""
+
+    def __init__(self, *outcomes):
+        self.outcomes = list(outcomes)
+        self.calls = []
+
+    async def __call__(self, **request):
+        self.calls.append(request)
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if isinstance(outcome, float):
+            await asyncio.sleep(outcome)
+            outcome = self.outcomes.pop(0) if self.outcomes else None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome or Reply([(x + 1, 1, 70.0, 5.0, True, 8) for x in request["xs"]])
+
+
+def client_of(replicas, **settings):
+    return ReplicaClient(replicas, {0: 60.0, 1: 70.0}, died=(Lost,), full=(Full,), **settings)
+
+
+def ask(to, rows=1, deadline_ms=5000.0, **more):
+    return asyncio.run(to.infer_rows([torch.zeros(2)] * rows, deadline_ms, **more))
+
+
+def ended(client):
+    stats = client.stats().to_dict()
+    names = ("met", "late", "dropped", "failed", "refused", "cancelled", "closed", "retried")
+    return {name: stats[name] for name in names if stats[name]}
+
+
+def test_rows_are_answered_in_order_and_counted():
+    replicas = Replicas()
+    client = client_of(replicas)
+    answers = ask(client, rows=3, min_accuracy=65.0, priority=2, client="someone")
+    assert [answer.output.tolist() for answer in answers] == [[1.0, 1.0]] * 3
+    assert {(a.subnet, a.accuracy, a.met, a.batch_size) for a in answers} == {(1, 70.0, True, 8)}
+    [call] = replicas.calls
+    assert (call["min_accuracy"], call["priority"], call["client"]) == (65.0, 2, "someone")
+    assert call["deadline"][1] - call["deadline"][0] == pytest.approx(5000.0, abs=5.0)
+    stats = client.stats()
+    assert (stats.met, stats.served_by, stats.mean_accuracy) == (3, {1: 3}, 70.0)
+    assert "subnetact" in client.prometheus()
+
+
+def test_a_request_whose_replica_died_is_sent_once_more_with_the_time_that_is_left():
+    replicas = Replicas(0.1, Lost())
+    client = client_of(replicas)
+    assert ask(client)[0].met
+    first, second = (call["deadline"] for call in replicas.calls)
+    assert second[1] - second[0] < 4950.0
+    assert second[1] == pytest.approx(first[1], abs=10.0)  # the same absolute time
+    assert ended(client) == {"met": 1, "retried": 1}
+
+
+def test_there_is_no_second_try_after_the_deadline():
+    replicas = Replicas(0.1, Lost())
+    client = client_of(replicas)
+    with pytest.raises(DeadlinePassed, match="died"):
+        ask(client, deadline_ms=50.0)
+    assert len(replicas.calls) == 1
+    assert ended(client) == {"dropped": 1, "retried": 1}
+
+
+def test_a_request_that_kills_two_replicas_fails():
+    client = client_of(Replicas(Lost(), Lost()))
+    with pytest.raises(BatchFailed, match="two replicas died"):
+        ask(client)
+    assert ended(client) == {"failed": 1, "retried": 1}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "counted"),
+    [
+        (Reply(error="QueueFull", message="full"), QueueFull, {"refused": 1}),
+        (Reply(error="DeadlinePassed", message="late"), DeadlinePassed, {"dropped": 1}),
+        (Reply(error="InvalidRequest", message="bad"), InvalidRequest, {"refused": 1}),
+        (Reply(error="WorkerHung", message="hung"), BatchFailed, {"failed": 1}),
+        (Reply(error="SystemExit", message="no such error"), BatchFailed, {"failed": 1}),
+        (Full(), QueueFull, {"refused": 1}),
+        (KeyError("a bug"), BatchFailed, {"failed": 1}),
+    ],
+)
+def test_every_error_is_typed_and_counted_once(outcome, error, counted):
+    client = client_of(Replicas(outcome))
+    with pytest.raises(error):
+        ask(client)
+    assert ended(client) == counted
+    assert client.stats().queued == 0
+
+
+def test_a_replica_that_never_answers_does_not_hold_the_request(monkeypatch):
+    monkeypatch.setattr("subnetact.cluster.client.LATE_MS", 20.0)
+    client = client_of(Replicas(60.0))
+    started = time.monotonic()
+    with pytest.raises(DeadlinePassed):
+        ask(client, deadline_ms=50.0)
+    assert time.monotonic() - started < 5.0
+
+
+def test_requests_beyond_the_limit_are_refused_at_the_door():
+    async def several(client):
+        return await asyncio.gather(
+            *(client.infer_rows([torch.zeros(2)] * 2, 5000.0) for _ in range(3)), return_exceptions=True
+        )
+
+    replicas = Replicas(0.05, 0.05)
+    client = client_of(replicas, max_outstanding=4)
+    found = asyncio.run(several(client))
+    assert sorted(type(one).__name__ for one in found) == ["QueueFull", "list", "list"]
+    assert client.stats().full == 2
+    assert len(replicas.calls) == 2
+
+
+def test_inputs_are_checked_before_they_are_sent():
+    def check(x):
+        raise InvalidRequest("too long")
+
+    replicas = Replicas()
+    client = client_of(replicas, check=check)
+    with pytest.raises(InvalidRequest):
+        ask(client)
+    assert not replicas.calls
+
+
+def test_a_request_that_is_cancelled_is_counted():
+    async def leave(client):
+        task = asyncio.ensure_future(client.infer_rows([torch.zeros(2)], 5000.0))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    client = client_of(Replicas(60.0))
+    asyncio.run(leave(client))
+    assert ended(client) == {"cancelled": 1}
+
+
+def test_closing_waits_for_those_that_were_accepted():
+    client = client_of(Replicas(0.2))
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(ask(client)))
+    thread.start()
+    while not client.stats().queued:
+        time.sleep(0.001)
+    client.close()
+    assert ended(client) == {"met": 1}
+    thread.join()
+    assert len(answers) == 1
+    with pytest.raises(BatcherClosed):
+        ask(client)

@@ -1,0 +1,336 @@
+"""Replicas on a Ray cluster of two nodes on this machine: answers, a replica that is killed, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from subnetact import Engine, LatencyTable, calibrate
+from subnetact.digits import load_digits_supernet
+from subnetact.serve.source import Source
+
+pytest.importorskip("ray.serve", reason="needs Ray Serve: the extra `ray`")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+import ray
+from ray import serve
+
+from subnetact.cluster import Autoscaling, build_app
+from subnetact.cluster.application import ReplicaCount, answerer, replicas_of
+from subnetact.cluster.session import RaySession
+from subnetact.errors import DeadlinePassed, MissingExtra, MissingFile, QueueFull, ServeError
+
+ROOT = Path(__file__).parents[2]
+IMAGES = torch.rand(24, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    supernet = load_digits_supernet()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    torch.manual_seed(0)
+    calibrate(supernet, specs, [torch.rand(64, 1, 16, 16)])
+    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 82.0])
+    engine.tables["cpu"] = LatencyTable.from_arrays(
+        engine.keys, engine.accuracy, [1, 8], [[1.0, 4.0], [3.0, 12.0]]
+    )
+    bundle = tmp_path_factory.mktemp("cluster") / "digits"
+    engine.save(bundle)
+    return Source(bundle=str(bundle), slo_ms=30_000.0, policy="slackfit:2")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """A cluster of two nodes with one replica's worth of CPU each."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    small = {"object_store_memory": 80 * 2**20, "num_cpus": 1}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    cluster.add_node(**small)
+    ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+    serve.start(http_options={"host": "127.0.0.1", "port": 0 or _free_port()})
+    yield cluster
+    serve.shutdown()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def deployed(nodes, source):
+    """Two replicas, one per node, with their HTTP interface: (port, handle of the replicas)."""
+    app = build_app(source, replicas=2, cpus=1.0, name="digits", report_s=0.1)
+    serve.run(app, name="digits", route_prefix="/digits")
+    details = serve.status().proxies
+    assert details
+    port = ray.get(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve").get_http_config.remote()).port
+    return port, serve.get_deployment_handle("replicas", "digits")
+
+
+def call(port, method, path, body=None, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body if body is None else json.dumps(body), headers or {})
+        response = connection.getresponse()
+        return response.status, dict(response.headers), response.read()
+    finally:
+        connection.close()
+
+
+def replica_pids():
+    """Process ids and nodes of the replicas, by name."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in found if "digits#replicas#" in actor["name"]]
+    pids = {}
+    for name in names:
+        try:
+            actor = ray.get_actor(name, namespace="serve")
+            pids[name] = ray.get(actor.__ray_call__.remote(lambda self: (os.getpid(), _node())), timeout=10)
+        except Exception:
+            continue
+    return pids
+
+
+def _node():
+    return ray.get_runtime_context().get_node_id()
+
+
+def mapped_weights(pid):
+    """Bytes of the weights' file that a process maps, and those of them that it has copied."""
+    mapped = copied = 0
+    inside = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+            inside = "weights.safetensors" in line
+        elif inside and line.startswith("Rss:"):
+            mapped += int(line.split()[1]) * 1024
+        elif inside and line.startswith(("Private_Dirty:", "Anonymous:")):
+            copied += int(line.split()[1]) * 1024
+    return mapped, copied
+
+
+def test_the_http_interface_is_that_of_the_server(deployed, source):
+    port, _ = deployed
+    engine = Engine.load(source.bundle)
+    expected = engine(IMAGES, subnet=1)
+    for image, scores in zip(IMAGES[:4], expected, strict=False):
+        body = {
+            "input": image.flatten().tolist(),
+            "deadline_ms": 30_000,
+            "min_accuracy": 80,
+            "output": "values",
+        }
+        status, _, text = call(port, "POST", "/digits/infer", body)
+        answer = json.loads(text)
+        assert (status, answer["subnet"], answer["met"]) == (200, 1, True)
+        assert torch.allclose(torch.tensor(answer["output"]), scores, atol=1e-3)
+    tensor = {"name": "input", "shape": [3, 1, 16, 16], "datatype": "FP32", "data": IMAGES[:3].tolist()}
+    status, _, text = call(port, "POST", "/digits/v2/models/digits/infer", {"inputs": [tensor]})
+    assert status == 200
+    assert json.loads(text)["outputs"][0]["shape"] == [3, 10]
+    assert call(port, "GET", "/digits/readyz")[0] == 200
+    assert b"subnetact_submitted_total" in call(port, "GET", "/digits/metrics")[2]
+    assert b"/infer" in call(port, "GET", "/digits/openapi.json")[2]
+    assert b"<html" in call(port, "GET", "/digits/")[2]
+
+
+def test_bad_requests_get_the_servers_errors(deployed):
+    port, _ = deployed
+    for body, status in (({"input": [1, 2]}, 400), ({"input": [0] * 256, "deadline_ms": 1e-4}, 504)):
+        assert call(port, "POST", "/digits/infer", body)[0] == status
+    assert call(port, "POST", "/digits/infer", {"input": [0] * 256, "min_accuracy": 99})[0] == 400
+    assert call(port, "GET", "/digits/infer")[0] == 405
+
+
+def test_replicas_of_both_nodes_share_the_weights_of_the_bundle(deployed):
+    pids = replica_pids()
+    assert len({node for _, node in pids.values()}) == 2
+    for pid, _ in pids.values():
+        mapped, copied = mapped_weights(pid)
+        assert mapped > 500_000
+        assert copied < mapped / 20
+
+
+@pytest.fixture
+def client(deployed, source):
+    _, handle = deployed
+    engine = source.engine(mapped=True)
+    count = ReplicaCount("digits", 2)
+    yield answerer(handle, source, engine, "replicas", 2, count)
+    count.close()
+
+
+def test_the_router_spreads_a_burst_and_refuses_what_cannot_be_in_time(client):
+    async def burst():
+        rows = [list(IMAGES[:4])] * 30
+        return await asyncio.gather(*(client.infer_rows(xs, 30_000.0) for xs in rows))
+
+    answers = asyncio.run(burst())
+    assert all(len(rows) == 4 for rows in answers)
+    pids = replica_pids()
+    received = []
+    for name in pids:
+        actor = ray.get_actor(name, namespace="serve")
+        stats = ray.get(actor.record_routing_stats.remote())
+        received.append(stats["received"].get(client.sender, 0))
+    assert sum(received) == 120
+    assert min(received) > 20  # of 120
+
+    async def hopeless():
+        await asyncio.sleep(0.5)  # both replicas have reported
+        return await asyncio.gather(
+            *(client.infer_rows(list(IMAGES[:4]), 0.4) for _ in range(5)), return_exceptions=True
+        )
+
+    errors = asyncio.run(hopeless())
+    assert {type(error) for error in errors} <= {QueueFull, DeadlinePassed}
+
+
+def test_a_replica_that_is_killed_costs_no_request(client):
+    """SIGKILL under load: every request has one outcome, and none is lost."""
+    pids = replica_pids()
+    victim = next(iter(pids.values()))[0]
+
+    async def load():
+        async def one(i):
+            await asyncio.sleep(i * 0.02)
+            return await client.infer_rows(list(IMAGES[i % 24 : i % 24 + 1]), 20_000.0)
+
+        return await asyncio.gather(*(one(i) for i in range(150)), return_exceptions=True)
+
+    killer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    results = asyncio.run(load())
+    killer.join()
+    failed = [result for result in results if isinstance(result, BaseException)]
+    assert not failed
+    assert len(results) == 150
+    end = time.monotonic() + 40
+    while len(replica_pids().keys() - {n for n, (pid, _) in pids.items() if pid == victim}) < 2:
+        assert time.monotonic() < end, "the replica was not replaced"
+        time.sleep(0.5)
+
+
+def test_a_central_queue_gives_batches_to_idle_replicas(nodes, deployed, source):
+    serve.delete("digits")
+    app = replicas_of(source, 2, None, "central", "slack", 1.0, 0.1)
+    handle = serve.run(app, name="central", route_prefix=None)
+    engine = source.engine(mapped=True)
+    batcher = answerer(handle, source, engine, "central", 2, lambda: (2, 2))
+
+    async def burst():
+        return await asyncio.gather(*(batcher.infer(x, 30_000.0, 80.0) for x in IMAGES))
+
+    try:
+        answers = asyncio.run(burst())
+        stats = batcher.stats()
+    finally:
+        batcher.close()
+        serve.delete("central")
+    outputs = torch.stack([answer.output for answer in answers])
+    assert torch.allclose(outputs, engine(IMAGES, subnet=1), atol=1e-3)
+    assert (stats.met, stats.workers) == (24, 2)
+
+
+def test_settings_that_contradict_each_other_are_refused(source, tmp_path, monkeypatch):
+    for settings in ({"queue": "none"}, {"router": "best"}, {"queue": "central", "fronts": 2}):
+        with pytest.raises(ServeError):
+            build_app(source, **settings)
+    with pytest.raises(ServeError, match="fixed number"):
+        build_app(source, queue="central", autoscaling=Autoscaling(accuracy_floor=70.0))
+    with pytest.raises(MissingFile):
+        build_app(tmp_path / "none")
+    build_app(source, autoscaling=Autoscaling(accuracy_floor=70.0, most=2))
+    monkeypatch.setattr("ray.__version__", "2.61.0")
+    with pytest.raises(MissingExtra, match="2.61.0"):
+        build_app(source)
+
+
+def children(pid):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                found += [int(entry.name), *children(int(entry.name))]
+    return found
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_command_serves_and_leaves_nothing_behind(source):
+    before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "subnetact.serve", "--backend", "ray", "--bundle", source.bundle),
+            *("--port", "0", "--slo-ms", "20000"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        port = next(
+            int(line.rpartition(":")[2])
+            for line in process.stdout
+            if line.startswith("listening on http://127.0.0.1:")
+        )
+        status, _, text = call(port, "POST", "/infer", {"input": [0] * 256, "deadline_ms": 20_000})
+        assert (status, json.loads(text)["met"]) == (200, True)
+        assert call(port, "GET", "/healthz")[0] == 200
+        descendants = children(process.pid)
+        assert len(descendants) >= 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    end = time.monotonic() + 10
+    while any(map(running, descendants)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not [pid for pid in descendants if running(pid)]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_session_that_cannot_start_leaves_nothing(source, monkeypatch):
+    def broken(*arguments, **settings):
+        raise RuntimeError("no")
+
+    if ray.is_initialized():
+        pytest.skip("the cluster of the other tests runs")
+    monkeypatch.setattr("subnetact.cluster.session.serve.run", broken)
+    with pytest.raises(ServeError, match="do not start"):
+        RaySession(source, 1)
+    assert not ray.is_initialized()
