@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "NOBODY_READS", "run_command"]
+__all__ = ["INTERRUPTED", "NOBODY_READS", "TERMINATED", "run_command"]
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the number of SIGINT."""
+TERMINATED = 143
+"""The exit status after SIGTERM, if there is something to clean up: 128 and the number of SIGTERM."""
 NOBODY_READS = 141
 """The exit status if the output goes to a program that has ended: 128 and the number of SIGPIPE."""
 

@@ -19,6 +19,7 @@ INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning"
 BY_COMPUTED_NAME = {
     "ofa_adapters.registry": {"ofa_adapters.networks"},
     "subnetact.engine.origins": {"ofa_adapters", "subnetact.digits"},
+    "subnetact.cluster": set[str](),  # Its own modules, on first use.
     "subnetact.profile.source": set[str](),  # Users name modules of their own.
 }
 """Modules that call `import_module` with a computed name, and what of the packages they import this way."""

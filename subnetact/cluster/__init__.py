@@ -3,24 +3,31 @@
 * `build_app` makes an application for `ray.serve.run`, `serve build` and KubeRay.
 * `python -m subnetact.serve --backend ray` starts replicas from one command.
 * `SlackRouter` sends every request to the replica that is expected to answer first.
+
+The names are imported on first use, because Ray takes seconds to import.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from subnetact.cluster.autoscaler import AccuracyFirst
-from subnetact.errors import MissingExtra
+if TYPE_CHECKING:
+    from subnetact.cluster.application import Autoscaling, build_app
+    from subnetact.cluster.autoscaler import AccuracyFirst
+    from subnetact.cluster.slack_router import SlackRouter
 
 __all__ = ["AccuracyFirst", "Autoscaling", "SlackRouter", "build_app"]
 
-try:
-    from subnetact.cluster.application import Autoscaling, build_app
-    from subnetact.cluster.slack_router import SlackRouter
-except ImportError as error:
-    _missing = str(error)
+_HOME = {
+    "AccuracyFirst": "autoscaler",
+    "Autoscaling": "application",
+    "SlackRouter": "slack_router",
+    "build_app": "application",
+}
 
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            raise MissingExtra(f"the cluster needs Ray Serve ({_missing}); pip install 'subnetact[ray]'")
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
         raise AttributeError(f"module 'subnetact.cluster' has no attribute {name!r}")
+    return getattr(import_module(f"subnetact.cluster.{_HOME[name]}"), name)

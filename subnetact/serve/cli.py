@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from subnetact.command import TERMINATED
 from subnetact.errors import SubnetActError, UserCodeError
 from subnetact.profile.cli import json_object
 from subnetact.serve import Limits, read_tokens
@@ -187,6 +189,7 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         source = replace(source, workers=1)
         session = RaySession(source, args.workers, queue=args.queue, address=args.ray_address)
         stack.callback(session.close)
+        signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed
         engine, batcher = session.engine, session.answerer
     else:
         engine = source.engine()
@@ -203,6 +206,10 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         image_std=tuple(args.image_std),
         allowed_hosts=_hosts(args),
     )
+
+
+def _terminate(*_: Any) -> NoReturn:
+    raise SystemExit(TERMINATED)
 
 
 def _source(args: argparse.Namespace) -> Source:
