@@ -92,7 +92,7 @@ class Graphs:
         self._failed: set[Any] = set()
         self._warned = False
 
-    def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any) -> Any:
+    def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any, part: int = 0) -> Any:
         """Run a batch through the graph of the next batch size in `GRAPH_SIZES`.
 
         A batch runs eagerly if it is larger than every graph, if its graph cannot be captured, or if the
@@ -103,6 +103,7 @@ class Graphs:
             bound: its current view. A graph of older weights is captured again.
             call: the function to capture: the view or the fused program.
             x: the batch, of shape (N, ...). The batch is padded with zeros.
+            part: tells graphs of several parts of one subnet from each other.
 
         Returns:
             The output without the padding, in memory of its own.
@@ -110,7 +111,7 @@ class Graphs:
         if not isinstance(x, Tensor) or not 1 <= x.shape[0] <= GRAPH_SIZES[-1]:
             return call(x)
         size = GRAPH_SIZES[bisect_left(GRAPH_SIZES, x.shape[0])]
-        key = self.KIND, subnet, size, x.shape[1:], x.dtype
+        key = self.KIND, subnet, part, size, x.shape[1:], x.dtype
         if key in self._failed:
             return call(x)
         with self._replaying:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from operator import index
 from os import PathLike
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from subnetact.device import find_device
 from subnetact.engine.arguments import budget_bytes, check_dtype, check_weights, percentage, percentages
+from subnetact.engine.block_run import BlockRun, SubnetBlocks
+from subnetact.engine.blocks import Block
 from subnetact.engine.bundle import Bundle, load_bundle, save_bundle
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.compiler import Compiler
@@ -166,6 +169,7 @@ class Engine:
             raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
         self._example = None if example is None else detach_example(example)
         self._stager = Stager(self.device)
+        self._blocks = SubnetBlocks(supernet)
         self._changing = Lock()
         free = self._budget // 4 + (KERNEL_BYTES if self.device.type == "cpu" else 0)
         self._cache = ByteCache(self._budget - min(self._budget // 2, free))
@@ -300,6 +304,7 @@ class Engine:
             self._served = {i: s for i, s in self._served.items() if i != subnet}
             gone.bound = None
             gone.refused = ""
+        self._blocks.drop(gone.spec)
         if self._promoter is not None:
             self._promoter.drop(subnet)
         if self._graphs is not None:
@@ -373,6 +378,96 @@ class Engine:
             EngineError: the network's output cannot be split into samples.
             RecompileRefused: the engine is compiled and was not prepared for this batch size.
         """
+        batch, size = self._staged(inputs, batch_size)
+        return unstack(self(batch, subnet), len(inputs), size)
+
+    def blocks(self, subnet: int) -> list[Block]:
+        """Return a subnet as a list of blocks, cut in front of every layer of an elastic stack.
+
+        Calling the blocks one after the other, the first with a batch, gives bit for bit what the whole
+        subnet gives: the view, or the fused program if the subnet is one now. A network that takes several
+        inputs, that cannot be traced, or that the engine compiles is a single block.
+
+        Args:
+            subnet: the id of the subnet.
+
+        Returns:
+            The blocks. They are of the present weights; ask again after weights were replaced.
+
+        Raises:
+            SpecError: there is no such id, or the subnet was removed.
+        """
+        return list(self._blocks_of(self.ready(subnet), None)[1])
+
+    def start(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> BlockRun:
+        """Begin to run single inputs as one batch, block by block. A `Batcher` that preempts calls this.
+
+        Args:
+            subnet: the id of the subnet.
+            inputs: as in `run`.
+            batch_size: as in `run`.
+
+        Returns:
+            The run, of which no block has run yet.
+
+        Raises:
+            SpecError: there is no such id, or the subnet was removed.
+            InvalidRequest: there are no inputs.
+        """
+        batch, size = self._staged(inputs, batch_size)
+        if isinstance(batch, Tensor) and batch.dim() == 4:
+            batch = batch.contiguous(memory_format=torch.channels_last)
+        calls, blocks = self._calls(self.ready(subnet), batch)
+        return BlockRun(subnet, batch, len(inputs), size, calls, blocks)
+
+    def continue_on(self, run: BlockRun, subnet: int) -> bool:
+        """Let a run continue on the remaining blocks of another subnet, for example a shorter one.
+
+        That is possible where both subnets have a layer of the same name and hand a tensor of the same shape
+        to it. What comes out is a mixture of two subnets, whose accuracy is that of neither: measure it
+        before you use it.
+
+        Args:
+            run: a run that `start` returned, of which at least one block has run.
+            subnet: the id of the other subnet.
+
+        Returns:
+            Whether the run continues there; if not, nothing has changed.
+
+        Raises:
+            SpecError: there is no such id, or the subnet was removed.
+        """
+        calls, blocks = self._calls(self.ready(subnet), None)
+        return run.continue_on(subnet, calls, blocks)
+
+    def _calls(self, ready: ReadySubnet, batch: Any) -> tuple[list[Any], list[Block]]:
+        bound, blocks = self._blocks_of(ready, batch)
+        graphs = self._graphs
+        if graphs is None or len(blocks) == 1:
+            return [*blocks], blocks
+        # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
+        return [
+            partial(graphs.run, ready.id, bound, block, part=part)
+            for part, block in enumerate(blocks, start=1)
+        ], blocks
+
+    def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
+        bound = self._bound(ready)
+        several = not isinstance(self._example if batch is None else batch, Tensor | None)
+        if self._compiler is not None or several:
+            return bound, [Block("", partial(self._run, ready))]
+        promoted = None
+        if self._promoter is not None:
+            promoted = self._promoter.program(ready, bound, self._example)
+        if promoted is not None and promoted.program.dtype is None:
+            if batch is None or promoted.program.accepts(batch):
+                return bound, self._blocks.of_program(promoted.program)
+        elif promoted is not None:
+            return bound, [Block("", promoted)]
+        own, blocks = self._blocks.of_view(ready.spec)
+        return own, blocks
+
+    def _staged(self, inputs: Sequence[Any], batch_size: int) -> tuple[Any, int]:
         given: Any = inputs
         if not isinstance(given, Sequence) or not len(given):
             raise InvalidRequest(f"inputs: expected a list of single inputs, got {describe_input(given)}")
@@ -380,14 +475,13 @@ class Engine:
             if self.input_shapes is not None:
                 inputs = self.input_shapes.padded(inputs)
             size = len(inputs) if self._compiler is None else max(len(inputs), batch_size)
-            batch = self._stager.stack(inputs, size)
+            return self._stager.stack(inputs, size), size
         except SubnetActError:
             raise
         except Exception:
             for x in inputs:
                 self.check(x)
             raise
-        return unstack(self(batch, subnet), len(inputs), size)
 
     def check(self, x: Any, finite: bool = False) -> None:
         """Refuse an input whose structure, shapes or dtypes differ from those of the example.

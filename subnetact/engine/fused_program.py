@@ -66,6 +66,7 @@ class FusedProgram:
 
     Attributes:
         module: the program as a torch.fx graph module.
+        paths: for every fused convolution of the program, its path in the network.
 
     Raises:
         ValueError: the network has no convolution to fuse.
@@ -81,11 +82,13 @@ class FusedProgram:
         order = {node: i for i, node in enumerate(graph.nodes)}
         merge = stays_finite(graph, leaves) and not overflows(view, probe)
         self._convs: list[PackedConv] = []
+        self.paths: dict[str, str] = {}
         for node in list(graph.nodes):
             if node.op == "call_module" and _is_plain_conv(leaves[node.target]) and len(node.args) == 1:
-                name = f"fused_{order[node]}"
+                name, path = f"fused_{order[node]}", str(node.target)
                 fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge))
                 modules[name] = fused
+                self.paths[name] = path
                 self._convs.append(fused.conv)
         if not self._convs:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d")

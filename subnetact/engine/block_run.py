@@ -1,0 +1,168 @@
+"""BlockRun: a batch that runs block by block; and the blocks of an engine's subnets."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subnetact.engine.blocks import Block, split_graph, stacks_of
+from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.outputs import unstack
+from subnetact.engine.ready_subnet import Bound
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.trace import trace_
+
+__all__ = ["BlockRun", "SubnetBlocks"]
+
+
+class SubnetBlocks:
+    """Makes the blocks of views and fused programs, once for each.
+
+    Args:
+        supernet: the supernet.
+    """
+
+    def __init__(self, supernet: Supernet) -> None:
+        self._supernet = supernet
+        self._stacks = stacks_of(supernet.network)
+        self._of_program: weakref.WeakKeyDictionary[FusedProgram, list[Block]] = weakref.WeakKeyDictionary()
+        self._of_view: dict[SubnetSpec, tuple[Bound, list[Block]]] = {}
+        self._lock = Lock()
+
+    def of_program(self, program: FusedProgram) -> list[Block]:
+        """Return the blocks of a fused program; they run its own packed convolutions.
+
+        Args:
+            program: the program.
+        """
+        with self._lock:
+            found = self._of_program.get(program)
+            if found is None:
+                module: Any = program.module
+                modules = dict(module.named_modules()) | dict(module.named_buffers())
+                modules |= dict(module.named_parameters())
+                found = split_graph(module.graph, modules, self._stacks, program.paths)
+                self._of_program[program] = found
+            return found
+
+    def of_view(self, spec: SubnetSpec) -> tuple[Bound, list[Block]]:
+        """Return a private view of a subnet and its blocks; a single block if it cannot be traced.
+
+        Args:
+            spec: the subnet.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space.
+        """
+        with self._lock:
+            known = self._of_view.get(spec)
+            if known is not None and known[0].current(self._supernet, spec):
+                return known
+            bound = Bound.of(self._supernet, spec)
+            tensors: dict[str, Tensor] = {}
+            try:
+                graph, leaves = trace_(bound.view, tensors=tensors)
+                blocks = split_graph(graph, {**leaves, **tensors}, self._stacks)
+            except Exception:  # what cannot be traced runs as one block
+                blocks = [Block("", bound.view)]
+            self._of_view[spec] = bound, blocks
+            return bound, blocks
+
+    def drop(self, spec: SubnetSpec) -> None:
+        """Forget the blocks of a subnet.
+
+        Args:
+            spec: the subnet.
+        """
+        with self._lock:
+            self._of_view.pop(spec, None)
+
+
+class BlockRun:
+    """A batch on its way through the blocks of a subnet. `Engine.start` returns one.
+
+    Nothing that the run needs is shared, so other batches may run between two steps, on any thread.
+
+    Attributes:
+        subnet: the id of the subnet whose blocks run now.
+        blocks: how many blocks there are.
+        position: how many of them have run.
+    """
+
+    def __init__(
+        self,
+        subnet: int,
+        batch: Any,
+        count: int,
+        size: int,
+        blocks: Sequence[Callable[[Any], Any]],
+        names: Sequence[Block],
+    ) -> None:
+        self.subnet = subnet
+        self.position = 0
+        self._state = batch
+        self._count = count
+        self._size = size
+        self._calls = list(blocks)
+        self._names = list(names)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._calls)
+
+    @property
+    def done(self) -> bool:
+        """Whether all blocks have run."""
+        return self.position >= len(self._calls)
+
+    def step(self, blocks: int = 1) -> bool:
+        """Run the next blocks.
+
+        Args:
+            blocks: how many.
+
+        Returns:
+            Whether all blocks have run.
+        """
+        with torch.inference_mode():
+            for _ in range(min(blocks, len(self._calls) - self.position)):
+                self._state = self._calls[self.position](self._state)
+                self.position += 1
+        return self.done
+
+    def continue_on(self, subnet: int, calls: Sequence[Callable[[Any], Any]], names: Sequence[Block]) -> bool:
+        """Continue on the remaining blocks of another subnet, if one begins with what this run has reached.
+
+        Args:
+            subnet: the id of the other subnet.
+            calls: its blocks.
+            names: the same, as `Block`.
+
+        Returns:
+            Whether the run continues there. If not, nothing has changed. The first block that both have must
+            have the same name and take a tensor of the same shape.
+        """
+        if self.done or not self.position or not isinstance(self._state, Tensor):
+            return False
+        here = self._names[self.position].name
+        shape = tuple(self._state.shape[1:])
+        at = next(
+            (i for i, block in enumerate(names) if i and block.name == here and block.shape == shape), None
+        )
+        if at is None:
+            return False
+        self.subnet = subnet
+        self._calls = [*self._calls[: self.position], *calls[at:]]
+        self._names = [*self._names[: self.position], *names[at:]]
+        return True
+
+    def outputs(self) -> Sequence[Any]:
+        """Return one output per input, on the CPU, as `Engine.run` does; all blocks must have run."""
+        return unstack(self._state, self._count, self._size)

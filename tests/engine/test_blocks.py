@@ -1,0 +1,188 @@
+"""Layer blocks: equal to the whole subnet bit for bit, as views, fused programs and graphs."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from small_families import small_inputs, small_supernet
+from torch import Tensor, nn
+
+import subnetact
+from subnetact import Engine
+from subnetact.digits import load_digits_supernet, new_digits_supernet
+from subnetact.engine.cuda_graphs import Captured
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+
+def digits_engine(count: int = 6, **options: Any) -> Engine:
+    supernet = new_digits_supernet()
+    rng = Random(0)
+    specs = [supernet.space.largest(), supernet.space.smallest()]
+    while len(specs) < count:
+        spec = supernet.space.sample(rng)
+        specs += [spec] if spec not in specs else []
+    options = {"allow_uncalibrated": True, "example": torch.zeros(1, 16, 16)} | options
+    return Engine(supernet, specs, **options)
+
+
+def through(blocks: list[Any], x: Tensor) -> Any:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("budget", [0.0, 256.0])
+def test_blocks_equal_the_whole_subnet_bit_for_bit(x: Tensor, budget: float) -> None:
+    engine = digits_engine(memory_budget_mb=budget)
+    laid_out = x.contiguous(memory_format=torch.channels_last)
+    for subnet in engine.ids:
+        if budget:
+            assert engine.pin(subnet)
+        blocks = engine.blocks(subnet)
+        depth = sum(engine.specs[subnet]["depth"])
+        assert len(blocks) == 1 + depth  # the stem, and one block per layer that is kept
+        assert torch.equal(through(blocks, laid_out), engine(x, subnet))
+        run = engine.start(subnet, list(x), 8)
+        assert run.blocks == len(blocks)
+        assert not run.step()
+        while not run.step(2):
+            pass
+        assert torch.equal(torch.stack(list(run.outputs())), engine(x, subnet))
+
+
+@pytest.mark.parametrize("family", ["ofa_resnet50", "ofa_mbv3", "autoformer"])
+def test_blocks_of_families(family: str) -> None:
+    supernet = small_supernet(family)
+    (x,) = small_inputs(family, 3).values()
+    engine = Engine(
+        supernet, [supernet.space.largest(), supernet.space.smallest()], allow_uncalibrated=True, example=x[0]
+    )
+    for subnet in engine.ids:
+        run = engine.start(subnet, list(x), 3)
+        assert run.blocks > 1
+        while not run.step():
+            pass
+        whole = torch.stack(list(engine.run(subnet, list(x), 3)))
+        assert torch.equal(torch.stack(list(run.outputs())), whole)
+
+
+def test_a_network_that_cannot_be_cut_is_one_block(x: Tensor) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) if float(x.sum()) > -1e9 else x
+
+    space = subnetact.SubnetSpace(
+        "odd", [subnetact.Axis.uniform("w", ["a"], (4, 8))], lambda values: {"w": values["w"][0]}
+    )
+    slice_on = subnetact.WeightSlice.on
+    supernet = subnetact.insert_(Odd(), space, {"a": slice_on(out="w"), "b": slice_on(in_="w")})
+    engine = Engine(supernet, [supernet.space.largest()], example=torch.zeros(4))
+    x = torch.randn(3, 4)
+    assert len(engine.blocks(0)) == 1
+    assert torch.equal(through(engine.blocks(0), x), engine(x, 0))
+
+
+def test_blocks_follow_new_weights(x: Tensor) -> None:
+    engine = digits_engine(2)
+    before = engine.blocks(0)
+    assert engine.blocks(0) == before
+    other = new_digits_supernet()
+    engine.supernet.load_state_dict(other.state_dict())
+    laid_out = x.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(through(engine.blocks(0), laid_out), engine(x, 0))
+
+
+def test_blocks_run_in_threads_beside_each_other(x: Tensor) -> None:
+    engine = digits_engine(4)
+    expected = {i: engine(x, i) for i in engine.ids}
+    wrong: list[int] = []
+
+    def work(subnet: int) -> None:
+        for _ in range(5):
+            run = engine.start(subnet, list(x), 5)
+            while not run.step():
+                pass
+            if not torch.equal(torch.stack(list(run.outputs())), expected[subnet]):
+                wrong.append(subnet)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in engine.ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class EagerGraphs:
+    """Stands in for CUDA graphs: a replay runs the call again."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def capture(self, call: Any, x: Tensor) -> Captured:
+        self.captured += 1
+        output = call(x).clone()
+
+        def replay() -> None:
+            output.copy_(call(x))
+
+        return Captured(replay, output, output.nbytes)
+
+    def run(self, work: Any) -> Tensor:
+        return work()
+
+
+def test_graphs_are_captured_per_block(x: Tensor) -> None:
+    backend = EagerGraphs()
+    engine = digits_engine(2, memory_budget_mb=256.0, fuse=False, graph_backend=backend)
+    for _ in range(2):
+        run = engine.start(0, list(x), 5)
+        while not run.step():
+            pass
+        assert torch.allclose(torch.stack(list(run.outputs())), engine(x, 0), rtol=0, atol=5e-5)
+    assert backend.captured == run.blocks + 1  # and the whole subnet once
+    engine.remove(0)
+
+
+def test_a_run_continues_on_a_tail_that_fits(x: Tensor) -> None:
+    supernet = load_digits_supernet()
+    space = supernet.space
+    largest = space.largest()
+    shorter = space.parse({"depth": [3, 3, 1], "expand": [0.5, 0.5, 0.25], "width": [1.0]})
+    engine = Engine(
+        supernet,
+        [largest, shorter, space.smallest()],
+        example=torch.zeros(1, 16, 16),
+        allow_uncalibrated=True,
+    )
+    for subnet in engine.ids:  # the shapes are known after a first run
+        engine.start(subnet, list(x), 5).step(99)
+    run = engine.start(0, list(x), 5)
+    assert not engine.continue_on(run, 1)  # nothing has run yet
+    while run.position < 7:  # the stem, three layers of each of the first two stages
+        run.step()
+    assert not engine.continue_on(run, 2)  # its layers are narrower
+    assert engine.continue_on(run, 1)
+    assert (run.subnet, run.blocks) == (1, 8)
+    run.step(99)
+    mixed = torch.stack(list(run.outputs()))
+    assert mixed.shape == (5, 10)
+    # The blocks before have the same sizes and statistics in both here, so the mixture is the other subnet.
+    assert torch.equal(mixed, engine(x, 1))
+    run = engine.start(0, list(x), 5)
+    run.step(8)
+    assert not engine.continue_on(run, 1)  # the shorter subnet has no such layer
