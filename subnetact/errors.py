@@ -16,6 +16,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     │   └── MissingFile (FileNotFoundError)  A file, or the folder that it belongs in, does not exist
     ├── WriteError (OSError)              A file or folder cannot be written; an earlier version is unchanged
     ├── DeviceError (RuntimeError)        This machine, or this build of torch, does not have the device
+    ├── PrecisionError (RuntimeError)     The network or this machine cannot compute at this precision
     ├── EngineError (ValueError)          An engine cannot be made with these arguments
     ├── MissingExtra (ImportError)        A package that this feature needs is not installed
     ├── NotCalibrated (RuntimeError)      A subnet with BatchNorm has no BatchNorm statistics of its own
@@ -59,6 +60,7 @@ __all__ = [
     "NotCalibrated",
     "PipelineError",
     "PolicyError",
+    "PrecisionError",
     "ProfileMismatch",
     "QueueFull",
     "RecompileRefused",
@@ -133,6 +135,10 @@ class WriteError(SubnetActError, OSError):
 
 class DeviceError(SubnetActError, RuntimeError):
     """This machine, or this build of torch, does not have the device."""
+
+
+class PrecisionError(SubnetActError, RuntimeError):
+    """The network or this machine cannot compute at this precision."""
 
 
 class EngineError(SubnetActError, ValueError):

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 
 from subnetact.errors import ForeignSpec, IllegalChoice, SpecError
-from subnetact.spec import SubnetSpec, Value, shown
+from subnetact.spec import FLOAT32, PRECISION, PRECISIONS, SubnetSpec, Value, shown
 
 __all__ = [
     "Axis",
@@ -227,7 +227,9 @@ class SubnetSpace:
         axes: as given.
         dimensions: the names of the dimensions, in the order of size rows.
         id: the name and a hash of the axes and of the smallest and largest sizes. Specifications, norm
-            tables and latency tables carry the id of their space.
+            tables and latency tables carry the id of their space. With an axis of precisions, it is the id
+            of `base` and the precisions, for example `digits-0a1b2c3d4e5f@int8`.
+        base: the space without the axis of precisions. It is the space itself if it has no such axis.
         resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
             specifications of other spaces. The last 4,096 results are cached.
         cache_rules: what the key-value cache of a subnet depends on. The space of a supernet of a language
@@ -258,6 +260,7 @@ class SubnetSpace:
         self._resolve = resolve
         self._parse = parse
         self._format = format
+        self.base: SubnetSpace = self
         self._check_axes()
         smallest, largest = (self._sizes(self._pick(end)) for end in (0, -1))
         self.dimensions: tuple[str, ...] = tuple(largest)
@@ -302,6 +305,63 @@ class SubnetSpace:
     def _remember(self) -> None:
         self.resolve = lru_cache(maxsize=4096)(self._row)
         self.cache_signature = lru_cache(maxsize=4096)(self._signature)
+
+    def with_precision(self, *precisions: str, slots: Sequence[str] = ("network",)) -> SubnetSpace:
+        """Return this space with one more axis, `precision`, which says what subnets compute in.
+
+        A specification of this space is a specification of the returned space as well: its precision is
+        `float32`. `Supernet.enable_precision` uses the returned space.
+
+        Args:
+            precisions: `int8` or `bfloat16`, or both. `float32` is always among the choices.
+            slots: the names of the parts of the network that choose a precision each.
+
+        Returns:
+            The space. Its dimensions are those of this space and one per slot, whose size is the number of
+            bits.
+
+        Raises:
+            SpecError: a precision is unknown, none is given, or this space has an axis of precisions.
+        """
+        unknown = [name for name in precisions if name not in PRECISIONS]
+        if unknown or not set(precisions) - {FLOAT32}:
+            got = repr(unknown[0]) if unknown else "none but float32" if precisions else "none"
+            raise SpecError(f"{self.name}: precisions are {', '.join(PRECISIONS)}, got {got}; give 'int8'")
+        if any(axis.name == PRECISION for axis in self.axes):
+            raise SpecError(f"{self.name}: the space has an axis {PRECISION!r} already; extend space.base")
+        choices = tuple(name for name in PRECISIONS if name in (*precisions, FLOAT32))
+        extended = self.__copy__()
+        extended.axes = (*self.axes, Axis.uniform(PRECISION, slots, choices))
+        extended.dimensions = (*self.dimensions, *(f"{PRECISION}.{slot}" for slot in slots))
+        parts = hashlib.sha256(json.dumps(list(slots)).encode()).hexdigest()[:6] if len(slots) > 1 else ""
+        extended.id = f"{self.id}@{','.join(choices[:-1])}{parts and f'.{parts}'}"
+        extended.base = self
+        return extended
+
+    def at_precision(self, spec: SubnetSpec, precision: str) -> SubnetSpec:
+        """Return a subnet with all of it at another precision.
+
+        Args:
+            spec: a subnet of this space, or of `base`.
+            precision: `float32`, `int8` or `bfloat16`, if it is a choice of this space.
+
+        Raises:
+            SpecError: the specification is not of this space, or the space does not have the precision.
+        """
+        spec = self.check(spec)
+        if self.base is self:
+            if precision == FLOAT32:
+                return spec
+            raise SpecError(
+                f"{self.name}: subnets are float32 only, got {precision!r}; call "
+                f"supernet.enable_precision({precision!r}) first"
+            )
+        return self.spec(**{**dict(spec.values), PRECISION: precision})
+
+    def __copy__(self) -> SubnetSpace:
+        copied = object.__new__(SubnetSpace)
+        copied.__setstate__(self._state())
+        return copied
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis.name}[{len(axis.slots)}]" for axis in self.axes)
@@ -356,9 +416,14 @@ class SubnetSpace:
                 "make one with space.parse(...)"
             )
         if spec.space != self.id:
+            if spec.space == self.base.id:
+                return self.spec(**dict(spec.values), **{PRECISION: FLOAT32})
+            way_out = "parse the configuration with this supernet's own space"
+            if spec.base.space == self.base.id:
+                way_out = "give supernet.enable_precision the same precisions"
             raise ForeignSpec(
                 f"{self.name}: the specification belongs to space {spec.space}, this one is {self.id}; "
-                "parse the configuration with this supernet's own space"
+                f"{way_out}"
             )
         return self.spec(**dict(spec.values))
 
@@ -379,11 +444,17 @@ class SubnetSpace:
         keyed = self._keyed(config) if isinstance(config, str) and "=" in config else None
         if keyed is not None:
             return keyed
+        precision: dict[str, Any] = {}
+        if self.base is not self:
+            precision[PRECISION] = FLOAT32
+            if isinstance(config, Mapping) and PRECISION in config:
+                precision[PRECISION] = config[PRECISION]
+                config = {name: value for name, value in config.items() if name != PRECISION}
         values = self._parse(config) if self._parse else config
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             given = repr(values) if isinstance(values, str) else type(values).__name__
             raise SpecError(f"{self.name}: expected a mapping of axes, or a key of this space, got {given}")
-        return self.spec(**values)
+        return self.spec(**values, **precision)
 
     def format(self, spec: SubnetSpec) -> Any:
         """Write a subnet in the family's own notation, the inverse of `parse`.
@@ -393,7 +464,8 @@ class SubnetSpace:
 
         Returns:
             The configuration that the family's own code takes; axis values if the space has no notation of
-            its own. Slots that the subnet does not use get their smallest choice.
+            its own. Slots that the subnet does not use get their smallest choice. If the notation is a
+            dictionary, it also has the `precision`, unless that is float32.
 
         Raises:
             SpecError: the specification is not legal, or of another space (`ForeignSpec`).
@@ -406,7 +478,11 @@ class SubnetSpace:
             )
             for axis in self.axes
         }
-        return self._format(filled) if self._format else {name: list(v) for name, v in filled.items()}
+        precision = filled.pop(PRECISION, ()) if self.base is not self else ()
+        written = self._format(filled) if self._format else {name: list(v) for name, v in filled.items()}
+        if isinstance(written, Mapping) and any(value != FLOAT32 for value in precision):
+            written = {**written, PRECISION: list(precision)}
+        return written
 
     def smallest(self) -> SubnetSpec:
         """Return the subnet with the first choice in every slot."""
@@ -557,7 +633,7 @@ class SubnetSpace:
     def _keyed(self, key: str) -> SubnetSpec | None:
         """Return the subnet of a readable key, or None if the key is of no subnet of this space."""
         known = {axis.name: axis for axis in self.axes}
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {} if self.base is self else {PRECISION: FLOAT32}
         for name, _, listed in (part.partition("=") for part in key.split()):
             slots = known[name].slots if name in known else ()
             values[name] = [
@@ -585,10 +661,16 @@ class SubnetSpace:
         return {axis.name: tuple(slot.choices[end] for slot in axis.slots) for axis in self.axes}
 
     def _sizes(self, values: AxisValues) -> dict[str, int]:
+        precisions: tuple[Any, ...] = ()
+        if self.base is not self:
+            precisions = values[PRECISION]
+            values = {name: slots for name, slots in values.items() if name != PRECISION}
         computed: Mapping[str, Any] = self._resolve(values)
-        return {
+        sizes = {
             name: size if type(size) is int else self._whole(name, size) for name, size in computed.items()
         }
+        named = self.dimensions[-len(precisions) :] if precisions else ()
+        return sizes | {name: PRECISIONS[value] for name, value in zip(named, precisions, strict=True)}
 
     def _whole(self, name: str, size: Any) -> int:
         try:

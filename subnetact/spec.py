@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,14 @@ from typing import Any, TypeAlias
 
 from subnetact.errors import SpecError
 
-__all__ = ["SubnetSpec", "Value", "shown"]
+__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "base_id", "shown"]
+
+PRECISION = "precision"
+"""The name of the axis of precisions, which `SubnetSpace.with_precision` adds."""
+FLOAT32 = "float32"
+"""The precision of subnets of spaces without that axis: that of the weights."""
+PRECISIONS: Mapping[str, int] = {"int8": 8, "bfloat16": 16, FLOAT32: 32}
+"""The precisions of weights, from the cheapest, each with its bits."""
 
 Value: TypeAlias = int | float | str
 """One choice of one slot, for example a width multiplier, a depth or a kernel size."""
@@ -71,10 +79,34 @@ class SubnetSpec:
         raise SpecError(f"{self.space}: no axis {axis!r}; choose from {', '.join(n for n, _ in self.values)}")
 
     @cached_property
+    def precision(self) -> str:
+        """The precision of the subnet: `float32`, `bfloat16` or `int8`, or `mixed` if parts of it differ."""
+        if base_id(self.space) == self.space:
+            return FLOAT32
+        chosen = {str(value) for value in self[PRECISION]}
+        return chosen.pop() if len(chosen) == 1 else "mixed"
+
+    @cached_property
+    def base(self) -> SubnetSpec:
+        """The specification without its precision, in the space without the axis of precisions.
+
+        Subnets that differ in nothing but their precision have the same base, and share their BatchNorm
+        statistics.
+        """
+        space = base_id(self.space)
+        if space == self.space:
+            return self
+        return SubnetSpec(space, tuple((name, slots) for name, slots in self.values if name != PRECISION))
+
+    @cached_property
     def key(self) -> str:
-        """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot."""
+        """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot.
+
+        A precision of float32 is left out, so that tables of the space without precisions stay valid.
+        """
+        named = self.base.values if self.precision == FLOAT32 else self.values
         return " ".join(
-            f"{name}={','.join('-' if v is None else str(v) for v in values)}" for name, values in self.values
+            f"{name}={','.join('-' if v is None else str(v) for v in values)}" for name, values in named
         )
 
     def __str__(self) -> str:
@@ -112,6 +144,18 @@ class SubnetSpec:
         if not isinstance(space, str) or not legal:
             raise SpecError(f"values of a specification are numbers, strings or null, got {shown(given)}")
         return cls(space, tuple((name, tuple(slots)) for name, slots in values.items()))
+
+
+_WITH_PRECISION = re.compile(r"@(int8|bfloat16)[^@]*$")
+
+
+def base_id(space: str) -> str:
+    """Return the id of a space without what `SubnetSpace.with_precision` added to it.
+
+    Args:
+        space: the id of a space, `digits-0a1b2c3d4e5f@int8` for example.
+    """
+    return _WITH_PRECISION.sub("", space)
 
 
 def shown(value: Any) -> str:

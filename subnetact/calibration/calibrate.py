@@ -18,7 +18,7 @@ from subnetact.calibration.unfinished_file import UnfinishedFile, identity
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
-from subnetact.spec import SubnetSpec
+from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -97,7 +97,8 @@ def calibrate(
 
     Args:
         supernet: the supernet; only its norm table changes.
-        specs: the subnets. Subnets that have statistics already get new ones.
+        specs: the subnets. Subnets that have statistics already get new ones. A subnet at a lower precision
+            uses, and gets, the statistics of the same subnet at float32.
         batches: inputs of shape (N, C, H, W) like those to be served; their sizes may differ. If a batch is a
             tuple or list, as a DataLoader yields, its first element is used. A network of several inputs
             takes dictionaries of its named arguments, or tuples of its positional arguments as the first
@@ -156,7 +157,8 @@ def calibrate(
     lists: tuple[Any, ...] = specs, batches
     if any(isinstance(x, SubnetSpec | Tensor | str) or not isinstance(x, Iterable) for x in lists):
         raise SpecError("calibrate takes lists of specifications and of batches; write [spec] and [batch]")
-    wanted = list(dict.fromkeys(supernet.space.check(spec) for spec in specs))
+    space = supernet.space  # Subnets that differ in their precision only share the statistics of float32.
+    wanted = list(dict.fromkeys(space.at_precision(space.check(spec), FLOAT32) for spec in specs))
     if not supernet.norm_operators() or not wanted:
         return CalibrationReport(dict.fromkeys(wanted, 0))
     largest = supernet.space.largest()

@@ -320,7 +320,8 @@ def _site(module: nn.Module, done: dict[nn.Module, _Site], counted: set[nn.Modul
         if child is not None and child not in counted:
             first.add(name)
         children[name] = None if child is None else _site(child, done, counted)
-    follows = {dim for m in module.modules() if isinstance(m, Operator) for dim in m.dims.values()}
+    operators = [m for m in module.modules() if isinstance(m, Operator)]
+    follows = {dim for m in operators for dim in (*m.dims.values(), m.precision_dim) if dim is not None}
     own_sizes: Callable[[SizeRow], Any] = itemgetter(*sorted(follows)) if follows else lambda _: ()
     plain = module.template if isinstance(module, Operator) else module
     done[module] = _Site(

@@ -4,6 +4,7 @@ The index of a bundle is `bundle.json`; `BUNDLE` below has its kind and schema. 
 
 - `kind`, `schema`, `subnetact`: `"subnetact.bundle"`, the version of this format, and of the package.
 - `space`: the id of the search space.
+- `precision`: the arguments of `Supernet.enable_precision`, or null.
 - `family`: the supernet's `origin`, with which `origins.py` rebuilds it, or null for an own network.
 - `example`: `[dtype, shape]` of a tensor, `{"tuple": [...]}`, `{"dict": {...}}`, `{"list": [...]}` of one
   input per shape, or null; `padding`: a number, a list of `[name or position of an input, value]`, or null.
@@ -35,7 +36,7 @@ from subnetact import __version__
 from subnetact.engine.input_shapes import Padding
 from subnetact.engine.inputs import example_from_json, example_to_json
 from subnetact.engine.origins import rebuild_supernet
-from subnetact.errors import FileFormatError, ForeignSpec
+from subnetact.errors import FileFormatError, ForeignSpec, PrecisionError
 from subnetact.files.documents import FolderFormat
 from subnetact.files.tensors import read_tensors, write_tensors
 from subnetact.latency.table import LatencyTable
@@ -103,6 +104,7 @@ def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     return {
         "subnetact": __version__,
         "space": supernet.space.id,
+        "precision": None if supernet.precision is None else supernet.precision.to_json(),
         "family": _portable(supernet.origin),
         "example": example_to_json(bundle.example),
         "padding": list(map(list, padding.items())) if isinstance(padding, Mapping) else padding,
@@ -131,6 +133,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mappe
         FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
         ForeignSpec: the given supernet is of another space.
         InsertError: `supernet` is not a `Supernet`.
+        PrecisionError: this machine cannot compute at a precision of the bundle.
     """
     if supernet is not None:
         as_supernet(supernet)
@@ -145,7 +148,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mappe
 def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tuple[Bundle, dict[str, Tensor]]:
     index = folder / INDEX
     built = given is None
-    passing = () if built else (ForeignSpec,)
+    passing = (PrecisionError,) if built else (PrecisionError, ForeignSpec)
     with BUNDLE.fields(index, passing=passing, damaged=(RuntimeError,)):
         for file in (WEIGHTS, NORMS, *document["tables"]):
             if file not in document["files"]:
@@ -153,6 +156,11 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
         tensors = read_tensors(folder / WEIGHTS)
         size = sum(tensor.nbytes for tensor in tensors.values())
         supernet = _rebuilt(document["family"], index, size) if given is None else given
+        precision = document.get("precision")
+        if precision is not None and supernet.precision is None:
+            supernet.enable_precision(
+                *precision["precisions"], keep=precision["keep"], slots=precision["slots"]
+            )
         if supernet.space.id != document["space"]:
             message = (
                 f"{index}: the bundle is of space {document['space']}, the supernet is of space "

@@ -46,7 +46,7 @@ from subnetact.errors import (
 )
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
-from subnetact.spec import SubnetSpec
+from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.supernet import Supernet, as_supernet, stale_weights
 
@@ -535,6 +535,8 @@ class Engine:
             elif self._cache.budget:
                 why = "the engine was made with fuse=False"
             return PinResult(False, why)
+        if chosen.spec.precision != FLOAT32:
+            return PinResult(False, f"a subnet at {chosen.spec.precision} runs as a view")
         if not isinstance(self.example, Tensor):
             return PinResult(False, "the network takes several inputs; fused programs take one tensor")
         return self._promoter.pin(chosen, bound, self.example)
@@ -618,6 +620,7 @@ class Engine:
             bind_ms=median(self._bind_ms),
             weights=weight_bytes(self.supernet),
             packed_bytes=self.supernet.packed_bytes(),
+            lowered_bytes=self.supernet.lowered_bytes(),
             norm_table=self.supernet.norms.nbytes(),
             fused_bytes=self._cache.nbytes(Promoter.KIND),
             graphs=self._cache.nbytes(Graphs.KIND),
@@ -717,6 +720,7 @@ class Engine:
                 it.
             ForeignSpec: the given supernet is of another space.
             InsertError: `supernet` is not a `Supernet`, but a plain network for example.
+            PrecisionError: this machine cannot compute at a precision of the bundle.
         """
         found = load_bundle(directory, supernet, mapped)
         served: Mapping[str, Any] = {
@@ -747,7 +751,7 @@ class Engine:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
                 call = self._compiler.of(subnet.id, bound)
-            elif self._promoter is None:
+            elif self._promoter is None or subnet.spec.precision != FLOAT32:
                 call = bound.view
             else:
                 example = self._example if isinstance(self._example, Tensor) else None

@@ -272,6 +272,9 @@ class Stager:
 
         Returns:
             A batch on the device, in the structure of the inputs; tensors are of shape (size, ...).
+
+        Raises:
+            InvalidRequest: the inputs have different dtypes.
         """
         samples = [*inputs, *[inputs[-1]] * (size - len(inputs))]
         return self._stack(samples, ())
@@ -285,6 +288,12 @@ class Stager:
         if isinstance(first, Mapping):
             return {name: self._stack([sample[name] for sample in samples], (*path, name)) for name in first}
         samples = [sample.detach() for sample in samples]
+        dtypes = {sample.dtype for sample in samples}
+        if len(dtypes) > 1:
+            raise InvalidRequest(
+                f"inputs: {' and '.join(sorted(map(str, dtypes)))} in one batch; convert all inputs to the "
+                "dtype of the example"
+            )
         if self._device.type != "cuda" or any(sample.device.type != "cpu" for sample in samples):
             return torch.stack([sample.to(self._device) for sample in samples])
         return self._copied(samples, path)

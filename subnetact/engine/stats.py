@@ -22,6 +22,7 @@ class EngineStats:
         weights: bytes of the supernet's parameters and buffers.
         packed_bytes: bytes of slices that are no views of the weights, such as copies of segments. Subnets
             with the same slice of a layer share one.
+        lowered_bytes: bytes of the copies of weights at lower precisions, which all subnets share.
         norm_table: bytes of the statistics of all calibrated subnets.
         fused_bytes: bytes of the tensors that belong to fused programs.
         graphs: bytes of captured graphs.
@@ -36,6 +37,7 @@ class EngineStats:
     bind_ms: float
     weights: int
     packed_bytes: int
+    lowered_bytes: int
     norm_table: int
     fused_bytes: int
     graphs: int

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.precision import FLOAT_BITS, product
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
@@ -64,8 +65,10 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
         weight: Any = self.in_proj_weight
         bias: Any = self.in_proj_bias
+        scale: Any = self._parameters.get("in_proj_weight_scale")
         projected: Any = (
-            F.linear(t, weight[i], None if bias is None else bias[i]) for i, t in enumerate(given)
+            product(t, weight[i], None if bias is None else bias[i], None if scale is None else scale[i])
+            for i, t in enumerate(given)
         )
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for t in projected)
         mask = None if attn_mask is None else _added(attn_mask, q)
@@ -103,6 +106,7 @@ class AttentionSlice(Operator):
     """
 
     parts = ("out", "in_")
+    lowers = ("in_proj_weight", "in_proj_bias")
 
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__(template, path, dims)
@@ -154,10 +158,10 @@ class AttentionSlice(Operator):
         each = int(self.template.head_dim) if part == "out" else 1
         return range(each, self.full(part) + 1, each)
 
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Return the first rows and columns of the three projections, of shape (3, out, in_)."""
         out, in_ = sizes
-        found: dict[str, Any] = dict(self._parameters)
+        found: dict[str, Any] = dict(given)
         found["in_proj_weight"] = found["in_proj_weight"].unflatten(0, (3, -1))[:, :out, :in_]
         if found["in_proj_bias"] is not None:
             found["in_proj_bias"] = found["in_proj_bias"].unflatten(0, (3, -1))[:, :out]
@@ -173,6 +177,12 @@ class AttentionSlice(Operator):
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the attention of one subnet, as `Operator.bind` does."""
-        sizes = self.sizes(row)
+        sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
         sliced: Any = self._sliced
-        return view_module(sliced, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes))
+        low = bits != FLOAT_BITS
+        given = self.low_parameters_of(sizes, bits) if low else self.parameters_of(sizes, trainable)
+        return view_module(sliced, parameters=given, **self.attributes(sizes))
+
+    def mixin(self) -> type | None:
+        """Return `object`: the forward of `SlicedMultiheadAttention` takes any precision."""
+        return object

@@ -34,6 +34,9 @@ subnet is sliced out of them. Write one for a layer of your own, or for a layer 
 - `tensors` returns the parameters of the subnet's module under the template's names, computed
   differentiably from the operator's parameters (`self.weight`). Training uses the result directly, so it
   must carry gradients.
+- An operator whose module multiplies by its weight can run at a lower precision. It implements `sliced`
+  instead of `tensors`, which applies the same rule to given tensors: the copy of the weight, and its scales
+  in place of the bias. `lowers` names weight and bias, and `mixin` returns the class with the forward.
 - `attributes` returns the plain attributes that the module's forward reads and that differ from the
   template's. The forward is that of the template's class.
 
@@ -52,12 +55,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, SpecError, ViewError
+from subnetact.operators.precision import FLOAT_BITS, lowered
 from subnetact.operators.segments import Kept, Segments
 from subnetact.operators.tensor_version import storage_id, tensor_version
 from subnetact.operators.view_module import view_module
@@ -197,6 +202,12 @@ class Operator(nn.Module):
     segmented: ClassVar[tuple[str, ...]] = ()
     """The parts that a description may give as `Segments`."""
 
+    lowers: ClassVar[tuple[str, str]] = ("weight", "bias")
+    """The weight that can have a lower precision, and the parameter that is sliced as its output channels."""
+
+    precision_dim: int | None = None
+    """The position in the size row of the bits of the weight. If None, it stays as it is in every subnet."""
+
     template: Any
 
     checks: bool = True
@@ -228,8 +239,9 @@ class Operator(nn.Module):
         self.dims = dict(dims)
         self.segments = dict(segments or {})
         self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
-        self._shared: dict[tuple[int, ...], dict[str, Tensor | None]] = {}
-        self._packed: dict[tuple[int, ...], PackedCopy] = {}
+        self._shared: dict[tuple[Any, ...], dict[str, Tensor | None]] = {}
+        self._packed: dict[tuple[Any, ...], PackedCopy] = {}
+        self._lowered: dict[int, PackedCopy] = {}
 
     @classmethod
     def on(cls, **follows: Any) -> Elastic:
@@ -371,7 +383,76 @@ class Operator(nn.Module):
             The parameters under the template's names. For a parameter that the template lacks, None. Slices
             share the storage of the full parameters; other tensors become packed copies in views.
         """
+        return self.sliced(sizes, self._parameters)
+
+    def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """Apply the slicing rule to tensors that stand in for the parameters.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+            given: tensors of the shapes of the parameters, under their names.
+
+        Returns:
+            As `tensors`.
+        """
         raise NotImplementedError
+
+    def mixin(self) -> type | None:
+        """Return the class with the forward of the module at a lower precision.
+
+        Returns:
+            The class. It is `object` if the forward of the module's own class takes any precision. It is None
+            if the module has no weight that can have a lower precision.
+        """
+        return None
+
+    def out_axis(self) -> int:
+        """Return the axis of the output channels of the weight that can have a lower precision."""
+        return 0
+
+    def bits(self, row: SizeRow) -> int:
+        """Return the bits of the weight in a subnet.
+
+        Args:
+            row: the size row of the subnet.
+        """
+        return FLOAT_BITS if self.precision_dim is None else row[self.precision_dim]
+
+    def lowered(self, bits: int) -> PackedCopy:
+        """Return the one copy of the full weight at a lower precision, which all subnets slice.
+
+        It is made when it is first asked for, and made again, in place, after the weight has changed.
+
+        Args:
+            bits: 8 for int8, 16 for bfloat16.
+
+        Returns:
+            A copy with the tensor `weight`, and for int8 `scale`, one per output channel.
+
+        Raises:
+            PrecisionError: a weight is not finite.
+        """
+        found = self._lowered.get(bits)
+        if found is None:
+            made = PackedCopy(self, partial(self._lower, bits))
+            found = self._lowered.setdefault(bits, made)
+        found.refresh()
+        return found
+
+    def _lower(self, bits: int) -> dict[str, Tensor | None]:
+        weight: Any = self._parameters[self.lowers[0]]
+        short, scale = lowered(weight, bits, self.out_axis(), self.path)
+        return {"weight": short, "scale": scale}
+
+    def _low_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        """Return the parameters of a subnet at a lower precision: slices of the copy, and of the others."""
+        weight, bias = self.lowers
+        copy = self.lowered(bits).tensors
+        found = self.sliced(sizes, {**self._parameters, weight: copy["weight"]})
+        if "scale" in copy:
+            scales = self.sliced(sizes, {**self._parameters, weight: copy["weight"], bias: copy["scale"]})
+            found[f"{weight}_scale"] = scales[bias]
+        return found
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the plain attributes in which the subnet's module differs from the template.
@@ -395,27 +476,51 @@ class Operator(nn.Module):
         Returns:
             The parameters under the template's names.
         """
-        if trainable:
-            return self.tensors(sizes)
-        found = self._shared.get(sizes)
+        return self.tensors(sizes) if trainable else self._shared_by(sizes, sizes, FLOAT_BITS)
+
+    def low_parameters_of(self, sizes: tuple[int, ...], bits: int) -> dict[str, Any]:
+        """Return a subnet's frozen parameters, with the weight at a lower precision.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+            bits: 8 for int8, 16 for bfloat16.
+
+        Returns:
+            The parameters under the template's names. For int8, the scales of the output channels belong to
+            them as well, under the name of the weight with `_scale` behind it.
+        """
+        return self._shared_by((bits, sizes), sizes, bits)
+
+    def _shared_by(self, key: tuple[Any, ...], sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        found = self._shared.get(key)
         if found is None:
-            found = self._shared.setdefault(sizes, self._frozen(sizes))
-        elif self._packed and sizes in self._packed:
-            self._packed[sizes].refresh()
+            found = self._shared.setdefault(key, self._frozen(key, sizes, bits))
+        elif self._packed and key in self._packed:
+            self._packed[key].refresh()
         return found
 
-    def _frozen(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def _frozen(self, key: tuple[Any, ...], sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
-        given = self.tensors(sizes)
+        rule = self.tensors if bits == FLOAT_BITS else partial(self._low_tensors, bits=bits)
+        given = rule(sizes)
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
-        apart = {name for name, t in given.items() if t is not None and storage_id(t) not in own}
-        made: dict[str, Tensor | None] = {
-            name: None if t is None else nn.Parameter(t, requires_grad=False) for name, t in given.items()
-        }
+        low = None if bits == FLOAT_BITS else self._lowered.get(bits)
+        copied = set() if low is None else {storage_id(t) for t in low.tensors.values()}
+        made: dict[str, Tensor | None] = {}
+        apart: set[str] = set()
+        for name, t in given.items():
+            if t is None:
+                made[name] = None
+            elif low is not None and storage_id(t) in copied:
+                made[name] = low.frozen(t)
+            else:
+                made[name] = nn.Parameter(t, requires_grad=False)
+                if storage_id(t) not in own:
+                    apart.add(name)
         if apart:
-            packed = PackedCopy(self, lambda: {n: t for n, t in self.tensors(sizes).items() if n in apart})
+            packed = PackedCopy(self, lambda: {n: t for n, t in rule(sizes).items() if n in apart})
             made.update({name: packed.frozen(t) for name, t in packed.tensors.items()})
-            self._packed[sizes] = packed
+            self._packed[key] = packed
         return made
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
@@ -428,14 +533,20 @@ class Operator(nn.Module):
         Raises:
             SpecError: a size in the row is not legal.
         """
-        sizes = self.sizes(row)
-        return view_module(
-            self.template, parameters=self.parameters_of(sizes, trainable), **self.attributes(sizes)
-        )
+        sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
+        if bits == FLOAT_BITS:
+            given, mixin = self.parameters_of(sizes, trainable), None
+        else:
+            given, mixin = self.low_parameters_of(sizes, bits), self.mixin()
+        return view_module(self.template, parameters=given, mixin=mixin, **self.attributes(sizes))
 
     def packed_copies(self) -> list[PackedCopy]:
-        """Return the packed copies that views may be using now."""
-        return list(self._packed.values())
+        """Return the packed copies that views may be using now, copies at lower precisions included."""
+        return [*self._packed.values(), *self._lowered.values()]
+
+    def lowered_copies(self) -> list[PackedCopy]:
+        """Return the copies of the full weight at lower precisions."""
+        return list(self._lowered.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Refuse to run: without a subnet, an operator has no size.
@@ -460,12 +571,12 @@ class Operator(nn.Module):
 
         Packed copies that views still use stay as they are from now on.
         """
-        for packed in list(self._packed.values()):
+        for packed in self.packed_copies():
             packed.finish()
-        self._shared, self._packed = {}, {}
+        self._shared, self._packed, self._lowered = {}, {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": {}, "_packed": {}}
+        return {**self.__dict__, "_shared": {}, "_packed": {}, "_lowered": {}}
 
     def extra_repr(self) -> str:
         """Return the template and the elastic parts, for the printed network."""

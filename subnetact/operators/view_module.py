@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from subnetact.errors import ViewError
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["is_view", "mix_in_", "mix_out_", "module_class", "owned", "view_module"]
+__all__ = ["is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -158,7 +158,8 @@ def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 
 @cache
-def _mixed(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+def mixed_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of both, one per pair, in which the methods of the first take precedence."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
@@ -173,7 +174,7 @@ def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
         The module. Its class keeps its name; `mix_out_` takes the mixin away again.
     """
     # A plain assignment would give the module's dictionary keys of its own; modules of views share them.
-    object.__setattr__(module, "__class__", _mixed(mixin, type(module)))  # type: ignore[arg-type]
+    object.__setattr__(module, "__class__", mixed_class(mixin, type(module)))  # type: ignore[arg-type]
     return module
 
 
@@ -200,6 +201,7 @@ def view_module(
     parameters: dict[str, Any] | None = None,
     buffers: dict[str, Any] | None = None,
     modules: dict[str, nn.Module | None] | None = None,
+    mixin: type | None = None,
     **attributes: Any,
 ) -> nn.Module:
     """Return a module of the template's class that shares everything that is not given.
@@ -209,18 +211,21 @@ def view_module(
         parameters: the tensors, under the names of the template's parameters.
         buffers: the buffers, under the names of the template's buffers.
         modules: the submodules, by name.
+        mixin: a class whose methods take precedence over those of the template's class, if any.
         attributes: plain attributes that differ from the template's, `in_channels` for example.
 
     Returns:
         A module in evaluation mode. It raises `ViewError` if it is to be trained, moved or converted.
     """
     cls: Any = type(template)
+    if mixin is not None:
+        cls = mixed_class(mixin, cls)
     packed = tuple(n for n, p in (parameters or {}).items() if p is not None and "packed" in p.__dict__)
     # hasattr, because reading the __dict__ of a tensor makes one.
     packed += tuple(n for n, t in (buffers or {}).items() if t is not None and hasattr(t, "packed"))
     if packed:
         cls = _reading(cls, packed)
-    view: nn.Module = object.__new__(_mixed(_View, cls))
+    view: nn.Module = object.__new__(mixed_class(_View, cls))
     given = {"_parameters": parameters, "_buffers": buffers, "_modules": modules, **attributes}
     # One object.__setattr__ per name, in the template's order, lets the dictionaries of a class share keys.
     for name, value in template.__dict__.items():

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.precision import LowConv, LowConv1D, LowLinear
 from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.space import SizeRow
 
@@ -189,18 +190,35 @@ class WeightSlice(Operator):
             )
         return found["out"] + found["in_"]
 
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+    def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Return `weight` and `bias` of the first `out` outputs and `in_` inputs, per segment."""
         out, in_ = self.kept_parts(sizes)
-        weight: Any = self.weight
+        weight: Any = given["weight"]
         rows, columns = (in_, out) if self._layout.inputs_first else (out, in_)
         if self._groups > 1:
             columns = Kept((weight.shape[1],), (weight.shape[1],))
         found: dict[str, Tensor | None] = {"weight": cut(weight, {0: rows, 1: columns})}
-        if "bias" in self._parameters:
-            bias: Any = self.bias
+        if "bias" in given:
+            bias: Any = given["bias"]
             found["bias"] = None if bias is None else cut(bias, {0: out})
         return found
+
+    def mixin(self) -> type | None:
+        """Return the forward at a lower precision of a linear layer, a 1x1 convolution or a `Conv1D`."""
+        module: Any = self.template
+        forward = type(module).forward
+        if isinstance(module, nn.Linear):
+            return LowLinear if forward is nn.Linear.forward else None
+        if isinstance(module, nn.Conv2d):
+            own = forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
+            pointwise = module.kernel_size == (1, 1) and module.padding in ((0, 0), "valid", "same")
+            return LowConv if own and pointwise and module.groups == 1 else None
+        known = forward.__module__ == "transformers.pytorch_utils" and not isinstance(module, nn.Embedding)
+        return LowConv1D if known else None
+
+    def out_axis(self) -> int:
+        """Return 1 for modules that store the inputs first, otherwise 0."""
+        return int(self._layout.inputs_first)
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the channel counts (and groups) of the subnet's module."""

@@ -24,6 +24,7 @@ from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_p
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import ProfileSource, load_source
 from subnetact.profile.sweep import SweepSettings
+from subnetact.spec import PRECISIONS
 
 __all__ = ["build_parser", "json_object", "main"]
 
@@ -186,6 +187,7 @@ def _source(args: argparse.Namespace) -> ProfileSource:
         input_dtype=args.input_dtype,
         dtype=args.dtype,
         seed=args.seed,
+        precision=args.precision,
     )
 
 
@@ -298,6 +300,11 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--seed", type=int, default=0, help="seed of random subnets, weights and images, and of the search"
     )
+    group.add_argument(
+        "--precision", nargs="+", choices=tuple(PRECISIONS), default=[], metavar="NAME",
+        help="the precisions that subnets may choose: float32, int8, bfloat16. Subnets in files name theirs "
+        "as `precision`; those that do not are float32",
+    )  # fmt: skip
     group = parser.add_argument_group("BatchNorm statistics of the subnets")
     group.add_argument(
         "--calibrate-on",

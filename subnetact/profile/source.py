@@ -21,7 +21,7 @@ from torch import Tensor
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError, UserCodeError
 from subnetact.files.documents import parse_json
-from subnetact.spec import SubnetSpec
+from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
@@ -67,6 +67,7 @@ def load_source(
     input_dtype: str | None = None,
     dtype: str | None = None,
     seed: int = 0,
+    precision: Sequence[str] = (),
 ) -> ProfileSource:
     """Load the supernet of a family, of a factory or of a bundle; if none is given, the one for digits.
 
@@ -87,6 +88,8 @@ def load_source(
         dtype: dtype to which the weights are converted. If None, a bundle keeps its own, and others are
             float32.
         seed: seed of random weights.
+        precision: the precisions that subnets may choose, `float32` and `int8` for example. If empty, those
+            of the bundle, otherwise float32 only.
 
     Returns:
         The supernet in evaluation mode on the CPU, one input, and the subnets of the bundle if there is one.
@@ -97,6 +100,7 @@ def load_source(
             is not known, a dtype is unknown, or the arguments exclude each other.
         CheckpointError: the checkpoint does not fit the family.
         FileFormatError: the directory is no bundle.
+        PrecisionError: the network or this machine cannot compute at a precision.
     """
     given = [name for name, value in (("model", model), ("family", family), ("bundle", bundle)) if value]
     if len(given) > 1 and given != ["model", "bundle"]:
@@ -144,6 +148,16 @@ def load_source(
     supernet.eval()
     if dtype is not None or not bundle:
         supernet.to(cast)
+    lower = [name for name in precision if name != FLOAT32]
+    if lower and supernet.precision is None:
+        supernet.enable_precision(*lower)
+        specs = tuple(map(supernet.space.check, specs))
+    elif precision and set(lower) != set(getattr(supernet.precision, "precisions", ())):
+        has = supernet.precision.precisions if supernet.precision else ()
+        raise SpecError(
+            f"precision: the supernet has {', '.join([*has, FLOAT32])}, got {' '.join(precision)}; leave out "
+            "--precision"
+        )
     if input_dtype is not None:
         input_cast = _dtype(input_dtype)
     example = torch.zeros(shape, dtype=input_cast)

@@ -11,6 +11,7 @@ Which file answers which question:
   which all weights that a subnet does not use are NaN or zero.
 - `stack_use.py`: whether a network sees the positions of its layers; `key_value_cache.py`: which subnet
   may continue on the key-value cache of another one, and what skipped layers write into it.
+- `precision.py`: which modules run at the precision of the subnet, and how far they are off.
 - `name_prefix.py`: the prefixes that wrappers add to names of tensors.
 - `batches.py`: what a network is called with.
 - `bind.py`: how the network of one subnet is put together from operators and a size row.

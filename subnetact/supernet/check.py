@@ -8,7 +8,7 @@ on; the weights of the supernet itself are only read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
-from subnetact.spec import SubnetSpec
+from subnetact.spec import FLOAT32, PRECISION, SubnetSpec
 from subnetact.supernet.batches import call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.chain import Chain
 from subnetact.supernet.failure import missing_entry, summary
@@ -31,10 +31,12 @@ from subnetact.supernet.unused_weights import (
     shared_view,
 )
 
-__all__ = ["CheckReport", "check", "corners", "difference"]
+__all__ = ["CheckReport", "check", "check_precisions", "corners", "difference"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """The largest difference of equal outputs, as a share of the largest output; 5e-2 for short dtypes."""
+COARSE = 0.5
+"""The largest difference of the outputs of a subnet at a lower precision, as a share of their norm."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class CheckReport:
 def corners(space: SubnetSpace) -> list[SubnetSpec]:
     """Return the largest subnet, the smallest one, and each axis alone at its smallest, without repetitions.
 
+    All of them are float32.
+
     Args:
         space: the search space.
     """
@@ -70,7 +74,48 @@ def corners(space: SubnetSpace) -> list[SubnetSpec]:
     found = [space.largest(), space.smallest()]
     for axis in space.axes:
         found.append(space.spec(**{**largest, axis.name: tuple(slot.choices[0] for slot in axis.slots)}))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(space.at_precision(spec, FLOAT32) for spec in found))
+
+
+def check_precisions(space: SubnetSpace, x: Any, bind: Callable[[SubnetSpec], nn.Module]) -> None:
+    """Run the smallest and the largest subnet at every lower precision, and compare them with float32.
+
+    The comparison is coarse: it finds layers that compute something else, not those that lose accuracy.
+
+    Args:
+        space: a space with an axis of precisions.
+        x: a batch.
+        bind: makes a private view.
+
+    Raises:
+        InsertError: a subnet does not run at a lower precision, or computes something else.
+    """
+    axis = next(axis for axis in space.axes if axis.name == PRECISION)
+    for spec in dict.fromkeys(space.at_precision(s, FLOAT32) for s in (space.smallest(), space.largest())):
+        expected = _run_visible_outputs(bind(spec), x)
+        for precision in axis.slots[0].choices[:-1]:
+            low = space.at_precision(spec, str(precision))
+            view = bind(low)
+            try:
+                outputs = _run_visible_outputs(view, x)
+            except Exception as error:
+                raise InsertError(
+                    f"check: {low} does not run: {summary(view, error)}; at float32 it does; leave the "
+                    "module at float32 with enable_precision(..., keep=[name])"
+                ) from error
+            for one, other in zip(outputs, expected, strict=True):
+                if not bool(other.isfinite().all()):
+                    continue
+                if not bool((one - other).norm() <= COARSE * other.norm() + 1e-6):
+                    raise InsertError(
+                        f"check: {low} differs from the same subnet at float32 by more than {COARSE:.0%}; "
+                        "supernet.precision_errors(spec, x) names the layers; leave those with outliers at "
+                        "float32 with enable_precision(..., keep=[name])"
+                    )
+
+
+def _run_visible_outputs(view: nn.Module, x: Any) -> list[Tensor]:
+    return list(_outputs(view, map_tensors(_visible, x))[-1].tensors)
 
 
 def check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool = True) -> CheckReport:

@@ -20,7 +20,7 @@ from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.files.tensors import write_tensors
-from subnetact.spec import SubnetSpec
+from subnetact.spec import SubnetSpec, base_id
 
 __all__ = ["NormRow", "NormTable"]
 
@@ -105,7 +105,8 @@ class NormTable:
     `supernet.norms` is the table that a supernet uses; `subnetact.calibrate` fills it.
 
     Args:
-        space: the id of the search space whose subnets the table may hold (`SubnetSpace.id`).
+        space: the id of the search space whose subnets the table may hold (`SubnetSpace.id`), without
+            precisions: subnets that differ in their precision only share one row.
 
     Source:
         SubnetNorm in SuperServe, section 3.1.
@@ -116,11 +117,11 @@ class NormTable:
     """
 
     def __init__(self, space: str) -> None:
-        self.space = space
+        self.space = base_id(space)
         self._rows: dict[SubnetSpec, NormRow] = {}
 
     def __contains__(self, spec: object) -> bool:
-        return spec in self._rows
+        return isinstance(spec, SubnetSpec) and spec.base in self._rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -132,12 +133,12 @@ class NormTable:
         """Return the statistics row of a subnet.
 
         Args:
-            spec: the subnet.
+            spec: the subnet. Its precision makes no difference.
 
         Returns:
             Its row, or None if the subnet was never calibrated.
         """
-        return self._rows.get(spec)
+        return self._rows.get(spec.base)
 
     def update(self, rows: Mapping[SubnetSpec, NormRow]) -> None:
         """Add or replace statistics rows, all or none.
@@ -149,9 +150,9 @@ class NormTable:
             ForeignSpec: a subnet is of another space. The table is then unchanged.
         """
         for spec in rows:
-            if spec.space != self.space:
+            if spec.base.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
-        self._rows = {**self._rows, **rows}
+        self._rows = {**self._rows, **{spec.base: row for spec, row in rows.items()}}
 
     def nbytes(self) -> int:
         """Return the bytes of all statistics in memory. The file of the table may be smaller."""

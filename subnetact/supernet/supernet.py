@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +19,27 @@ from subnetact.errors import (
     CheckpointError,
     ForeignSpec,
     InsertError,
+    PrecisionError,
     SpecError,
     StaleWeights,
     UncalibratedSubnetWarning,
 )
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
+from subnetact.operators.precision import require_precision
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace
-from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import map_tensors
+from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
+from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
-from subnetact.supernet.check import CheckReport, check
+from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.key_value_cache import CacheWriter, layout_of
 from subnetact.supernet.key_value_cache import recompute as recompute_
 from subnetact.supernet.name_prefix import prefix_hint, without_prefix
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
+from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
 from subnetact.supernet.replacements import Replacements, substituted
 from subnetact.supernet.storage import elsewhere, renew_storage_
 
@@ -102,6 +105,7 @@ class Supernet(nn.Module):
             Assign another number to change the limit. The least recently used view is evicted.
         origin: how bundles build the supernet again: `{"name": family, "constructor": arguments}`. If None,
             loading a bundle needs a function that builds the supernet.
+        precision: the arguments of `enable_precision`. If None, all subnets are float32.
 
     Source:
         SuperServe, section 3.
@@ -113,6 +117,7 @@ class Supernet(nn.Module):
 
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
+    precision: PrecisionSettings | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
@@ -164,6 +169,90 @@ class Supernet(nn.Module):
     def active(self) -> SubnetSpec:
         """The subnet that `supernet(x)` runs; the largest one until `actuate` is called."""
         return self._active
+
+    # -- precision -------------------------------------------------------------------------------
+
+    def enable_precision(
+        self,
+        *precisions: str,
+        keep: Sequence[str] = (),
+        slots: Mapping[str, str] | None = None,
+    ) -> SubnetSpace:
+        """Let subnets choose a precision: the space gets one more axis, `precision`.
+
+        At int8, the weights of linear layers and 1x1 convolutions are read from one int8 copy of the full
+        weights, a quarter of their size, which all int8 subnets slice in place. The copy is made when an int8
+        subnet is first bound, and follows the weights as views do. Activations are quantised in every call,
+        and sums are int32. Convolutions of other kernel sizes, normalisation, softmax, and the first and the
+        last layer stay at float32. At bfloat16 the same layers read a bfloat16 copy.
+
+        Subnets run on the BatchNorm statistics of the same subnet at float32, and training uses the full
+        weights. Specifications without a precision stay valid; they mean float32.
+
+        Args:
+            precisions: `int8`, `bfloat16` or both.
+            keep: the names of further modules that stay at float32, with all their submodules.
+            slots: name of a part of the network -> the beginning of the names of its modules, so that each
+                part chooses a precision of its own. If None, the whole network is one part.
+
+        Returns:
+            The new space, which is `supernet.space` from now on.
+
+        Raises:
+            PrecisionError: the network has no layer that could run at a lower precision, `keep` names no
+                module, or this machine or build of torch cannot compute at the precision, or not faster.
+            SpecError: a precision is unknown, or precisions were enabled before.
+
+        Example:
+            >>> space = supernet.enable_precision("int8")
+            >>> supernet(x, subnet=space.at_precision(spec, "int8"))
+        """
+        network = self._present()
+        parts = tuple({"network": ""}.items() if slots is None else slots.items())
+        space = self.space.with_precision(*precisions, slots=[name for name, _ in parts])
+        settings = PrecisionSettings(tuple(p for p in PRECISIONS if p in precisions), tuple(keep), parts)
+        device = next(self.parameters()).device
+        for precision in settings.precisions:
+            require_precision(precision, device)
+        first = len(self.space.dimensions)
+        with self._exchange:
+            dims = {name: first + i for i, (name, _) in enumerate(parts)}
+            put_precision_(network, settings, dims)
+            self.space, self.precision = space, settings
+            self._active = space.check(self._active)
+            self.refresh()
+        return space
+
+    def precision_errors(self, spec: SubnetSpec, x: Any = None) -> dict[str, float]:
+        """Return how far each layer of a subnet is off because of its precision. Outliers show here.
+
+        Args:
+            spec: a subnet at int8 or bfloat16.
+            x: a batch that the network takes. If None, only the full weights are looked at.
+
+        Returns:
+            Name of the module -> relative error. Without a batch it is that of the output channel whose
+            weights are the farthest off. With a batch it is that of the module's outputs, for the inputs that
+            the module has at float32.
+
+        Raises:
+            PrecisionError: the subnet is float32, or a weight is not finite.
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.space.check(spec)
+        if spec.precision == FLOAT32:
+            raise PrecisionError(f"{spec} is float32, which is exact; give space.at_precision(spec, 'int8')")
+        if x is None:
+            return weight_errors(self.network, PRECISIONS.get(spec.precision, min(PRECISIONS.values())))
+        with self._exchange:
+            exact = self.private_view(self.space.at_precision(spec, FLOAT32))[0]
+            low = self.private_view(spec)[0]
+        return layer_errors(exact, low, lambda network: call_with(network, x))
+
+    def lowered_bytes(self) -> int:
+        """Return the bytes of the copies of weights at lower precisions, which all subnets share."""
+        operators = [m for m in self.network.modules() if isinstance(m, Operator)]
+        return sum(copy.nbytes for operator in operators for copy in operator.lowered_copies())
 
     # -- subnets ---------------------------------------------------------------------------------
 
@@ -327,14 +416,16 @@ class Supernet(nn.Module):
             The network, in evaluation mode. It can be trained, moved, saved and exported like any other
             module. Its BatchNorms have the statistics that the subnet runs on. Parameters that are tied in
             the supernet and sliced in the same way are one parameter in it, too. A Hugging Face model still
-            has the configuration of the full network; `subnetact.as_pretrained` gives it its own.
+            has the configuration of the full network; `subnetact.as_pretrained` gives it its own. At a lower
+            precision, the layers have their own copies of the lowered weights and cannot be trained.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.check(spec)
         with torch.no_grad(), self._exchange:
-            return owned(self._bind(spec, self._norms.get(spec), fresh=True)).eval()
+            fresh = spec.precision == FLOAT32
+            return owned(self._bind(spec, self._norms.get(spec), fresh=fresh)).eval()
 
     def remove(self) -> nn.Module:
         """Give the ordinary network back: put every module that an operator replaced back into its place.
@@ -396,7 +487,11 @@ class Supernet(nn.Module):
         Example:
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
-        return check(self.network, self.space, x, compare)
+        report = check(self.network, self.space, x, compare)
+        if self.space.base is not self.space:
+            with torch.inference_mode():
+                check_precisions(self.space, x, lambda spec: self._bind(spec, self._norms.get(spec)))
+        return report
 
     def check_once(self, x: Any) -> None:
         """Run `check` unless the supernet has passed for inputs of these shapes and dtypes already.
@@ -536,10 +631,11 @@ class Supernet(nn.Module):
 
         These are copies of segments that do not touch, kernels made with matrices, and what own operators
         copy. There is one per operator and sizes, for all subnets with these sizes. `refresh` drops them;
-        binding a subnet makes those that it needs.
+        binding a subnet makes those that it needs. `lowered_bytes` counts the copies at lower precisions.
         """
         operators = [m for m in self.network.modules() if isinstance(m, Operator)]
-        return sum(packed.nbytes for operator in operators for packed in operator.packed_copies())
+        every = sum(packed.nbytes for operator in operators for packed in operator.packed_copies())
+        return every - self.lowered_bytes()
 
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
         """Find cached slices and copies that no longer match the weights that they were made of.
@@ -600,7 +696,7 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        digest = hashlib.sha256(self.space.id.encode())
+        digest = hashlib.sha256(self.space.base.id.encode())
         for name, tensor in self.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -732,8 +828,8 @@ class Supernet(nn.Module):
         given: Any = table
         if not isinstance(given, NormTable):
             raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
-        if table.space != self.space.id:
-            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
+        if table.space != self.space.base.id:
+            raise ForeignSpec(f"the norm table must be of space {self.space.base.id}, got {table.space}")
         home = next(iter(self.norm_operators().values()), None)
         like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
         return table.to_like(like)

@@ -1,0 +1,454 @@
+"""Subnets at int8 and bfloat16: one copy of the weights, the same slices, and what they compute."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subnetact
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import (
+    ForeignSpec,
+    InsertError,
+    InvalidRequest,
+    PrecisionError,
+    ProfileMismatch,
+    SpecError,
+)
+from subnetact.operators import AttentionSlice, Segments, WeightSlice
+from subnetact.operators import precision as kernels
+from subnetact.operators.tensor_version import storage_id
+from subnetact.space import Axis, SubnetSpace
+from subnetact.supernet.supernet import Supernet
+from tests.small_families import small_inputs, small_supernet
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, columns: int) -> Tensor:
+    """Quantise the full weight per output channel and x per row, multiply in float64, and scale back."""
+    full = weight.double()
+    scale = full.abs().amax(1) / 127
+    short = (full / scale[:, None]).round()[:rows, :columns]
+    x = x.double()
+    row_scale = x.abs().amax(-1, keepdim=True) / 127
+    y = (x / row_scale).round() @ short.t() * row_scale * scale[:rows]
+    return y if bias is None else y + bias[:rows]
+
+
+@pytest.fixture
+def digits() -> Supernet:
+    supernet = load_digits_supernet()
+    supernet.enable_precision("int8")
+    return supernet
+
+
+class Fused(nn.Module):
+    """A fused qkv with one elastic width, an attention module and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.proj = nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + self.proj((q @ k.transpose(-2, -1)).softmax(-1) @ v)
+        return self.last(x + self.attention(x, x, x)[0])
+
+
+def fused() -> Supernet:
+    torch.manual_seed(0)
+    space = SubnetSpace(
+        "fused",
+        [Axis.uniform("heads", ["all"], [1, 2, 4])],
+        lambda values: {"attention": 4 * values["heads"][0]},
+    )
+    elastic = {
+        "qkv": WeightSlice.on(out=Segments(*[("attention", 16)] * 3)),
+        "proj": WeightSlice.on(in_="attention"),
+        "attention": AttentionSlice.on(out="attention"),
+        "attention.out_proj": WeightSlice.on(in_="attention"),
+    }
+    return subnetact.insert_(Fused().eval(), space, elastic)
+
+
+def test_a_slice_computes_with_its_own_quantisation() -> None:
+    supernet = fused()
+    space = supernet.enable_precision("int8")
+    spec = space.spec(heads=2, precision="int8")
+    view = supernet.subnet(spec)
+    x = torch.randn(3, 7, 8)
+    proj = supernet.network.proj
+    torch.testing.assert_close(
+        view.proj(x).double(), reference(x, proj.weight, proj.bias, 16, 8), rtol=1e-5, atol=1e-5
+    )
+    x = torch.randn(3, 7, 16)
+    qkv = supernet.network.qkv
+    kept = [i for start in (0, 16, 32) for i in range(start, start + 8)]
+    expected = reference(x, qkv.weight, qkv.bias, 48, 16)[..., kept]
+    torch.testing.assert_close(view.qkv(x).double(), expected, rtol=1e-5, atol=1e-5)
+    exact = supernet(torch.ones(2, 3, 12), subnet=space.spec(heads=2, precision="float32"))
+    low = supernet(torch.ones(2, 3, 12), subnet=spec)
+    assert 0 < (low - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_all_subnets_read_one_int8_copy_in_place(digits: Supernet) -> None:
+    space = digits.space
+    assert digits.lowered_bytes() == 0, "the copy is made on request"
+    seen = set()
+    for spec in (space.smallest(), space.at_precision(space.largest(), "int8")):
+        conv = digits.subnet(spec).get_submodule("stages.1.0.conv3")
+        assert conv.weight.dtype == torch.int8
+        seen.add((storage_id(conv.weight), storage_id(conv.weight_scale)))
+    assert len(seen) == 1
+    lowered = digits.lowered_bytes()
+    full = sum(m.weight.numel() + 4 * len(m.weight) for n, m in low_modules(digits))
+    assert lowered == full
+    assert digits.packed_bytes() == 0
+
+
+def low_modules(supernet: Supernet) -> Iterator[tuple[str, nn.Module]]:
+    view = supernet.subnet(supernet.space.at_precision(supernet.space.largest(), "int8"))
+    return ((n, m) for n, m in view.named_modules() if "weight_scale" in m._parameters)
+
+
+def test_first_last_and_wide_kernels_stay_at_float32(digits: Supernet) -> None:
+    low = dict(low_modules(digits))
+    assert "stages.0.0.conv1" in low
+    assert "stages.2.0.downsample.conv" in low
+    assert not {"stem", "classifier", "stages.0.0.conv2", "bn"} & set(low)
+
+
+def test_strided_pointwise_convolutions_and_sliced_attention_follow_the_full_weights(
+    digits: Supernet,
+) -> None:
+    spec = digits.space.spec(depth=1, expand=0.5, width=0.5, precision="int8")
+    conv = digits.subnet(spec).get_submodule("stages.1.0.downsample.conv")
+    x = torch.randn(2, 24, 6, 6).contiguous(memory_format=torch.channels_last)
+    full = digits.network.get_submodule("stages.1.0.downsample.conv").weight[:, :, 0, 0]
+    expected = reference(x[:, :, ::2, ::2].permute(0, 2, 3, 1), full, None, 48, 24).permute(0, 3, 1, 2)
+    torch.testing.assert_close(conv(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 4000])
+def test_products_of_any_number_of_rows(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias = torch.randn(rows, 96), torch.randn(40, 96), torch.randn(40)
+    short, scale = kernels.lowered(weight, 8, 0, "layer")
+    got = kernels.product(x, short, bias, scale)
+    assert got.shape == (rows, 40)
+    off = (got.double() - reference(x, weight, bias, 40, 96)).abs()
+    assert (off > 1e-4).double().mean().nan_to_num() < 1e-3, "but for halves that round the other way"
+    assert (off < 0.1).all()
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    x, weight = torch.randn(6, 32), torch.randn(8, 32)
+    x[2, 3], x[4, 1] = float("nan"), float("inf")
+    short, scale = kernels.lowered(weight, 8, 0, "layer")
+    finite = kernels.product(x, short, None, scale).isfinite().all(1)
+    assert finite.tolist() == [True, True, False, True, False, True]
+
+
+def test_rows_and_channels_of_zeros() -> None:
+    weight = torch.randn(4, 8)
+    weight[1] = 0
+    short, scale = kernels.lowered(weight, 8, 0, "layer")
+    assert torch.equal(kernels.product(torch.zeros(3, 8), short, None, scale), torch.zeros(3, 4))
+    assert torch.equal(kernels.product(torch.ones(3, 8), short, None, scale)[:, 1], torch.zeros(3))
+
+
+@pytest.mark.parametrize("family", ["dynabert", "ofa_resnet50", "ofa_mbv3", "hydravit"])
+def test_families_run_at_int8(family: str) -> None:
+    supernet = small_supernet(family)
+    space = supernet.enable_precision("int8")
+    inputs = small_inputs(family)
+    for spec in (space.smallest(), space.largest()):
+        low, exact = (supernet.subnet(space.at_precision(spec, p))(**inputs) for p in ("int8", "float32"))
+        off = (low - exact).norm() / exact.norm()
+        assert 0 < off < 0.2, f"{family}: {off}"
+    assert space.parse(space.format(space.smallest())) == space.smallest()
+
+
+def test_changed_weights_reach_the_copy(digits: Supernet) -> None:
+    spec, x = digits.space.smallest(), torch.randn(2, 1, 16, 16)
+    view = digits.subnet(spec)
+    before = view(x)
+    with torch.no_grad():
+        digits.network.get_submodule("stages.0.0.conv1").weight.mul_(2)
+    changed = view(x)
+    assert not torch.allclose(before, changed)
+    torch.testing.assert_close(digits.subnet(spec)(x), changed)
+    state = load_digits_supernet().state_dict()
+    digits.load_state_dict(state)
+    torch.testing.assert_close(digits(x, subnet=spec), before)
+    torch.testing.assert_close(view(x), changed), "a view that is in use keeps the former weights"
+
+
+def test_verify_finds_a_copy_of_other_weights(digits: Supernet) -> None:
+    digits.subnet(digits.space.smallest())
+    assert digits.verify() == ()
+    digits.network.get_submodule("stages.0.0.conv1").weight.data[0, 0] += 1.0
+    with pytest.raises(subnetact.errors.StaleWeights, match=r"stages\.0\.0\.conv1"):
+        digits.verify()
+    assert digits.verify(refresh=True)
+    assert digits.verify() == ()
+
+
+def test_readers_never_see_half_exchanged_weights(digits: Supernet) -> None:
+    spec, x = digits.space.smallest(), torch.randn(1, 1, 16, 16)
+    one = {n: t.clone() for n, t in digits.state_dict().items()}
+    two = {n: t * 1.5 if n.endswith("weight") else t.clone() for n, t in one.items()}
+    outputs = []
+    for state in (two, one):
+        digits.load_state_dict(state)
+        outputs.append(digits(x, subnet=spec))
+    seen, stop = [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(digits(x, subnet=spec))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(5):
+        for state in (two, one):
+            digits.load_state_dict(state)
+    stop.set()
+    reader.join()
+    assert seen
+    for y in seen:
+        assert any(torch.allclose(y, known, atol=1e-5) for known in outputs)
+
+
+def test_training_uses_the_full_weights(digits: Supernet) -> None:
+    digits.train()
+    digits(torch.randn(4, 1, 16, 16), subnet=digits.space.smallest()).sum().backward()
+    gradient = digits.network.get_submodule("stages.0.0.conv1").weight.grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+
+
+def test_extracted_networks_have_their_own_copy(digits: Supernet) -> None:
+    spec, x = digits.space.smallest(), torch.randn(2, 1, 16, 16)
+    network = digits.extract(spec)
+    expected = digits(x, subnet=spec)
+    torch.testing.assert_close(network(x), expected)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(network))(x), expected)
+    assert storage_id(network.stages[0][0].conv1.weight) != storage_id(
+        digits.subnet(spec).get_submodule("stages.0.0.conv1").weight
+    )
+
+
+def test_check_runs_every_precision(digits: Supernet) -> None:
+    report = digits.check(torch.zeros(1, 1, 16, 16))
+    assert all(spec.precision == "float32" for spec in report.ran)
+
+
+def test_check_refuses_a_network_that_int8_ruins() -> None:
+    supernet = load_digits_supernet()
+    with torch.no_grad():
+        for block in supernet.network.stages[0]:
+            block.conv1.weight[:, 0] = 1e6  # every other weight of the channel rounds to zero
+    space = supernet.enable_precision("int8")
+    errors = supernet.precision_errors(space.smallest())
+    assert errors["stages.0.0.conv1"] < 1e-4 < errors["stages.1.0.conv1"], "relative to the outlier"
+    supernet.network.bn.weight.data[0] = 0  # the channel of the outlier carries nothing
+    supernet.network.bn.bias.data[0] = 0
+    supernet.refresh()
+    x = torch.randn(2, 1, 16, 16)
+    assert supernet.precision_errors(space.smallest(), x)["stages.0.0.conv1"] > 0.5
+
+
+def test_layer_errors_are_small_and_named(digits: Supernet) -> None:
+    low = digits.space.at_precision(digits.space.largest(), "int8")
+    errors = digits.precision_errors(low, torch.randn(2, 1, 16, 16))
+    assert set(errors) == {name for name, _ in low_modules(digits)}
+    assert 0 < max(errors.values()) < 0.05
+    with pytest.raises(PrecisionError, match="is float32"):
+        digits.precision_errors(digits.space.largest())
+
+
+def test_spaces_take_specifications_without_precision() -> None:
+    supernet = load_digits_supernet()
+    base = supernet.space
+    old = base.sample(0, 5)
+    fingerprint = supernet.fingerprint()
+    space = supernet.enable_precision("int8")
+    assert supernet.fingerprint() == fingerprint, "the weights are the same"
+    assert space.size() == 2 * base.size()
+    assert space.base is base
+    for spec in old:
+        assert space.check(spec) == space.at_precision(spec, "float32")
+        low = space.at_precision(spec, "int8")
+        assert low.base == spec
+        assert low.precision == "int8"
+        assert spec.precision == "float32"
+        assert "precision=int8" in low.key
+        assert space.parse(low.key) == low
+        assert subnetact.SubnetSpec.from_json(low.to_json()) == low
+        assert space.resolve(low)[:-1] == base.resolve(spec)
+        assert space.resolve(low)[-1] == 8
+        with pytest.raises(ForeignSpec):
+            base.check(low)
+    assert pickle.loads(pickle.dumps(space)).id == space.id
+    assert len(set(space.enumerate())) == space.size()
+
+
+def test_parts_of_a_network_choose_their_precision() -> None:
+    supernet = load_digits_supernet()
+    space = supernet.enable_precision("int8", slots={"early": "stages.0", "late": "stages.2"})
+    spec = space.spec(depth=1, expand=0.5, width=1.0, precision=["float32", "int8"])
+    assert spec.precision == "mixed"
+    view = supernet.subnet(spec)
+    dtypes = [view.get_submodule(f"stages.{i}.0.conv1").weight.dtype for i in range(3)]
+    assert dtypes == [torch.float32, torch.float32, torch.int8]
+
+
+def test_statistics_are_those_of_the_float_subnet(digits: Supernet) -> None:
+    space = digits.space
+    low = space.at_precision(space.sample(1), "int8")
+    exact = space.at_precision(low, "float32")
+    report = subnetact.calibrate(digits, [low, exact], [torch.randn(8, 1, 16, 16)], progress=False)
+    assert report.subnets == 1
+    assert digits.norms.get(low) is digits.norms.get(exact) is not None
+    assert digits.calibrated(low)
+
+
+def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
+    from subnetact.digits import distort, read_digits
+
+    supernet = load_digits_supernet()
+    train, test = read_digits()
+    generator = torch.Generator().manual_seed(0)
+    x, inputs = distort(test.images, generator), distort(train.images[:400], generator)
+    exact = supernet.space.sample(2, 8)
+    space = supernet.enable_precision("int8")
+    subnetact.calibrate(supernet, exact, inputs.split(100), progress=False)
+    low = [space.at_precision(spec, "int8") for spec in exact]
+    percent = subnetact.evaluate(supernet, [*exact, *low], [(x, test.labels)], progress=False)
+    assert abs(sum(percent[:8]) - sum(percent[8:])) / 8 < 0.5
+    assert percent[:8] != percent[8:]
+
+
+def test_engines_serve_both_precisions_and_bundles_keep_them(digits: Supernet, tmp_path) -> None:
+    space = digits.space
+    exact, x = space.largest(), torch.randn(3, 1, 16, 16)
+    specs = [exact, space.at_precision(exact, "int8")]
+    engine = subnetact.Engine(
+        digits, specs, example=x[0], allow_uncalibrated=True, memory_budget_mb=256, check=False
+    )
+    torch.testing.assert_close(engine(x, 1), digits(x, subnet=specs[1]), rtol=1e-4, atol=1e-4)
+    assert engine.pin(0)
+    answer = engine.pin(1)
+    assert not answer
+    assert "int8" in answer.reason
+    assert engine.stats().lowered_bytes == digits.lowered_bytes() > 0
+    engine.save(tmp_path / "bundle")
+    loaded = subnetact.Engine.load(tmp_path / "bundle")
+    assert loaded.specs == engine.specs
+    assert loaded.supernet.precision == digits.precision
+    torch.testing.assert_close(loaded(x, 1), engine(x, 1))
+    with pytest.raises(InvalidRequest, match=r"bfloat16 and torch\.float32 in one batch"):
+        engine.run(1, [x[0], x[1].bfloat16()], 2)
+
+
+def test_a_table_of_another_precision_is_refused(digits: Supernet) -> None:
+    space = digits.space
+    exact = space.sample(0, 3)
+    low = [space.at_precision(spec, "int8") for spec in exact[::-1]][::-1]
+    exact = [space.at_precision(spec, "float32") for spec in exact]
+    tables = {}
+    engines = {}
+    for name, specs in (("float32", exact), ("int8", low)):
+        engines[name] = subnetact.Engine(
+            digits, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True
+        )
+        tables[name] = subnetact.profile_latency(
+            engines[name], batch_sizes=[1], windows=1, min_time_ms=1, warmup_ms=0, progress=False
+        ).with_accuracy([50, 60, 70])
+    assert "precision=int8" in tables["int8"].subnets[0]
+    assert "precision" not in tables["float32"].subnets[0], "tables of float32 stay valid"
+    with pytest.raises(ProfileMismatch, match="precision=int8"):
+        subnetact.Batcher(engines["int8"], table=tables["float32"], slo_ms=1000)
+
+
+def test_bad_input() -> None:
+    supernet = load_digits_supernet()
+    for wrong in ([], ["float32"], ["int4"]):
+        with pytest.raises(SpecError):
+            supernet.enable_precision(*wrong)
+    with pytest.raises(PrecisionError, match="no module 'head'"):
+        supernet.enable_precision("int8", keep=["head"])
+    with pytest.raises(SpecError, match="enable_precision"):
+        supernet.space.at_precision(supernet.space.largest(), "int8")
+    assert supernet.precision is None
+    supernet.enable_precision("int8", keep=["stages.0"])
+    assert not any(name.startswith("stages.0") for name, _ in low_modules(supernet))
+    with pytest.raises(SpecError, match="already"):
+        supernet.enable_precision("int8")
+    with torch.no_grad():
+        supernet.network.get_submodule("stages.1.0.conv1").weight[0, 0] = float("inf")
+    with pytest.raises(PrecisionError, match=r"stages\.1\.0\.conv1.*not all finite"):
+        supernet.subnet(supernet.space.smallest())
+
+
+def test_a_network_without_matrix_products_is_refused() -> None:
+    space = SubnetSpace("s", [Axis.uniform("w", ["a"], [4, 8])], lambda v: {"w": v["w"][0]})
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    supernet = subnetact.insert_(network, space, {"0": WeightSlice.on(out="w"), "2": WeightSlice.on(in_="w")})
+    with pytest.raises(PrecisionError, match="float32 only"):
+        supernet.enable_precision("int8")
+    assert supernet.space is space
+
+
+def test_a_build_without_int8_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet = load_digits_supernet()
+    kernels._why_not.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.int() @ b.int()).clamp(-(2**15), 2**15 - 1))
+    try:
+        with pytest.raises(PrecisionError, match="int8 products are wrong"):
+            supernet.enable_precision("int8")
+    finally:
+        kernels._why_not.cache_clear()
+    assert supernet.precision is None
+
+
+def test_bfloat16_is_refused_where_it_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet = load_digits_supernet()
+    kernels._why_not.cache_clear()
+    monkeypatch.setattr(kernels, "_fastest", lambda x, _: 2.0 if x.dtype == torch.bfloat16 else 1.0)
+    try:
+        with pytest.raises(PrecisionError, match=r"takes 2\.00 ms, at float32 1\.00 ms"):
+            supernet.enable_precision("bfloat16")
+        kernels._why_not.cache_clear()
+        monkeypatch.setattr(kernels, "_fastest", lambda x, _: 1.0 if x.dtype == torch.bfloat16 else 2.0)
+        space = supernet.enable_precision("bfloat16", "int8")
+    finally:
+        kernels._why_not.cache_clear()
+    x = torch.randn(2, 1, 16, 16)
+    exact = supernet(x, subnet=space.largest())
+    for precision, most in (("bfloat16", 0.05), ("int8", 0.1)):
+        low = supernet(x, subnet=space.at_precision(space.largest(), precision))
+        assert 0 < (low - exact).norm() < most * exact.norm()
+
+
+def test_an_int8_copy_that_is_ruined_fails_the_check() -> None:
+    supernet = load_digits_supernet()
+    space = supernet.enable_precision("int8")
+    x = torch.randn(1, 1, 16, 16)
+    operator = supernet.network.get_submodule("stages.0.0.conv1")
+    operator.lowered(8).tensors["scale"].mul_(-50)
+    with pytest.raises(InsertError, match=r"precision=int8.*precision_errors"):
+        supernet.check(x)
+    assert space.smallest().precision == "int8"
