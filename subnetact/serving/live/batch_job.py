@@ -24,20 +24,28 @@ class BatchJob:
         slack_ms: time that was left at the decision until the deadline of the most urgent one, in ms.
         shape: position of the requests' input shape among the latency tables; -1 if there is one table.
         abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
+        beneath: the job that is suspended while this one runs; None if this one preempted no other.
+        paused_ms: time that the current part was suspended, in ms.
+        suspended_ms: when the job was suspended last, in ms on the same clock.
+        left_ms: how long the part was expected to run on at that time, in ms.
     """
 
     __slots__ = (
         "_todo",
         "abandoned",
+        "beneath",
         "expected_ms",
+        "left_ms",
         "limit_ms",
         "part",
+        "paused_ms",
         "queued",
         "shape",
         "size",
         "slack_ms",
         "started_ms",
         "subnet",
+        "suspended_ms",
         "worker",
     )
 
@@ -54,6 +62,8 @@ class BatchJob:
         self.size = 0
         self.started_ms = self.expected_ms = self.limit_ms = 0.0
         self.abandoned = False
+        self.beneath: BatchJob | None = None
+        self.paused_ms = self.suspended_ms = self.left_ms = 0.0
 
     def split(self, requests: Sequence[Request], most: int) -> None:
         """Run requests again, in smaller parts.
@@ -72,8 +82,12 @@ class BatchJob:
             self.part = [r for r in self._todo.pop() if r.open]
 
     def requests(self) -> list[Request]:
-        """Return all requests of the job that have no outcome yet."""
+        """Return all requests of the job that have no outcome yet, without those of the suspended one."""
         return [r for part in (self.part, *reversed(self._todo)) for r in part if r.open]
+
+    def on_worker(self) -> list[BatchJob]:
+        """Return the job and, if it preempted one, the suspended job."""
+        return [self] if self.beneath is None else [self, self.beneath]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

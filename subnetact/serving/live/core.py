@@ -26,6 +26,7 @@ from subnetact.serving.live.pending_requests import PendingRequests
 from subnetact.serving.live.requests import Outcome, Request
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.worker_states import WorkerStates
+from subnetact.serving.policies.flex import RunningBatch
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
 from subnetact.serving.scheduling.fair_shares import FairShares
@@ -293,6 +294,55 @@ class Core:
                     self._work.wait(timeout=0.05 if len(self.pending) else None)
                 self._idle -= 1
 
+    @property
+    def preempts(self) -> bool:
+        """Whether the policy may preempt batches between two blocks."""
+        return hasattr(self._dispatcher.policy_of(), "preempt")
+
+    def block_length(self, blocks: int) -> int:
+        """Return after how many blocks a batch asks `urgent_job`.
+
+        Args:
+            blocks: how many blocks the batch has.
+        """
+        length: Any = getattr(self._dispatcher.policy_of(), "block_length", None)
+        return 1 if length is None else max(1, int(length(blocks)))
+
+    def urgent_job(self, job: BatchJob, done: float) -> tuple[BatchJob | None, list[Outcome]]:
+        """Decide between two blocks of a job whether another one goes first on its worker.
+
+        Args:
+            job: the job; it is suspended until the returned one has ended.
+            done: share of its blocks that have run, > 0. The end of the job is expected from it.
+
+        Returns:
+            The urgent job, if there is one, and the outcomes to deliver.
+        """
+        if not (self._inbox or len(self._queue)):  # without the lock: the next block looks again
+            return None, []
+        with self.lock:
+            self._empty_inbox()
+            outcomes: list[Outcome] = []
+            if job.abandoned or self._idle or not len(self._queue):
+                return None, outcomes
+            now = self.clock_ms()
+            taken_ms = now - job.started_ms - job.paused_ms
+            if not self.worker_states.is_parked(job.worker):
+                self.worker_states.free_at_ms[job.worker] = now + taken_ms * (1.0 - done) / done
+            batch: Batch | None = None
+            try:
+                batch = self._urgent_batch(job, now)
+            except Exception as error:
+                taken, self._dispatcher.taken = self._dispatcher.taken, []
+                outcomes += [self.outcomes.fail(request, policy_failed(error)) for request in taken]
+            if self._expired:
+                self._drop_expired(now, outcomes)
+            if batch is None:
+                return None, self.outcomes.owe(outcomes)
+            self._counters.preempted += 1
+            job.suspended_ms, job.left_ms = now, taken_ms * (1.0 - done) / done
+            return self._job_of(batch, job.worker, now, job), self.outcomes.owe(outcomes)
+
     def resize(self, workers: int) -> None:
         """Let only the first so many workers take batches; the others finish theirs and wait.
 
@@ -318,7 +368,7 @@ class Core:
             if job.abandoned:
                 return []
             outcomes = self.outcomes.answer(job, outputs, self._accuracy[job.subnet], now)
-            self.learner.observe(job, now - job.started_ms)
+            self.learner.observe(job, now - job.started_ms - job.paused_ms)
             self.worker_states.succeeded(job.worker)
             self._ran.add((job.worker, job.subnet, job.size))
             self._advance(job, now)
@@ -372,9 +422,10 @@ class Core:
                 return outcomes
             self._counters.died += 1
             self.worker_states.died(worker, now)
-            if self._jobs.pop(worker, None) is not None and job is not None:
-                for request in job.requests():
-                    self._retry(request, job, now, worker_died(error), outcomes)
+            lost = self._jobs.pop(worker, None)
+            for one in [] if lost is None or job is None else lost.on_worker():
+                for request in one.requests():
+                    self._retry(request, one, now, worker_died(error), outcomes)
             self._wake_all()
             return self.outcomes.owe(outcomes)
 
@@ -502,7 +553,7 @@ class Core:
             self._empty_inbox()
             return self._counters.snapshot(
                 queued=len(self.pending),
-                running=sum(len(job.requests()) for job in self._jobs.values()),
+                running=sum(len(one.requests()) for job in self._jobs.values() for one in job.on_worker()),
                 replanned=self.learner.replanned,
                 workers=len(self.worker_states.free_at_ms),
                 workers_up=self.worker_states.up(),
@@ -542,15 +593,54 @@ class Core:
             self._drop_expired(now, outcomes)
         if batch is None:
             return None
+        return self._job_of(batch, worker, now)
+
+    def _job_of(self, batch: Batch, worker: int, now: float, beneath: BatchJob | None = None) -> BatchJob:
         counters = self._counters
         counters.batches += 1
         counters.slack_ms.add(batch.slack_ms)
         counters.queue_depth.add(batch.queued)
         counters.batch.add(len(batch.items))
         job = BatchJob(worker, batch.subnet, batch.items, batch.queued, batch.slack_ms)
+        job.beneath = beneath
         self._start(job, now)
         counters.decision_ms.add(self.clock_ms() - now)
         return job
+
+    def _urgent_batch(self, job: BatchJob, now: float) -> Batch | None:
+        """Return the batch that a suspended job gives way to, or None if the policy lets it go on."""
+        dispatcher = self._dispatcher
+        if dispatcher.expired != "serve":
+            dispatcher.remove_expired(now)
+        if not len(self._queue):
+            return None
+        preempt: Any = getattr(dispatcher.policy_of(job.shape), "preempt", None)
+        if preempt is None:
+            return None
+        running = [
+            RunningBatch(
+                worker,
+                other.subnet,
+                len(other.part),
+                other.started_ms,
+                self.worker_states.free_at_ms[worker],
+                [request.deadline_ms for request in other.part],
+            )
+            for worker, other in self._jobs.items()
+            if other.beneath is None
+        ]
+        if preempt(dispatcher.look(now, job.worker), running) != job.worker:
+            return None
+        return dispatcher.next_batch(now, job.worker)
+
+    def _resume(self, job: BatchJob, now: float) -> None:
+        """Book a job again that was suspended."""
+        paused_ms = now - job.suspended_ms
+        job.paused_ms += paused_ms
+        job.limit_ms += paused_ms
+        self._jobs[job.worker] = job
+        parked = self.worker_states.is_parked(job.worker)
+        self.worker_states.free_at_ms[job.worker] = math.inf if parked else now + job.left_ms
 
     def _second_try(self, worker: int, now: float, outcomes: list[Outcome]) -> BatchJob | None:
         free = self.worker_states.free_at_ms
@@ -579,8 +669,12 @@ class Core:
             known = (job.worker, job.subnet, job.size) in self._ran
             patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
+        job.paused_ms = 0.0
+        ends_ms = now + job.expected_ms
+        if job.beneath is not None:
+            ends_ms += job.beneath.left_ms
         parked = self.worker_states.is_parked(job.worker)
-        self.worker_states.free_at_ms[job.worker] = math.inf if parked else now + job.expected_ms
+        self.worker_states.free_at_ms[job.worker] = math.inf if parked else ends_ms
         self._jobs[job.worker] = job
 
     def _advance(self, job: BatchJob, now: float) -> None:
@@ -588,17 +682,21 @@ class Core:
         if job.part:
             self._start(job, now)
             return
+        if job.beneath is not None:
+            self._resume(job.beneath, now)
+            return
         del self._jobs[job.worker]
         parked = self.worker_states.is_parked(job.worker)
         self.worker_states.free_at_ms[job.worker] = math.inf if parked else now
 
     def _abandon(self, job: BatchJob, now: float, outcomes: list[Outcome]) -> None:
-        job.abandoned = True
         del self._jobs[job.worker]
         self._counters.hung += 1
         self.worker_states.hung(job.worker, now)
-        for request in job.requests():
-            self._retry(request, job, now, worker_hung(job, now), outcomes)
+        for one in job.on_worker():
+            one.abandoned = True
+            for request in one.requests():
+                self._retry(request, one, now, worker_hung(job, now), outcomes)
         self._wake_all()
 
     def _retry(

@@ -72,7 +72,7 @@ class Outcomes:
         counters.accuracy_sum += met * accuracy
         counters.served_by[subnet] += len(outcomes)
         counters.batch_sizes[size] += 1
-        counters.run_ms.add(now_ms - job.started_ms)
+        counters.run_ms.add(now_ms - job.started_ms - job.paused_ms)
         if self.log is not None:
             self.log.batch(job, [request for request, _, _ in outcomes], now_ms - job.started_ms, met)
         if self.tell is not None:

@@ -17,6 +17,7 @@ _COUNTERS = {
     "refused": "Requests the batcher refused: invalid, or queue full. A server may refuse more on its own.",
     "full": "Requests refused because the queue was full.",
     "batches": "Batches started.",
+    "preempted": "Batches suspended between two blocks for an urgent one.",
     "bisected": "Batches that raised and were split.",
     "out_of_memory": "Batches that ran out of memory and were split.",
     "hung": "Workers that hung and were replaced.",

@@ -38,6 +38,7 @@ class BatcherStats:
         queued: requests that wait now, deferred ones included.
         running: requests that are on a worker now.
         batches: batches that were started.
+        preempted: batches that were suspended between two blocks, while an urgent batch went first.
         bisected: batches that raised and were split.
         out_of_memory: batches that ran out of memory and were split.
         hung: workers that hung and were replaced.
@@ -72,6 +73,7 @@ class BatcherStats:
     queued: int = 0
     running: int = 0
     batches: int = 0
+    preempted: int = 0
     bisected: int = 0
     out_of_memory: int = 0
     hung: int = 0
@@ -118,7 +120,7 @@ class Counters:
     def __init__(self) -> None:
         self.submitted = self.met = self.late = self.dropped = self.failed = self.cancelled = 0
         self.closed = self.refused = self.full = self.batches = self.bisected = self.out_of_memory = 0
-        self.hung = self.died = self.revived = self.retried = 0
+        self.hung = self.died = self.revived = self.retried = self.preempted = 0
         self.accuracy_sum = 0.0
         self.served_by: Counter[int] = Counter()
         self.batch_sizes: Counter[int] = Counter()

@@ -119,7 +119,7 @@ class Workers:
             self._tell(job)
         while job.part and not job.abandoned:
             try:
-                outputs: Any = engine.run(job.subnet, [request.x for request in job.part], job.size)
+                outputs: Any = self._outputs(engine, job)
                 if isinstance(outputs, Mapping):
                     raise TypeError("the engine returned a mapping; run() returns one output per input")
                 outputs = list(outputs)  # a generator that raises makes the batch fail, not the worker
@@ -132,6 +132,21 @@ class Workers:
                 self._deliver(core.raised(job, error))
             else:
                 self._deliver(core.answered(job, outputs))
+
+    def _outputs(self, engine: Any, job: BatchJob) -> Any:
+        """Run the current part of a job, and between its blocks what is more urgent."""
+        core, inputs = self._core, [request.x for request in job.part]
+        start: Any = None if job.beneath is not None or not core.preempts else getattr(engine, "start", None)
+        if start is None:
+            return engine.run(job.subnet, inputs, job.size)
+        run = start(job.subnet, inputs, job.size)
+        length = core.block_length(run.blocks)
+        while not run.step(length) and not job.abandoned:
+            urgent, outcomes = core.urgent_job(job, run.position / run.blocks)
+            self._deliver(outcomes)
+            if urgent is not None:
+                self._run(urgent)
+        return [None] * len(inputs) if job.abandoned else run.outputs()
 
     def _tell(self, job: BatchJob) -> None:
         tell = self._on_decision

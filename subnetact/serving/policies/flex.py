@@ -25,6 +25,7 @@ class RunningBatch(NamedTuple):
         k: number of requests in the batch.
         started_ms: when the batch started.
         free_at_ms: when the batch is expected to end.
+        deadlines_ms: the deadlines of its requests.
     """
 
     worker: int
@@ -32,6 +33,7 @@ class RunningBatch(NamedTuple):
     k: int
     started_ms: float
     free_at_ms: float
+    deadlines_ms: Sequence[float] = ()
 
 
 class Flex:

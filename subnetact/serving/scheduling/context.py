@@ -178,8 +178,9 @@ class Policy(Protocol):
       batch sizes. The live batcher calls it when it has learned latencies.
     * `observe(subnet, batch_size, profiled_ms, measured_ms)`: called after every batch.
     * `reset()`: forgets all state; called before a simulation.
-    * `preempt(context, running)`: may interrupt a running batch; see `Flex.preempt`. Only the simulator
-      calls it.
+    * `preempt(context, running)`: may interrupt a running batch; see `Flex.preempt`. The live batcher and,
+      with `resume=True`, the simulator ask between two blocks of a batch, and continue it afterwards.
+    * `block_length(blocks)`: after how many blocks of a batch they ask; 1 without this method.
     """
 
     @property

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.simulation.block_loop import BlockLoop
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.preemptive_loop import PreemptiveLoop
 from subnetact.serving.simulation.result import SimulationResult
@@ -72,9 +73,10 @@ def simulate(
         events: times at which workers go down or come up. The batch of a worker that goes down returns to
             the queue.
         co_runners: periods in which co-runners use the devices; they need a table with a co-runner dimension.
-        resume: if True, a preempted batch is finished later; if False, its work is lost.
-        blocks: with `resume`, a batch consists of this many equal blocks, and a preempted batch keeps the
-            blocks that it has completed.
+        resume: if True, a preempted batch stops at the end of its block, and the same worker continues it
+            after the urgent batch, as the live batcher does; if False, it stops at once, its requests return
+            to the queue, and its work is lost.
+        blocks: with `resume`, a batch consists of this many equal blocks.
         decisions: whether to keep every decision in `result.decisions`.
         requests: whether to keep the outcome of every request in `result.log`.
         progress: if True, show a progress bar when standard error is a terminal and the simulation takes
@@ -120,5 +122,7 @@ def simulate(
         "progress": progress,
     }
     if hasattr(policy, "preempt"):
-        return PreemptiveLoop(scenario, resume=resume, blocks=blocks, **options).run()
+        if resume:
+            return BlockLoop(scenario, blocks=blocks, **options).run()
+        return PreemptiveLoop(scenario, **options).run()
     return EventLoop(scenario, **options).run()

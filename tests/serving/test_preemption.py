@@ -1,0 +1,300 @@
+"""Preemption between layer blocks: the rule on values, the simulator, and the live batcher beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from subnetact.errors import DeadlinePassed, PolicyError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving import (
+    Batcher,
+    Fixed,
+    Flex,
+    Preemptive,
+    RunningBatch,
+    SlackFit,
+    Veltair,
+    exact_optimum,
+    poisson,
+    simulate,
+)
+from subnetact.serving.scheduling.context import ArrivalMeter, Context
+from subnetact.serving.scheduling.queue import EDFQueue
+
+BLOCKS = 10
+TABLE = LatencyTable.from_arrays(["small", "large"], [70.0, 80.0], [1, 16], [[2.0, 10.0], [8.0, 40.0]])
+FOREVER = 1e7
+
+
+def context(deadlines: Sequence[float], free_at: Sequence[float], now: float = 0.0) -> Context:
+    queue: EDFQueue[int] = EDFQueue()
+    queue.extend([float(d) for d in deadlines], range(len(deadlines)))
+    made = Context(queue, ArrivalMeter(), list(free_at), 50.0)
+    made.now_ms, made.queued, made.slack_ms = now, len(queue), queue.deadline() - now
+    return made
+
+
+def running(free_at: float = 40.0, deadlines: Sequence[float] = (), worker: int = 0) -> RunningBatch:
+    return RunningBatch(worker, 1, max(1, len(deadlines)), 0.0, free_at, deadlines)
+
+
+# -- the rule ------------------------------------------------------------------------------------------
+
+
+def test_an_urgent_request_preempts_if_nothing_becomes_late() -> None:
+    policy = Preemptive(Fixed(TABLE, 1))
+    assert policy.preempt(context([20.0], [40.0]), [running(40.0, [60.0] * 16)]) == 0
+    assert policy.decide(context([20.0], [40.0])) == (1, 1)  # the most accurate subnet that is in time
+    assert policy.decide(context([20.0], [40.0])) == (1, 1)  # and then what the policy itself decides
+    assert policy.preempt(context([5.0], [40.0]), [running()]) == 0
+    assert policy.decide(context([5.0], [40.0])) == (0, 1)
+
+
+def test_nothing_preempts_without_need_or_without_use() -> None:
+    policy = Preemptive(Fixed(TABLE, 1))
+    assert policy.preempt(context([100.0], [40.0]), [running()]) is None  # in time after the running batch
+    assert policy.preempt(context([1.0], [40.0]), [running()]) is None  # late in any case
+    assert (
+        policy.preempt(context([30.0], [20.0, 40.0]), [running(40.0)]) is None
+    )  # another worker is free soon
+
+
+def test_the_value_of_both_sides_decides() -> None:
+    victim = running(40.0, [41.0, 41.0, 300.0])  # two of its requests cannot wait
+    assert Preemptive(Fixed(TABLE, 1)).preempt(context([5.0], [40.0]), [victim]) is None
+    assert Preemptive(Fixed(TABLE, 1)).preempt(context([30.0] * 3, [40.0]), [victim]) == 0
+    assert Preemptive(Fixed(TABLE, 1), factor=3.03).preempt(context([30.0] * 3, [40.0]), [victim]) is None
+    other = running(40.0, [300.0], worker=1)
+    assert Preemptive(Fixed(TABLE, 1)).preempt(context([30.0], [40.0, 40.0]), [victim, other]) == 1
+
+
+def test_blocks_are_long_alone_and_short_beside_others() -> None:
+    stamped = TABLE.latency_ms
+    shared = LatencyTable.from_arrays(
+        TABLE.subnets,
+        TABLE.accuracy,
+        [1, 16],
+        stamped,
+        co_runners=[0, 2],
+        co_runner_ms=[stamped, stamped * 3],
+    )
+    inner = Veltair(shared, lambda table: SlackFit(table, 50.0))
+    policy = Preemptive(inner, longest=5)
+    assert policy.block_length(10) == 5
+    assert policy.block_length(3) == 3
+    for _ in range(30):
+        policy.observe(0, 1, 2.0, 6.0)
+    assert inner.estimated_co_runners == pytest.approx(2.0, abs=0.01)
+    assert policy.block_length(10) == 1
+    policy.reset()
+    assert policy.block_length(10) == 5
+    assert Preemptive(SlackFit(TABLE, 50.0)).block_length(10) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Preemptive(Flex(TABLE)),
+        lambda: Preemptive(SlackFit(TABLE, 50.0), factor=0.0),
+        lambda: Preemptive(SlackFit(TABLE, 50.0), longest=0),
+        lambda: simulate([0.0], TABLE, Preemptive(Fixed(TABLE, 0)), 50.0, resume=True, blocks=0),
+    ],
+)
+def test_bad_arguments(make: Any) -> None:
+    with pytest.raises(PolicyError):
+        make()
+
+
+def test_flex_keeps_its_competitive_bound() -> None:
+    """Shepherd proves that FLEX with factor 3.03 serves at least 1 / 12.62 of what any schedule can."""
+    table = LatencyTable.from_arrays(["a"], [100.0], [1, 2, 4], [[5.0, 6.0, 8.0]])
+    rng = np.random.default_rng(0)
+    worst = 1.0
+    for _ in range(150):
+        arrivals = np.sort(rng.uniform(0.0, 40.0, 9))
+        slo = rng.uniform(5.0, 30.0, 9)
+        best = exact_optimum(arrivals, table, slo) / 100.0
+        found = simulate(arrivals, table, Flex(table, 0), slo, expired="drop").met
+        assert found >= best / 12.62
+        worst = min(worst, found / best)
+    assert worst > 0.2
+
+
+# -- the simulator ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_stops_at_the_end_of_its_block_and_continues() -> None:
+    slo = [100.0] * 16 + [20.0]
+    result = simulate(
+        [0.0] * 16 + [5.0],
+        TABLE,
+        Preemptive(Fixed(TABLE, 1)),
+        slo,
+        resume=True,
+        blocks=BLOCKS,
+        requests=True,
+    )
+    assert result.log is not None
+    assert (result.met, result.preempted) == (17, 1)
+    assert result.log.start_ms[16] == 8.0  # the second block of 4 ms ends
+    assert result.log.finish_ms[16] == 16.0
+    assert result.log.finish_ms[:16].tolist() == [48.0] * 16
+    assert result.busy_ms == pytest.approx(48.0)
+    late = simulate([0.0] * 16 + [5.0], TABLE, Fixed(TABLE, 1), slo)
+    assert late.met == 16
+
+
+def test_a_worker_that_goes_down_returns_both_batches() -> None:
+    from subnetact.serving import WorkerEvent
+
+    result = simulate(
+        [0.0] * 16 + [5.0],
+        TABLE,
+        Preemptive(Fixed(TABLE, 1)),
+        [200.0] * 16 + [20.0],
+        resume=True,
+        blocks=BLOCKS,
+        expired="serve",
+        events=[WorkerEvent(10.0, 0, False), WorkerEvent(30.0, 0, True)],
+    )
+    assert (result.met, result.late, result.unserved) == (16, 1, 0)
+
+
+# -- live ------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """An engine that sleeps for the table's latency, in blocks of equal length."""
+
+    keys = TABLE.subnets
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.calls = 0
+
+    def check(self, x: Any) -> None:
+        pass
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        run = self.start(subnet, inputs, batch_size)
+        run.step(BLOCKS)
+        return run.outputs()
+
+    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        self.calls += 1
+        return SleepingRun(inputs, TABLE.latency_ms[subnet][TABLE.batch_sizes.index(batch_size)] * self.scale)
+
+
+class SleepingRun:
+    blocks = BLOCKS
+
+    def __init__(self, inputs: Any, takes_ms: float) -> None:
+        self.inputs = list(inputs)
+        self.block_s = takes_ms / BLOCKS / 1e3
+        self.position = 0
+
+    def step(self, blocks: int = 1) -> bool:
+        number = min(blocks, BLOCKS - self.position)
+        time.sleep(self.block_s * number)
+        self.position += number
+        for x in self.inputs:
+            if callable(x):
+                x(self.position)
+        return self.position == BLOCKS
+
+    def outputs(self) -> list[Any]:
+        return self.inputs
+
+
+def preemptive(subnet: int = 1) -> Preemptive:
+    return Preemptive(Fixed(TABLE, subnet))
+
+
+def test_an_urgent_request_goes_first_and_the_batch_continues() -> None:
+    started = threading.Event()
+    with Batcher(StandIn(5.0), policy=preemptive(), slo_ms=500.0, learn=False) as batcher:
+        slow = [batcher.submit(lambda _: started.set(), FOREVER) for _ in range(16)]
+        assert started.wait(5)
+        urgent = batcher.submit("x", 90.0).result(5)
+        assert urgent.met
+        assert urgent.waited_ms <= 2 * 20.0  # blocks take 20 ms (the table says 4); 1.5 s is the whole batch
+        assert not any(f.done() for f in slow)
+        for future in slow:
+            assert future.result(5).latency_ms > urgent.latency_ms
+        stats = batcher.stats()
+        assert (stats.preempted, stats.met) == (1, 17)
+
+
+def test_without_an_urgent_request_no_batch_is_preempted() -> None:
+    with Batcher(StandIn(), policy=preemptive(), slo_ms=500.0, learn=False) as batcher:
+        for future in [batcher.submit("x", FOREVER) for _ in range(40)]:
+            future.result(5)
+        assert batcher.stats().preempted == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_failing_urgent_batch_does_not_harm_the_suspended_one(error: type[BaseException]) -> None:
+    started, tries = threading.Event(), []
+
+    def fail(_: int) -> None:
+        tries.append(1)
+        if error is ValueError or len(tries) == 1:
+            raise error("urgent")
+
+    with Batcher(StandIn(5.0), policy=preemptive(), slo_ms=500.0, learn=False) as batcher:
+        slow = [batcher.submit(lambda _: started.set(), FOREVER) for _ in range(16)]
+        assert started.wait(5)
+        urgent = batcher.submit(fail, 80.0)
+        if error is ValueError:
+            assert isinstance(urgent.exception(5), Exception)
+        else:
+            assert urgent.exception(5) is None or isinstance(urgent.exception(5), DeadlinePassed)
+        for future in slow:  # nothing is lost, even if the worker died with both batches
+            future.result(10)
+
+
+def test_a_suspended_batch_whose_worker_hangs_gets_a_second_try() -> None:
+    started, gate, tries = threading.Event(), threading.Event(), []
+
+    def hang(_: int) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            gate.wait(5)
+
+    with Batcher(StandIn(5.0), policy=preemptive(), slo_ms=500.0, learn=False, watchdog_ms=700.0) as batcher:
+        slow = [batcher.submit(lambda _: started.set(), FOREVER) for _ in range(16)]
+        assert started.wait(5)
+        batcher.submit(hang, 100.0)
+        for future in slow:
+            future.result(10)
+        assert batcher.stats().hung == 1
+        gate.set()
+
+
+def test_the_simulator_predicts_the_live_batcher() -> None:
+    """Attainment is within two points, with policy and rule shared and engines that sleep."""
+    scale, rng = 1.0, np.random.default_rng(3)
+    arrivals = poisson(250, 4, seed=3)
+    slo = np.where(rng.random(len(arrivals)) < 0.15, 22.0, 180.0)
+    policy = Preemptive(SlackFit(TABLE, 180.0))
+    found = simulate(arrivals, TABLE, policy, slo, resume=True, blocks=BLOCKS)
+    without = simulate(arrivals, TABLE, SlackFit(TABLE, 180.0), slo)
+    assert found.preempted > 20
+    assert found.attainment > without.attainment + 0.02
+    live_policy = Preemptive(SlackFit(TABLE, 180.0))
+    with Batcher(StandIn(scale), policy=live_policy, slo_ms=180.0, learn=False) as batcher:
+        start, futures = time.perf_counter(), []
+        for at, given in zip((arrivals - arrivals[0]) / 1e3, slo, strict=True):
+            time.sleep(max(0.0, start + at - time.perf_counter()))
+            futures.append(batcher.submit("x", given))
+        for future in futures:
+            future.exception(10)
+        stats = batcher.stats()
+    assert stats.preempted > 20
+    assert stats.attainment == pytest.approx(found.attainment, abs=0.02)
