@@ -21,6 +21,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     nas/                                 search, evaluate, accuracy and latency predictors
     profile/                             profile_latency and python -m subnetact.profile
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
+    generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
     digits, demo, simulate, plan         the embedded supernet; commands: the demo, the simulator, planning
     serve/                               python -m subnetact.serve: a bundle over HTTP

@@ -61,6 +61,7 @@ def sandwich_step(
     subnets: Sequence[SubnetSpec] | None = None,
     distillation: float = 1.0,
     temperature: float = 1.0,
+    class_dim: int | None = None,
     teacher: Callable[..., Any] | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     average: bool | None = None,
@@ -88,6 +89,9 @@ def sandwich_step(
             rest is `loss`.
         temperature: divides the scores of teacher and student. The distillation is the cross-entropy with the
             teacher's probabilities, times the square of the temperature.
+        class_dim: the dimension of the scores that holds the classes, which distillation needs: 1 for images
+            of scores (N, classes, H, W), -1 for language models (N, tokens, vocabulary). If None, it is 1 if
+            the scores have two dimensions or `loss` is `cross_entropy` of torch, which reads it there.
         teacher: a network that is called with the batch, without gradients, for the scores to learn from. The
             first subnet then has distillation in its loss, too. If None, the first subnet is the teacher.
         backward: called with each loss. If None, `loss.backward()`. With a gradient scaler, give
@@ -101,7 +105,7 @@ def sandwich_step(
 
     Raises:
         SpecError: an argument is out of its range, the supernet is in evaluation mode, or distillation finds
-            no class scores of shape (N, classes, ...).
+            no class scores, or cannot know their dimension.
         InsertError: `supernet` is not a `Supernet`, or a branch of the network that only training runs reads
             channels that are narrow in a subnet.
 
@@ -135,10 +139,11 @@ def sandwich_step(
     x = as_batch(x)
     if not isinstance(x, Tensor | tuple | dict):
         raise SpecError(f"x: expected a tensor, or a tuple or mapping of them, got {describe_input(x)}")
+    place = 1 if class_dim is None and loss is F.cross_entropy else class_dim
     wanted: Tensor | None = None
     if teacher is not None and distillation:
         with torch.no_grad():
-            wanted = _probabilities(call_with(teacher, x), temperature)
+            wanted = _probabilities(call_with(teacher, x), temperature, place)
     run_backward = backward or _backward
     losses: dict[SubnetSpec, float] = {}
     with _unsynchronised(supernet):
@@ -147,9 +152,9 @@ def sandwich_step(
             if wanted is None or not distillation:
                 total = loss(scores, target)
                 if distillation and len(specs) > 1:
-                    wanted = _probabilities(scores, temperature).detach()
+                    wanted = _probabilities(scores, temperature, place).detach()
             else:
-                total = distillation * _distillation(scores, wanted, temperature)
+                total = distillation * _distillation(scores, wanted, temperature, place)
                 if distillation < 1.0:
                     total = total + (1.0 - distillation) * loss(scores, target)
             _check_loss(total)
@@ -224,20 +229,37 @@ def _backward(total: Tensor) -> None:
     torch.autograd.backward(total)
 
 
-def _probabilities(output: Any, temperature: float) -> Tensor:
+def _probabilities(output: Any, temperature: float, class_dim: int | None) -> Tensor:
     scores = logits(output)
     if not isinstance(scores, Tensor) or scores.dim() < 2:
         raise SpecError(
             f"distillation needs class scores of shape (N, classes, ...), got {describe_input(scores)}; give "
             "distillation=0.0 for other outputs"
         )
-    return (scores.float() / temperature).softmax(1)
+    return (scores.float() / temperature).softmax(_dimension_of_classes(scores, class_dim))
 
 
-def _distillation(scores: Any, wanted: Tensor, temperature: float) -> Tensor:
+def _dimension_of_classes(scores: Tensor, class_dim: int | None) -> int:
+    """Return the dimension of the classes, 1 or above."""
+    if class_dim is None and scores.dim() > 2:
+        raise SpecError(
+            f"class_dim: scores of shape {tuple(scores.shape)} do not say which dimension holds the classes; "
+            "give class_dim=-1 for language models, 1 for (N, classes, ...), or distillation=0.0"
+        )
+    place = 1 if class_dim is None else class_dim
+    if type(place) is not int or not -scores.dim() < place < scores.dim() or not place:
+        raise SpecError(
+            f"class_dim: {class_dim!r} is no dimension of scores of shape {tuple(scores.shape)} but 0"
+        )
+    return place % scores.dim()
+
+
+def _distillation(scores: Any, wanted: Tensor, temperature: float, class_dim: int | None) -> Tensor:
     if not isinstance(scores, Tensor) or scores.shape != wanted.shape:
         raise SpecError(
             f"distillation: the student's {describe_input(scores)} does not fit the teacher's scores of "
             f"shape {tuple(wanted.shape)}"
         )
-    return F.cross_entropy(scores.float() / temperature, wanted) * temperature**2
+    place = _dimension_of_classes(scores, class_dim)
+    scaled = (scores.float() / temperature).movedim(place, 1)
+    return F.cross_entropy(scaled, wanted.movedim(place, 1)) * temperature**2

@@ -293,3 +293,37 @@ def test_a_branch_that_only_training_runs_is_named() -> None:
     described = {**elastic, "aux": WeightSlice.on(in_="width")}
     whole = insert_(Auxiliary().eval(), supernet.space, described).train()
     assert sandwich_step(whole, x, labels, rng=random.Random(0)).losses
+
+
+class Tokens(nn.Module):
+    """Maps (N, tokens, 4) to scores of shape (N, tokens, 6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def test_scores_of_tokens_are_distilled_over_their_classes() -> None:
+    torch.manual_seed(0)
+    space = SubnetSpace("tokens", [Axis.uniform("width", ["all"], [2, 8])], lambda v: {"w": v["width"][0]})
+    elastic = {"first": WeightSlice.on(out="w"), "second": WeightSlice.on(in_="w")}
+    supernet = insert_(Tokens(), space, elastic).train()
+    x, target = torch.randn(3, 5, 4), torch.randint(6, (3, 5))
+
+    def loss(scores: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+
+    given: dict[str, Any] = {"rng": random.Random(0), "random_subnets": 0, "loss": loss}
+    losses = sandwich_step(supernet, x, target, class_dim=-1, **given)
+    wanted = supernet(x, subnet=space.largest()).detach().flatten(0, 1).softmax(1)
+    expected = F.cross_entropy(supernet(x, subnet=space.smallest()).flatten(0, 1), wanted)
+    # The loss of torch averages over the tokens as well, once the classes are its second dimension.
+    assert losses.losses[space.smallest()] == pytest.approx(float(expected.detach()), rel=1e-5)
+    with pytest.raises(SpecError, match="class_dim=-1 for language models"):
+        sandwich_step(supernet, x, target, **given)
+    for wrong in (0, 3, -3, 1.0, True):
+        with pytest.raises(SpecError, match="class_dim"):
+            sandwich_step(supernet, x, target, class_dim=wrong, **given)  # type: ignore[arg-type]

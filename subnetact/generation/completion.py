@@ -1,0 +1,215 @@
+"""Completion: the answer to one request for tokens, as it is generated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from subnetact.errors import InvalidRequest, RequestError
+from subnetact.serving.scheduling.checks import check_positive
+
+__all__ = ["Completion", "Generated", "TokenDeadlines"]
+
+
+@dataclass(frozen=True)
+class TokenDeadlines:
+    """When the tokens of a request are due: the first after one time, every further one after another.
+
+    Args:
+        first_ms: time from the submission to the first token, in ms.
+        token_ms: time from one token to the next, in ms.
+
+    Raises:
+        PolicyError: a time is not finite and above 0.
+    """
+
+    first_ms: float
+    token_ms: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.first_ms, "first_ms")
+        check_positive(self.token_ms, "token_ms")
+
+    @classmethod
+    def total(cls, total_ms: float, tokens: int) -> TokenDeadlines:
+        """Spread the time for a whole answer evenly over its tokens.
+
+        Args:
+            total_ms: time from the submission to the last token, in ms.
+            tokens: the largest number of tokens.
+        """
+        share = check_positive(total_ms, "total_ms") / max(tokens, 1)
+        return cls(share, share)
+
+    def due_ms(self, accepted_ms: float, position: int) -> float:
+        """Return when a token is due.
+
+        Args:
+            accepted_ms: time of the submission.
+            position: the position of the token in the answer, from 0.
+        """
+        return accepted_ms + self.first_ms + position * self.token_ms
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A finished answer.
+
+    Attributes:
+        tokens: the generated tokens, with the stop token if there was one.
+        subnets: id of the subnet that generated each token.
+        late: how many tokens came after they were due.
+        first_ms: time from the submission to the first token, in ms; 0 if there is none.
+        total_ms: time from the submission to the end, in ms.
+        finish: "stop" (a stop token came), "length" (the largest number of tokens was reached) or
+            "cancelled".
+    """
+
+    tokens: tuple[int, ...]
+    subnets: tuple[int, ...]
+    late: int
+    first_ms: float
+    total_ms: float
+    finish: str
+
+    @property
+    def met(self) -> bool:
+        """Whether every token came in time and the answer was not cancelled."""
+        return not self.late and self.finish != "cancelled"
+
+
+class Completion:
+    """A request under way. Iterate over it for the tokens as they come, or wait for `result()`.
+
+    Every completion ends exactly once: with a `Generated`, or with a typed error.
+    """
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        """Make the completion of a request.
+
+        Args:
+            cancel: asks the generator to stop the request.
+        """
+        self._cancel = cancel
+        self._changed = threading.Condition()
+        self._tokens: list[int] = []
+        self._outcome: Generated | RequestError | None = None
+        self._listeners: list[Callable[[], Any]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the tokens as they come.
+
+        Raises:
+            RequestError: the request failed; the tokens before that were yielded.
+        """
+        position = 0
+        while True:
+            with self._changed:
+                while position >= len(self._tokens) and self._outcome is None:
+                    self._changed.wait()
+                tokens, outcome = self._tokens[position:], self._outcome
+            yield from tokens
+            position += len(tokens)
+            if outcome is not None and position >= len(self._tokens):
+                if isinstance(outcome, RequestError):
+                    raise outcome
+                return
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._outcome is not None
+
+    def tokens(self, first: int = 0) -> Sequence[int]:
+        """Return the tokens so far.
+
+        Args:
+            first: the position of the first one to return.
+        """
+        with self._changed:
+            return tuple(self._tokens[first:])
+
+    def result(self, timeout_s: float | None = None) -> Generated:
+        """Wait for the end of the request.
+
+        Args:
+            timeout_s: the longest time to wait, in seconds. If None, there is no limit.
+
+        Returns:
+            The finished answer.
+
+        Raises:
+            RequestError: the request failed: `DeadlinePassed`, `BatchFailed`, `BatcherClosed`.
+            TimeoutError: the request has not ended yet.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._outcome is not None, timeout_s):
+                raise TimeoutError(f"no end after {timeout_s} s; wait longer, or cancel the request")
+            outcome = self._outcome
+        if isinstance(outcome, RequestError):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def cancel(self) -> None:
+        """Stop the request. Its result has the tokens so far; nothing happens if it has ended."""
+        self._cancel()
+
+    def listen(self, listener: Callable[[], Any]) -> None:
+        """Call a function after every new token and at the end, on the generator's thread; keep it short.
+
+        Args:
+            listener: the function, without arguments. It is called at once if there is something already.
+        """
+        with self._changed:
+            self._listeners.append(listener)
+            something = bool(self._tokens) or self._outcome is not None
+        if something:
+            listener()
+
+    def _add(self, token: int) -> None:
+        with self._changed:
+            self._tokens.append(token)
+            self._changed.notify_all()
+        self._tell()
+
+    def _end(self, outcome: Generated | RequestError) -> None:
+        with self._changed:
+            if self._outcome is not None:
+                return
+            self._outcome = outcome
+            self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+
+def check_prompt(prompt: Any, vocabulary: int) -> list[int]:
+    """Return the tokens of a prompt as a list.
+
+    Args:
+        prompt: token ids: a sequence of integers, or a tensor or array of one dimension.
+        vocabulary: the number of tokens that the model knows.
+
+    Raises:
+        InvalidRequest: the prompt is empty, or a token is no integer that the model knows.
+    """
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise InvalidRequest(
+            f"prompt: expected a list of token ids, got {type(prompt).__name__}; encode text with a tokenizer"
+        )
+    if not given:
+        raise InvalidRequest(
+            "prompt: it is empty; give at least one token, such as the one that begins texts"
+        )
+    for position, token in enumerate(given):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise InvalidRequest(
+                f"prompt: token {position} is {token!r}; the model knows the tokens 0 to {vocabulary - 1}"
+            )
+    return list(given)

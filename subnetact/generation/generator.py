@@ -1,0 +1,514 @@
+"""Generator: serves requests for tokens under deadlines, with a subnet chosen for every step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    CacheMismatch,
+    DeadlinePassed,
+    InvalidRequest,
+    PolicyError,
+    ProfileMismatch,
+    QueueFull,
+    RequestError,
+)
+from subnetact.generation.completion import Completion, Generated, TokenDeadlines, check_prompt
+from subnetact.generation.step_policy import StepPolicy
+from subnetact.generation.step_table import StepTable
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import check_count, expired_rule, unreachable
+from subnetact.serving.scheduling.context import Policy
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+if TYPE_CHECKING:
+    from subnetact.generation.step_loop import Step
+
+__all__ = ["Generator", "GeneratorStats"]
+
+logger = logging.getLogger("subnetact.generation")
+IDLE_S = 0.05
+"""How long the loop waits for a request before it looks for expired ones."""
+
+
+@dataclass(frozen=True)
+class GeneratorStats:
+    """Counts since the generator was made.
+
+    Attributes:
+        requests: accepted requests.
+        finished: requests that ended by a stop token or by their largest number of tokens.
+        expired: requests that were dropped because no subnet could meet the deadline of their first token.
+        cancelled: requests that their clients cancelled.
+        failed: requests whose step raised.
+        tokens: generated tokens.
+        late: tokens that came after they were due.
+        steps: id of a subnet -> how many steps it ran.
+        active: requests under way.
+        slowdown: how long steps take, as a multiple of the table's latency.
+        choosing_us: mean time of choosing a subnet, per step, in microseconds.
+    """
+
+    requests: int
+    finished: int
+    expired: int
+    cancelled: int
+    failed: int
+    tokens: int
+    late: int
+    steps: dict[int, int]
+    active: int
+    slowdown: float
+    choosing_us: float
+
+
+class _Running:
+    """One accepted request."""
+
+    __slots__ = (
+        "accepted_ms",
+        "completion",
+        "deadlines",
+        "first_ms",
+        "floor",
+        "late",
+        "length",
+        "stop",
+        "subnets",
+    )
+
+    def __init__(
+        self, completion: Completion, accepted_ms: float, deadlines: TokenDeadlines, floor: float
+    ) -> None:
+        self.completion, self.accepted_ms, self.deadlines, self.floor = (
+            completion,
+            accepted_ms,
+            deadlines,
+            floor,
+        )
+        self.subnets: list[int] = []
+        self.late = self.length = 0
+        self.first_ms = 0.0
+        self.stop: frozenset[int] = frozenset()
+
+    @property
+    def due_ms(self) -> float:
+        """When the next token is due."""
+        return self.deadlines.due_ms(self.accepted_ms, len(self.subnets))
+
+
+class Generator:
+    """Generates tokens for many requests at a time; the deadlines choose the subnet of every step.
+
+    All active sequences share a step, and a step runs one subnet. The next step may run another one: the keys
+    and values that earlier subnets wrote stay in use. Batching, paging and sampling are those of the
+    continuous batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with
+    a typed error. Use a generator as a context manager.
+
+    Args:
+        supernet: a supernet of a language model of transformers, in evaluation mode.
+        subnets: the subnets to choose from, in the order of the table. Every two of them must be able to
+            continue on each other's key-value cache (`supernet.space.cache`).
+        table: the latencies of steps, measured with `profile_steps`, with the accuracy of every subnet.
+        token_ms: the usual time from one token to the next, in ms.
+        policy: makes a policy from the table of a context bucket, which may ask for less accuracy than the
+            deadlines permit; see `StepPolicy`. If None, the most accurate subnet in time is taken.
+        allow_approximate: whether a subnet may continue on keys and values that another one wrote and that
+            differ from its own. Without this, the subnets must agree exactly.
+        max_sequences: the largest number of active sequences.
+        max_queue: number of requests under way at which further ones are refused with `QueueFull`.
+        cache_tokens: how many tokens the keys and values of all sequences may have. A request that is pushed
+            out of a full cache is computed again later.
+        step_tokens: the largest number of tokens that one step computes; longer prompts take several steps.
+        max_length: the largest number of tokens of a prompt and its answer. If None, the model's.
+        expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
+            with `DeadlinePassed`) or `serve`.
+        seed: seed of the sampling. If None, a random one.
+
+    Attributes:
+        table: as given.
+        subnets: as given.
+
+    Raises:
+        CacheMismatch: two subnets cannot continue on each other's caches.
+        ProfileMismatch: the table is of other subnets.
+        PolicyError: an argument is out of range.
+        InsertError: the network is no language model of transformers.
+        MissingExtra: transformers is not installed.
+
+    Example:
+        >>> table = profile_steps(supernet, subnets).with_accuracy([41.0, 47.5])
+        >>> with Generator(supernet, subnets, table, token_ms=50, allow_approximate=True) as generator:
+        ...     for token in generator.submit(prompt, max_new_tokens=32, first_ms=500):
+        ...         print(tokenizer.decode([token]), end="")
+    """
+
+    def __init__(
+        self,
+        supernet: Supernet,
+        subnets: Sequence[SubnetSpec],
+        table: StepTable,
+        *,
+        token_ms: float,
+        policy: Callable[[LatencyTable], Policy] | None = None,
+        allow_approximate: bool = False,
+        max_sequences: int = 16,
+        max_queue: int = 1000,
+        cache_tokens: int = 16_384,
+        step_tokens: int = 512,
+        max_length: int | None = None,
+        expired: str = "drop",
+        seed: int | None = None,
+    ) -> None:
+        from subnetact.generation.step_loop import ElasticDecoder, StepLoop
+
+        self.subnets = supernet.distinct(subnets, "a generator")
+        decoder = ElasticDecoder(supernet, self.subnets)
+        self.table = table
+        self._policy = StepPolicy(table, token_ms, policy)
+        if tuple(map(str, self.subnets)) != table.subnets:
+            raise ProfileMismatch("table: it is of other subnets; measure one of these with profile_steps")
+        _check_caches(supernet, self.subnets, allow_approximate)
+        self._places = check_count(max_sequences, "max_sequences")
+        check_count(step_tokens, "step_tokens")
+        self._max_queue = check_count(max_queue, "max_queue")
+        self._drop = expired_rule(expired, None) == "drop"
+        if expired == "defer":
+            raise PolicyError("expired: 'defer' is not a rule for generation; choose from drop, serve")
+        self._token_ms = self._policy.token_ms
+        text = decoder.config.get_text_config()
+        self._vocabulary = int(text.vocab_size)
+        self._loop = StepLoop(
+            decoder,
+            choose=self._choose,
+            observe=self._observe,
+            deliver=self._deliver,
+            due=self._due,
+            sequences=self._places,
+            cache_tokens=check_count(cache_tokens, "cache_tokens"),
+            step_tokens=step_tokens,
+            seed=seed,
+        )
+        capacity = self._loop.set_up()
+        longest = int(getattr(text, "max_position_embeddings", capacity) or capacity)
+        wanted = longest if max_length is None else check_count(max_length, "max_length")
+        self.max_length = min(capacity, longest, wanted)
+        self._lock = threading.Lock()
+        self._running: dict[str, _Running] = {}
+        self._cancelled: deque[str] = deque()
+        self._names = itertools.count()
+        self._counts = dict.fromkeys(
+            ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late"), 0
+        )
+        self._steps = dict.fromkeys(range(len(self.subnets)), 0)
+        self._choosing_s = 0.0
+        self._subnet = 0
+        self._closing: str | None = None
+        self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
+        self._thread.start()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 64,
+        first_ms: float | None = None,
+        token_ms: float | None = None,
+        deadline_ms: float | None = None,
+        stop: Iterable[int] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_accuracy: float = 0.0,
+    ) -> Completion:
+        """Queue a request.
+
+        Args:
+            prompt: token ids, as a list, or a tensor of one dimension.
+            max_new_tokens: the largest number of tokens to generate.
+            first_ms: time to the first token, in ms. If None, ten times `token_ms`.
+            token_ms: time from one token to the next, in ms. If None, the generator's.
+            deadline_ms: time to the last token, in ms; instead of `first_ms` and `token_ms`.
+            stop: tokens that end the answer.
+            temperature: divides the logits before a token is drawn. If None, and `top_k` and `top_p` are
+                None, the most likely token is taken; otherwise 1.0.
+            top_k: a token is drawn from this number of most likely ones. If None, from all.
+            top_p: a token is drawn from the most likely ones that together have this probability.
+            min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
+
+        Returns:
+            The completion: iterate over it, or wait for its result.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long, or has unknown tokens, or another argument is out
+                of its range.
+            QueueFull: too many requests are under way.
+            DeadlinePassed: a time is not above 0.
+            BatcherClosed: the generator is closed.
+        """
+        tokens = check_prompt(prompt, self._vocabulary)
+        count = _whole(max_new_tokens, "max_new_tokens", 1)
+        if len(tokens) + count > self.max_length:
+            raise InvalidRequest(
+                f"prompt: {len(tokens)} tokens and an answer of {count} are more than {self.max_length}, "
+                "what the model and the cache hold; shorten the prompt or lower max_new_tokens"
+            )
+        deadlines = self._deadlines(first_ms, token_ms, deadline_ms, count)
+        floor = _number(min_accuracy, "min_accuracy", 0.0, 100.0)
+        best = max(self.table.accuracy)
+        if floor > best:
+            raise InvalidRequest(str(unreachable(floor, best)))
+        ends = frozenset(_whole(token, "stop", 0) for token in stop)
+        sampling = _sampling(temperature, top_k, top_p, self._vocabulary)
+        name = f"request {next(self._names)}"
+        completion = Completion(lambda: self._cancel(name))
+        running = _Running(completion, _now_ms(), deadlines, floor)
+        running.stop, running.length = ends, count
+        with self._lock:
+            if self._closing is not None:
+                raise BatcherClosed(f"the generator is closed{self._closing}")
+            if len(self._running) >= self._max_queue:
+                raise QueueFull(f"{len(self._running)} requests are under way; try again later")
+            self._running[name] = running
+            self._counts["requests"] += 1
+        self._loop.add(name, tokens, count, set(ends), sampling)
+        return completion
+
+    def stats(self) -> GeneratorStats:
+        """Return the counts so far."""
+        with self._lock:
+            steps = sum(self._steps.values())
+            return GeneratorStats(
+                **self._counts,
+                steps={i: count for i, count in self._steps.items() if count},
+                active=len(self._running),
+                slowdown=self._policy.slowdown,
+                choosing_us=1e6 * self._choosing_s / max(steps, 1),
+            )
+
+    def close(self, wait: bool = True) -> None:
+        """Refuse further requests, and end.
+
+        Args:
+            wait: whether to finish the requests under way. If False, they end with `BatcherClosed`.
+        """
+        with self._lock:
+            if self._closing is None:
+                self._closing = ""
+        if not wait:
+            self._end_all(BatcherClosed("the generator was closed before the answer was complete"))
+        self._loop.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Generator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the loop, on its own thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._drop_cancelled()
+                if self._drop:
+                    self._drop_expired()
+                worked = self._loop.step()
+                if not worked:
+                    with self._lock:
+                        if self._closing is not None and not self._running:
+                            return
+                    self._loop.wait(IDLE_S)
+        except BaseException as error:
+            logger.exception("the generator ends")
+            with self._lock:
+                self._closing = f": its loop raised {type(error).__name__}: {error}"
+            self._end_all(BatchFailed(f"the generator's loop raised {type(error).__name__}: {error}"))
+        finally:
+            self._loop.tear_down()
+
+    def _choose(self, step: Step) -> None:
+        begun = time.perf_counter()
+        running = [self._running.get(name) for name in (*step.decoding, *step.prompts)]
+        found = [one for one in running if one is not None]
+        if found:
+            self._subnet = self._policy.choose(
+                _now_ms(),
+                [one.due_ms for one in found],
+                sequences=len(step.decoding),
+                context=step.context,
+                prompt_tokens=step.prompt_tokens,
+                floor=max(one.floor for one in found),
+                pace_ms=self._pace(found),
+            )
+        step.subnet = self._subnet
+        with self._lock:
+            self._steps[step.subnet] += 1
+            self._choosing_s += time.perf_counter() - begun
+
+    def _pace(self, active: Sequence[_Running]) -> float:
+        """Return how long steps may take so that waiting requests get a place in time."""
+        if len(active) < self._places:
+            return math.inf
+        waiting = [one for one in list(self._running.values()) if not one.subnets and one not in active]
+        if not waiting:
+            return math.inf
+        left = [one.length - len(one.subnets) for one in active]
+        return self._policy.pace(_now_ms(), left, sorted(one.due_ms for one in waiting))
+
+    def _observe(self, step: Step, measured_ms: float) -> None:
+        self._policy.observe(step.subnet, len(step.decoding), step.context, step.prompt_tokens, measured_ms)
+
+    def _due(self, name: str) -> float:
+        running = self._running.get(name)
+        return math.inf if running is None else running.due_ms
+
+    def _deliver(self, output: Any) -> None:
+        running = self._running.get(output.request_id)
+        if running is None:
+            return
+        if output.error is not None:
+            cause = output.error
+            error = BatchFailed(f"a step raised {type(cause).__name__}: {cause}; other requests go on")
+            error.__cause__ = cause if isinstance(cause, Exception) else None
+            self._end(output.request_id, error, "failed")
+            return
+        now = _now_ms()
+        for token in output.generated_tokens[len(running.subnets) :]:
+            late = now > running.due_ms
+            if not running.subnets:
+                running.first_ms = now - running.accepted_ms
+            running.subnets.append(self._subnet)
+            running.late += late
+            with self._lock:
+                self._counts["tokens"] += 1
+                self._counts["late"] += late
+            running.completion._add(int(token))
+        if output.is_finished():
+            last = running.completion.tokens(len(running.subnets) - 1)
+            finish = "stop" if last and last[0] in running.stop else "length"
+            self._end(output.request_id, self._generated(running, finish), "finished")
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _generated(self, running: _Running, finish: str) -> Generated:
+        tokens = running.completion.tokens()
+        total = _now_ms() - running.accepted_ms
+        return Generated(
+            tuple(tokens),
+            tuple(running.subnets[: len(tokens)]),
+            running.late,
+            running.first_ms,
+            total,
+            finish,
+        )
+
+    def _end(self, name: str, outcome: Generated | RequestError, kind: str) -> None:
+        with self._lock:
+            running = self._running.pop(name, None)
+            if running is None:
+                return
+            self._counts[kind] += 1
+        running.completion._end(outcome)
+
+    def _cancel(self, name: str) -> None:
+        self._cancelled.append(name)
+        self._loop.wake()
+
+    def _drop_cancelled(self) -> None:
+        while self._cancelled:
+            name = self._cancelled.popleft()
+            running = self._running.get(name)
+            if running is not None:
+                self._loop.cancel_request(name)
+                self._end(name, self._generated(running, "cancelled"), "cancelled")
+
+    def _drop_expired(self) -> None:
+        now = _now_ms()
+        waiting = [(name, one) for name, one in list(self._running.items()) if not one.subnets]
+        for name, one in waiting:
+            if now > one.due_ms:
+                self._loop.cancel_request(name)
+                error = DeadlinePassed(
+                    f"the first token was due after {one.deadlines.first_ms:.0f} ms, and did not come"
+                )
+                self._end(name, error, "expired")
+
+    def _end_all(self, error: RequestError) -> None:
+        for name in list(self._running):
+            self._loop.cancel_request(name)
+            self._end(name, error, "failed")
+
+    def _deadlines(
+        self, first_ms: float | None, token_ms: float | None, deadline_ms: float | None, tokens: int
+    ) -> TokenDeadlines:
+        for name, value in (("first_ms", first_ms), ("token_ms", token_ms), ("deadline_ms", deadline_ms)):
+            if value is not None and _number(value, name, -math.inf, math.inf) <= 0.0:
+                raise DeadlinePassed(f"{name}: {value} ms is over already; give a time above 0")
+        if deadline_ms is not None:
+            if first_ms is not None or token_ms is not None:
+                raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")
+            return TokenDeadlines.total(deadline_ms, tokens)
+        each = self._token_ms if token_ms is None else token_ms
+        return TokenDeadlines(10.0 * each if first_ms is None else first_ms, each)
+
+
+def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
+    first = subnets[0]
+    for other in subnets[1:]:
+        relation = supernet.space.cache(first, other)
+        if relation == "incompatible" or (relation == "approximate" and not allow_approximate):
+            way = (
+                "generate with subnets that keep the same layers and heads"
+                if relation == "incompatible"
+                else "accept this with allow_approximate=True"
+            )
+            raise CacheMismatch(
+                f"the key-value caches of {first} and {other} are {relation}, so the subnet cannot change "
+                f"between two tokens; {way}"
+            )
+
+
+def _now_ms() -> float:
+    return time.perf_counter_ns() / 1e6
+
+
+def _whole(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequest(f"{name}: {value!r} must be a whole number of at least {least}")
+    return value
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InvalidRequest(f"{name}: {value!r} must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None, vocabulary: int
+) -> dict[str, Any] | None:
+    if temperature is None and top_k is None and top_p is None:
+        return None
+    if temperature is not None and _number(temperature, "temperature", 0.0, 100.0) == 0.0:
+        return None
+    return {
+        "temperature": 1.0 if temperature is None else float(temperature),
+        "top_k": vocabulary if top_k is None else min(_whole(top_k, "top_k", 1), vocabulary),
+        "top_p": 1.0 if top_p is None else max(_number(top_p, "top_p", 0.0, 1.0), 1e-6),
+    }

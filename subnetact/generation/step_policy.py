@@ -1,0 +1,190 @@
+"""StepPolicy: chooses the subnet of every step of generation with a policy for requests (no torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from subnetact.errors import PolicyError, TableError
+from subnetact.generation.step_table import StepTable
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import check_margin, check_policy, check_positive
+from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
+from subnetact.serving.scheduling.queue import EDFQueue
+
+__all__ = ["StepPolicy"]
+
+WAITING_SHARE = 0.5
+"""Share of the time until a waiting request is due in which it is to get a place; its prompt has the rest."""
+SLOWEST = 10.0
+"""A step is never expected to take more than this multiple of the table's latency."""
+MEMORY = 0.95
+"""Share of the past in the estimate of how much slower than the table steps are."""
+
+
+class StepPolicy:
+    """Chooses one subnet for all sequences of a step.
+
+    The most accurate subnet is taken with which the whole step, with the prompts that are computed in it,
+    meets the most urgent deadline, and with which waiting requests get a place in time. If none does, the
+    fastest is taken. A policy for requests may ask for less accuracy than that: to it, a step is a queue with
+    one token of every active sequence, and it sees the table of the context bucket. Steps that take longer
+    than the table says raise the expected latencies of the next ones.
+
+    Args:
+        table: the step latencies, with known accuracies.
+        token_ms: the usual time from one token of a sequence to its next, in ms.
+        policy: makes a policy from the table of a context bucket, for example
+            `lambda table: SlackFit(table, 50.0)`. It limits the accuracy. If None, nothing does.
+        margin: share by which steps are assumed to be longer than expected.
+
+    Attributes:
+        table: as given.
+        slowdown: how long steps take, as a multiple of the table's latency.
+
+    Raises:
+        PolicyError: an argument is out of range, or `policy` makes no policy of the table.
+        TableError: the accuracy of a subnet is not known, or no step is as fast as `token_ms`.
+    """
+
+    def __init__(
+        self,
+        table: StepTable,
+        token_ms: float,
+        policy: Callable[[LatencyTable], Policy] | None = None,
+        margin: float = 0.1,
+    ) -> None:
+        if not isinstance(table, StepTable):
+            raise PolicyError(f"table: expected a StepTable, got {type(table).__name__}; use profile_steps")
+        self.table = table
+        self.token_ms = check_positive(token_ms, "token_ms")
+        self.margin = check_margin(margin, "margin")
+        self.slowdown = 1.0
+        self._accuracy = table.known_accuracy()
+        fastest = min(table.latency_ms(i, 1) for i in range(len(self._accuracy)))
+        if fastest > self.token_ms:
+            raise TableError(f"token_ms: no step takes less than {fastest:.3g} ms; give more time per token")
+        self._policies = [policy(one) for one in table.decode.values()] if policy else []
+        for one in self._policies:
+            check_policy(one)
+            if one.table.subnets != table.subnets:
+                raise PolicyError("policy: it was made for other subnets than the step table has")
+        self._arrivals = ArrivalMeter()
+        self._order = sorted(range(len(self._accuracy)), key=lambda i: -self._accuracy[i])
+
+    def accuracy(self, subnet: int) -> float:
+        """Return the accuracy of a subnet in percent."""
+        return self._accuracy[subnet]
+
+    def expected_ms(self, subnet: int, sequences: int, context: float, prompt_tokens: int) -> float:
+        """Return how long a step will take, from the table and from what earlier steps took.
+
+        Args:
+            subnet: id of the subnet.
+            sequences: how many sequences get a token, without those whose prompts are computed.
+            context: their mean number of tokens.
+            prompt_tokens: how many tokens of prompts are computed.
+        """
+        return self.slowdown * self.table.latency_ms(subnet, sequences, context, prompt_tokens)
+
+    def choose(
+        self,
+        now_ms: float,
+        due_ms: Sequence[float],
+        *,
+        sequences: int,
+        context: float = 1.0,
+        prompt_tokens: int = 0,
+        floor: float = 0.0,
+        pace_ms: float = math.inf,
+    ) -> int:
+        """Return the id of the subnet for the next step.
+
+        Args:
+            now_ms: the time.
+            due_ms: when the next token of every sequence in the step is due, on the same clock.
+            sequences: how many of them are past their prompts.
+            context: the mean number of tokens of these.
+            prompt_tokens: how many tokens of prompts the step computes.
+            floor: the minimum accuracy in percent that a request in the step demands.
+            pace_ms: how long steps may take so that waiting requests get a place in time; see `pace`.
+
+        Raises:
+            PolicyError: no subnet is as accurate as the floor demands.
+        """
+        allowed = [i for i in self._order if self._accuracy[i] >= floor] if floor > 0.0 else self._order
+        if not allowed:
+            best = max(self._accuracy)
+            raise PolicyError(f"floor: {floor} percent; no subnet has more than {best:.2f} percent")
+        slack = min(min(due_ms) - now_ms, pace_ms)
+        limit = self._accuracy[allowed[0]]
+        if self._policies:
+            wanted = self._wanted(now_ms, due_ms, context, prompt_tokens)
+            limit = max(self._accuracy[wanted], self._accuracy[allowed[-1]])
+        longer = 1.0 + self.margin
+        for i in allowed:
+            if self._accuracy[i] > limit:
+                continue
+            if longer * self.expected_ms(i, sequences, context, prompt_tokens) <= slack:
+                return i
+        return min(allowed, key=lambda i: self.table.latency_ms(i, sequences, context, prompt_tokens))
+
+    @staticmethod
+    def pace(now_ms: float, left: Sequence[int], waiting_due_ms: Sequence[float]) -> float:
+        """Return how long steps may take, in ms, so that waiting requests get a place in time.
+
+        The first waiting request takes the place of the sequence that ends first, and so on.
+
+        Args:
+            now_ms: the time.
+            left: how many tokens every active sequence may still get. Places that are free count as 0.
+            waiting_due_ms: when the first tokens of waiting requests are due, the most urgent first.
+
+        Returns:
+            The time; inf if no request waits for a place.
+        """
+        found = math.inf
+        for steps, due in zip(sorted(left), waiting_due_ms, strict=False):
+            found = min(found, WAITING_SHARE * max(due - now_ms, 0.0) / (steps + 1))
+        return found
+
+    def observe(
+        self, subnet: int, sequences: int, context: float, prompt_tokens: int, measured_ms: float
+    ) -> None:
+        """Learn from a step how long steps take here.
+
+        Args:
+            subnet: id of the subnet that ran.
+            sequences: as for `choose`.
+            context: as for `choose`.
+            prompt_tokens: as for `choose`.
+            measured_ms: how long the step took, in ms.
+        """
+        planned = self.table.latency_ms(subnet, sequences, context, prompt_tokens)
+        if planned > 0.0:
+            ratio = min(measured_ms / planned, SLOWEST)
+            self.slowdown = MEMORY * self.slowdown + (1.0 - MEMORY) * ratio
+
+    def reset(self) -> None:
+        """Forget what earlier steps took, and the state of the policies."""
+        self.slowdown = 1.0
+        self._arrivals = ArrivalMeter()
+        for one in self._policies:
+            reset = getattr(one, "reset", None)
+            if reset is not None:
+                reset()
+
+    def _wanted(self, now_ms: float, due_ms: Sequence[float], context: float, prompt_tokens: int) -> int:
+        """Return the subnet that the policy of the context bucket chooses, prompts and slowness aside."""
+        policy = self._policies[self.table.bucket(context)]
+        extra = self.table.latency_ms(self._order[-1], 0, context, prompt_tokens) if prompt_tokens else 0.0
+        queue: EDFQueue[None] = EDFQueue()
+        for due in sorted(due_ms):
+            queue.push(now_ms + (due - now_ms) / self.slowdown - extra, None)
+        self._arrivals.extend([now_ms] * len(due_ms))
+        context_ = Context(queue, self._arrivals, [now_ms], self.token_ms)
+        context_.now_ms = now_ms
+        context_.queued = len(queue)
+        context_.slack_ms = queue.deadline() - now_ms
+        decision = policy.decide(context_)
+        return self._order[-1] if decision is None else decision[0]

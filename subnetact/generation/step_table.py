@@ -1,0 +1,200 @@
+"""StepTable: how long a step of generation takes, per subnet, sequences, context and prompt tokens."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from subnetact.errors import TableError
+from subnetact.files.documents import DocumentFormat
+from subnetact.latency.table import LatencyTable
+
+__all__ = ["StepTable"]
+
+STEP_TABLE = DocumentFormat(
+    "a step table", "subnetact.step_table", 1, "give a file that StepTable.save() wrote"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """Latency of one step of generation.
+
+    A step computes one token of every active sequence, and the prompts of sequences that join. Its latency is
+    the latency of the sequences at their mean context, plus that of the prompts' tokens.
+
+    Args:
+        decode: context in tokens -> the table of steps in which every sequence has at most this context. The
+            batch sizes of the table are numbers of active sequences.
+        prefill: the table of steps that only compute prompts. Its batch sizes are numbers of prompt tokens.
+
+    Attributes:
+        decode: as given, ascending.
+        prefill: as given.
+
+    Raises:
+        TableError: there is no table, the tables are of different subnets or numbers of sequences, or a cell
+            was not measured.
+    """
+
+    decode: Mapping[int, LatencyTable]
+    prefill: LatencyTable
+
+    def __post_init__(self) -> None:
+        decode: Any = self.decode
+        if not isinstance(decode, Mapping) or not decode:
+            raise TableError("decode: expected a mapping from a context to its LatencyTable, got no table")
+        found: list[tuple[Any, Any]] = [*decode.items(), (1, self.prefill)]
+        for context, table in found:
+            if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+                raise TableError(f"decode: {context!r} is no context; give a number of tokens, at least 1")
+            if not isinstance(table, LatencyTable):
+                raise TableError(f"decode, prefill: expected LatencyTables, got {type(table).__name__}")
+            if np.isnan(table.latency_ms).any():
+                raise TableError(
+                    "decode, prefill: a cell was not measured; select subnets and sizes without NaN"
+                )
+        object.__setattr__(self, "decode", dict(sorted(self.decode.items())))
+        first = next(iter(self.decode.values()))
+        for table in (*self.decode.values(), self.prefill):
+            if table.subnets != first.subnets:
+                raise TableError("decode, prefill: the tables are of different subnets")
+            if table is not self.prefill and table.batch_sizes != first.batch_sizes:
+                raise TableError("decode: the tables are of different numbers of sequences")
+        object.__setattr__(self, "_contexts", tuple(self.decode))
+        object.__setattr__(
+            self, "_decode_ms", [t.monotone().latency_ms.tolist() for t in self.decode.values()]
+        )
+        object.__setattr__(self, "_prefill_ms", self.prefill.monotone().latency_ms.tolist())
+
+    @property
+    def subnets(self) -> tuple[str, ...]:
+        """The key of every subnet, in the order of the subnet ids."""
+        return self.prefill.subnets
+
+    @property
+    def accuracy(self) -> tuple[float, ...]:
+        """The accuracy of every subnet, in percent."""
+        return next(iter(self.decode.values())).accuracy
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The measured numbers of active sequences, ascending."""
+        return next(iter(self.decode.values())).batch_sizes
+
+    def bucket(self, context: float) -> int:
+        """Return the position of the smallest measured context that is at least `context`, or the last."""
+        contexts: tuple[int, ...] = self._contexts  # type: ignore[attr-defined]
+        return min(bisect_left(contexts, context), len(contexts) - 1)
+
+    def latency_ms(self, subnet: int, sequences: int, context: float = 1.0, prompt_tokens: int = 0) -> float:
+        """Return the expected latency of a step.
+
+        Args:
+            subnet: id of the subnet.
+            sequences: how many sequences get a token, without those whose prompts are computed.
+            context: their mean number of tokens. Above the largest measured one, that one's latency is used.
+            prompt_tokens: how many tokens of prompts are computed.
+
+        Returns:
+            The latency in ms. Numbers of sequences between measured ones are rounded up, beyond the largest
+            the latency grows in proportion. Prompt tokens are interpolated.
+        """
+        total = 0.0
+        if sequences:
+            sizes = self.sequences
+            row = self._decode_ms[self.bucket(context)][subnet]  # type: ignore[attr-defined]
+            column = min(bisect_left(sizes, sequences), len(sizes) - 1)
+            total += row[column] * max(1.0, sequences / sizes[-1])
+        if prompt_tokens:
+            total += self._prompt_ms(subnet, prompt_tokens)
+        return total
+
+    def _prompt_ms(self, subnet: int, tokens: int) -> float:
+        row, sizes = self._prefill_ms[subnet], self.prefill.batch_sizes  # type: ignore[attr-defined]
+        above = bisect_left(sizes, tokens)
+        if above == 0:
+            return float(row[0])
+        if above == len(sizes):
+            return float(row[-1] * tokens / sizes[-1])
+        low, high = sizes[above - 1], sizes[above]
+        share = (tokens - low) / (high - low)
+        return float((1 - share) * row[above - 1] + share * row[above])
+
+    def with_accuracy(self, accuracy: Sequence[float]) -> StepTable:
+        """Return the same latencies with other accuracies.
+
+        Args:
+            accuracy: the accuracy of every subnet in percent, for example of its predicted next tokens.
+
+        Raises:
+            TableError: there is not one percentage per subnet.
+        """
+        decode = {context: table.with_accuracy(accuracy) for context, table in self.decode.items()}
+        return StepTable(decode, self.prefill.with_accuracy(accuracy))
+
+    def known_accuracy(self) -> tuple[float, ...]:
+        """Return the accuracy of every subnet.
+
+        Raises:
+            TableError: the accuracy of a subnet is not known.
+        """
+        return next(iter(self.decode.values())).known_accuracy()
+
+    def scaled(self, factor: float) -> StepTable:
+        """Return the table of a device that is slower or faster by a constant factor.
+
+        Args:
+            factor: every latency is multiplied by this; above 0.
+
+        Raises:
+            TableError: the factor is not finite and above 0.
+        """
+        decode = {context: table.scaled(factor) for context, table in self.decode.items()}
+        return StepTable(decode, self.prefill.scaled(factor))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as dictionaries, lists, strings and numbers."""
+        return {
+            "decode": {str(context): table.to_json() for context, table in self.decode.items()},
+            "prefill": self.prefill.to_json(),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table as a JSON file, which replaces an existing one as a whole.
+
+        Args:
+            path: the file.
+
+        Raises:
+            WriteError: the file cannot be written.
+        """
+        STEP_TABLE.write(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepTable:
+        """Read a file that `save` wrote.
+
+        Args:
+            path: the file.
+
+        Raises:
+            FileFormatError: the file is no step table, or damaged.
+            MissingFile: there is no such file.
+        """
+        document = STEP_TABLE.read(path)
+        with STEP_TABLE.fields(path):
+            decode = {int(context): LatencyTable.from_json(t) for context, t in document["decode"].items()}
+            return cls(decode, LatencyTable.from_json(document["prefill"]))
+
+    def __repr__(self) -> str:
+        contexts: Any = self._contexts  # type: ignore[attr-defined]
+        return (
+            f"StepTable({len(self.subnets)} subnets, sequences {list(self.sequences)}, "
+            f"contexts {list(contexts)}, prompt tokens {list(self.prefill.batch_sizes)})"
+        )

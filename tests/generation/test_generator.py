@@ -1,0 +1,346 @@
+"""Generation under deadlines: the same tokens as alone, one end per request, and faults that stay alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from generation_tables import ACCURACY, step_table
+
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    CacheMismatch,
+    DeadlinePassed,
+    InsertError,
+    InvalidRequest,
+    PolicyError,
+    ProfileMismatch,
+    QueueFull,
+)
+from subnetact.generation import Completion, Generator, StepTable, TokenDeadlines, profile_steps
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies import Fixed
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+pytest.importorskip("transformers")
+LONG = {"first_ms": 60_000.0, "token_ms": 60_000.0}
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Return prompts of different lengths."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randint(97, (3 + 5 * (i % 4),), generator=generator).tolist() for i in range(number)]
+
+
+@pytest.fixture
+def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterator[Callable[..., Generator]]:
+    """Return a function that makes a generator, which is closed after the test."""
+    made: list[Generator] = []
+
+    def generator(**options: Any) -> Generator:
+        given: dict[str, Any] = {"token_ms": 50.0, "allow_approximate": True, "seed": 0} | options
+        made.append(Generator(llama, given.pop("subnets", widths), given.pop("table", table), **given))
+        return made[-1]
+
+    yield generator
+    for one in made:
+        one.close(wait=False)
+
+
+class RandomPolicy:
+    """A policy that chooses a random subnet for every step."""
+
+    def __init__(self, table: LatencyTable, seed: int = 0) -> None:
+        self.table, self.rng = table, random.Random(seed)
+
+    def decide(self, context: Any) -> tuple[int, int]:
+        """Choose."""
+        return self.rng.randrange(len(self.table.subnets)), self.table.batch_sizes[-1]
+
+
+def test_a_fixed_subnet_generates_what_transformers_does(
+    llama: Supernet, widths: list[SubnetSpec], make: Callable[..., Generator]
+) -> None:
+    for subnet, spec in enumerate(widths):
+        plain: Any = llama.extract(spec)
+        table = step_table([str(spec)], (50.0,))
+        generator = make(subnets=[spec], table=table)
+        for prompt in prompts(2):
+            expected = plain.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+            answer = generator.submit(prompt, max_new_tokens=9, **LONG).result(30)
+            assert list(answer.tokens) == expected[0, len(prompt) :].tolist(), subnet
+            assert (answer.finish, answer.met, answer.subnets) == ("length", True, (0,) * 9)
+
+
+@pytest.mark.parametrize("cache_tokens", [16_384, 160])
+def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
+    make: Callable[..., Generator],
+    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+    cache_tokens: int,
+) -> None:
+    generator = make(policy=RandomPolicy, max_sequences=8, cache_tokens=cache_tokens)
+    given = prompts(20)
+    running = []
+    for i, prompt in enumerate(given):
+        running.append(generator.submit(prompt, max_new_tokens=4 + 3 * (i % 5), **LONG))
+        time.sleep(0.004 * (i % 3))
+    answers = [one.result(60) for one in running]
+    used = {subnet for answer in answers for subnet in answer.subnets}
+    assert used == {0, 1, 2}
+    for prompt, answer, i in zip(given, answers, range(20), strict=True):
+        assert len(answer.tokens) == 4 + 3 * (i % 5)
+        if cache_tokens > 1000:  # What a full cache pushes out is computed again, by one subnet.
+            assert list(answer.tokens) == alone(prompt, answer.subnets)
+    stats = generator.stats()
+    assert (stats.requests, stats.finished, stats.active, stats.failed) == (20, 20, 0, 0)
+    assert stats.tokens == sum(len(answer.tokens) for answer in answers)
+
+
+def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
+    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
+) -> None:
+    generator = make(policy=lambda table: Fixed(table, 2))
+    prompt = prompts(1)[0]
+    completion = generator.submit(prompt, max_new_tokens=12, **LONG)
+    tokens = list(completion)
+    assert tokens == alone(prompt, (2,) * 12)
+    stop = tokens[5]
+    first = tokens.index(stop)
+    answer = generator.submit(prompt, max_new_tokens=12, stop=[stop], **LONG).result(30)
+    assert answer.tokens == tuple(tokens[: first + 1])
+    assert answer.finish == "stop"
+
+
+def test_a_client_that_leaves_ends_its_request_and_no_other(
+    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
+) -> None:
+    generator = make(policy=lambda table: Fixed(table, 1))
+    first, second = prompts(2)
+    leaving = generator.submit(first, max_new_tokens=100, **LONG)
+    staying = generator.submit(second, max_new_tokens=20, **LONG)
+    for _, _ in zip(leaving, range(3), strict=False):
+        pass
+    leaving.cancel()
+    answer = leaving.result(30)
+    assert answer.finish == "cancelled"
+    assert not answer.met
+    assert 3 <= len(answer.tokens) < 100
+    assert list(answer.tokens) == alone(first, (1,) * len(answer.tokens))
+    assert list(staying.result(30).tokens) == alone(second, (1,) * 20)
+    leaving.cancel()
+    assert generator.stats().cancelled == 1
+
+
+def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
+    make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
+) -> None:
+    generator = make(policy=lambda table: Fixed(table, 2))
+    first, second = prompts(2)
+    sampled = [generator.submit(first, max_new_tokens=20, temperature=3.0, **LONG) for _ in range(4)]
+    greedy = generator.submit(second, max_new_tokens=20, **LONG)
+    only = generator.submit(second, max_new_tokens=20, temperature=3.0, top_k=1, **LONG)
+    nucleus = generator.submit(second, max_new_tokens=20, temperature=1.0, top_p=1e-9, **LONG)
+    expected = alone(second, (2,) * 20)
+    for one in (greedy, only, nucleus):
+        assert list(one.result(30).tokens) == expected
+    assert len({one.result(30).tokens for one in sampled}) > 1
+    cold = generator.submit(second, max_new_tokens=20, temperature=0.0, **LONG)
+    assert list(cold.result(30).tokens) == expected
+
+
+def test_late_tokens_are_counted_and_requests_that_cannot_begin_are_dropped(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make(max_sequences=1)
+    slow = generator._loop._decoder.forward
+    monkeypatch.setattr(
+        generator._loop._decoder, "forward", lambda **kwargs: (time.sleep(0.02), slow(**kwargs))[1]
+    )
+    late = generator.submit([5, 6], max_new_tokens=6, first_ms=5_000.0, token_ms=0.5)
+    time.sleep(0.03)
+    expiring = generator.submit([7, 8], max_new_tokens=6, first_ms=15.0)
+    with pytest.raises(DeadlinePassed, match="due after 15 ms"):
+        expiring.result(30)
+    answer = late.result(30)
+    assert len(answer.tokens) == 6
+    assert answer.first_ms >= 20.0
+    served = make(max_sequences=1, expired="serve")
+    one = served.submit([5, 6], max_new_tokens=6, first_ms=0.01, token_ms=0.001).result(30)
+    assert (one.late, one.met) == (6, False)
+    stats = generator.stats()
+    assert (stats.expired, stats.finished) == (1, 1)
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make()
+    forward, failing = generator._loop._decoder.forward, threading.Event()
+
+    def broken(**kwargs: Any) -> Any:
+        if failing.is_set():
+            raise RuntimeError("no memory")
+        return forward(**kwargs)
+
+    monkeypatch.setattr(generator._loop._decoder, "forward", broken)
+    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(30).met
+    failing.set()
+    with pytest.raises(BatchFailed, match="RuntimeError: no memory"):
+        generator.submit([1, 2], max_new_tokens=2, **LONG).result(30)
+    failing.clear()
+    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(30).met
+    assert generator.stats().failed == 1
+
+
+def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Generator]) -> None:
+    generator = make(policy=lambda table: Fixed(table, 0))
+    answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LONG).result(30)
+    assert set(answer.subnets) == {1}
+    with pytest.raises(InvalidRequest, match="min_accuracy"):
+        generator.submit([1, 2], min_accuracy=ACCURACY[-1] + 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "it is empty"),
+        ("text", {}, "got str"),
+        ([1, 97], {}, "token 1 is 97"),
+        ([-1], {}, "token 0 is -1"),
+        ([1.5], {}, "token 0 is 1.5"),
+        ([True], {}, "token 0 is True"),
+        (None, {}, "got NoneType"),
+        (torch.zeros(1, 3, dtype=torch.long), {}, "token 0 is"),
+        ([1] * 100, {"max_new_tokens": 29}, "more than 128"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens: 0"),
+        ([1], {"max_new_tokens": 2.5}, "max_new_tokens: 2.5"),
+        ([1], {"temperature": -1.0}, "temperature"),
+        ([1], {"top_k": 0}, "top_k"),
+        ([1], {"top_p": 1.5}, "top_p"),
+        ([1], {"top_p": "all"}, "top_p"),
+        ([1], {"stop": ["a"]}, "stop"),
+        ([1], {"min_accuracy": float("nan")}, "min_accuracy"),
+        ([1], {"deadline_ms": 5.0, "first_ms": 5.0}, "deadline_ms"),
+        ([1], {"first_ms": "soon"}, "first_ms"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_at_once(
+    make: Callable[..., Generator], prompt: Any, options: dict[str, Any], words: str
+) -> None:
+    generator = make()
+    with pytest.raises(InvalidRequest, match=words):
+        generator.submit(prompt, **options)
+    assert generator.stats().requests == 0
+
+
+@pytest.mark.parametrize("name", ["first_ms", "token_ms", "deadline_ms"])
+def test_a_time_that_is_over_is_refused(make: Callable[..., Generator], name: str) -> None:
+    with pytest.raises(DeadlinePassed, match=name):
+        make().submit([1], **{name: 0.0})
+
+
+def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., Generator]) -> None:
+    generator = make(max_queue=3)
+    running = [generator.submit([1, 2], max_new_tokens=100, **LONG) for _ in range(3)]
+    with pytest.raises(QueueFull):
+        generator.submit([1, 2])
+    generator.close(wait=False)
+    for one in running:
+        with pytest.raises(BatcherClosed):
+            one.result(30)
+    with pytest.raises(BatcherClosed):
+        generator.submit([1, 2])
+    generator.close()
+    finishing = make()
+    last = finishing.submit([1, 2], max_new_tokens=5, **LONG)
+    finishing.close()
+    assert last.done
+    assert last.result().finish == "length"
+
+
+def test_subnets_whose_caches_differ_need_permission(
+    llama: Supernet, widths: list[SubnetSpec], table: StepTable
+) -> None:
+    with pytest.raises(CacheMismatch, match="allow_approximate=True"):
+        Generator(llama, widths, table, token_ms=50.0)
+    short = llama.space.smallest()
+    both = step_table([str(short), str(widths[-1])], (40.0, 50.0))
+    with pytest.raises(CacheMismatch, match="incompatible"):
+        Generator(llama, [short, widths[-1]], both, token_ms=50.0, allow_approximate=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"table": step_table(["a", "b", "c"])}, ProfileMismatch, "other subnets"),
+        ({"token_ms": 0.0}, PolicyError, "token_ms"),
+        ({"max_sequences": 0}, PolicyError, "max_sequences"),
+        ({"max_queue": -1}, PolicyError, "max_queue"),
+        ({"cache_tokens": 0}, PolicyError, "cache_tokens"),
+        ({"step_tokens": None}, PolicyError, "step_tokens"),
+        ({"expired": "defer"}, PolicyError, "drop, serve"),
+        ({"expired": "hope"}, PolicyError, "expired"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(
+    make: Callable[..., Generator], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make(**options)
+
+
+def test_only_language_models_generate(table: StepTable) -> None:
+    from subnetact.digits import new_digits_supernet
+
+    digits = new_digits_supernet().eval()
+    specs = digits.space.sample(0, 3)
+    with pytest.raises(InsertError, match="no language model"):
+        Generator(digits, specs, step_table([str(s) for s in specs]), token_ms=50.0, allow_approximate=True)
+    assert table.subnets
+
+
+def test_measured_steps_make_a_table(llama: Supernet, widths: list[SubnetSpec]) -> None:
+    table = profile_steps(
+        llama,
+        [widths[0], widths[-1]],
+        sequences=[1, 2],
+        contexts=[8, 16],
+        prompt_tokens=[4, 8],
+        rounds=1,
+        accuracy=[40.0, 50.0],
+        progress=False,
+    )
+    assert table.subnets == (str(widths[0]), str(widths[-1]))
+    assert table.sequences == (1, 2)
+    assert all(table.latency_ms(i, 2, 16, 8) > 0.0 for i in range(2))
+    assert table.prefill.stamp["machine"]["device"] == "cpu"
+
+
+def test_a_deadline_for_the_whole_answer_is_spread_over_its_tokens() -> None:
+    deadlines = TokenDeadlines.total(100.0, 4)
+    assert [deadlines.due_ms(7.0, i) for i in range(4)] == [32.0, 57.0, 82.0, 107.0]
+    with pytest.raises(PolicyError):
+        TokenDeadlines(0.0, 1.0)
+
+
+def test_listeners_hear_of_every_token_and_of_the_end() -> None:
+    completion, heard = Completion(lambda: None), []
+    completion.listen(lambda: heard.append(len(completion.tokens())))
+    completion._add(3)
+    completion._add(4)
+    with pytest.raises(TimeoutError):
+        completion.result(0.0)
+    completion._end(BatcherClosed("closed"))
+    assert heard == [1, 2, 2]
+    assert completion.tokens(1) == (4,)
+    with pytest.raises(BatcherClosed):
+        list(completion)
+    completion.listen(lambda: heard.append(-1))
+    assert heard[-1] == -1

@@ -1,0 +1,92 @@
+"""The simulator of generation: what is served in time; switching beats every fixed subnet in a burst."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from generation_tables import step_table
+
+from subnetact.errors import PolicyError, TraceError
+from subnetact.generation import Prompt, TokenDeadlines, simulate_generation
+from subnetact.serving.policies import Fixed
+
+DEADLINES = TokenDeadlines(60.0, 6.0)
+
+
+def trace(seed: int, rates: tuple[float, ...] = (0.05, 0.15, 0.05)) -> list[Prompt]:
+    """Return prompts at several rates per ms, each for a second."""
+    rng, found = random.Random(seed), []
+    for second, rate in enumerate(rates):
+        now = 1000.0 * second
+        while (now := now + rng.expovariate(rate)) < 1000.0 * (second + 1):
+            found.append(Prompt(now, rng.randint(4, 40), rng.randint(8, 24), DEADLINES))
+    return found
+
+
+def test_without_load_every_token_is_in_time_and_of_the_largest_subnet() -> None:
+    result = simulate_generation(trace(0, (0.005,)), step_table(scale=0.5), token_ms=6.0)
+    assert result.attainment == 1.0
+    assert result.effective_accuracy > 49.0
+    assert result.dropped == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_a_burst_switching_beats_every_fixed_subnet(seed: int) -> None:
+    table, prompts = step_table(), trace(seed)
+    elastic = simulate_generation(prompts, table, token_ms=6.0)
+    fixed = [
+        simulate_generation(prompts, _only(table, i), token_ms=6.0, policy=lambda t: Fixed(t, 0))
+        for i in range(3)
+    ]
+    assert fixed[2].attainment < 0.95, "the burst is more than the largest subnet sustains"
+    assert elastic.effective_accuracy > max(one.effective_accuracy for one in fixed)
+
+
+def _only(table: Any, subnet: int) -> Any:
+    decode = {context: one.select([subnet]) for context, one in table.decode.items()}
+    return type(table)(decode, table.prefill.select([subnet]))
+
+
+@pytest.mark.parametrize("expired", ["drop", "serve"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_token_is_counted_once(expired: str, seed: int) -> None:
+    prompts = trace(seed, (0.3,))
+    result = simulate_generation(prompts, step_table(), token_ms=6.0, max_sequences=4, expired=expired)
+    assert result.tokens == sum(one.answer for one in prompts)
+    assert 0 <= result.in_time <= result.tokens
+    assert 40.0 * result.in_time <= result.accuracy_in_time <= 50.0 * result.in_time
+    assert (result.dropped > 0) == (expired == "drop")
+    kept = len(prompts) - result.dropped
+    assert result.steps >= max(one.answer for one in prompts) * (kept > 0)
+
+
+def test_faster_machines_serve_more_in_time() -> None:
+    prompts = trace(1, (0.2,))
+    shares = [
+        simulate_generation(prompts, step_table(scale=scale), token_ms=6.0, expired="serve").attainment
+        for scale in (0.25, 0.5, 1.0, 2.0)
+    ]
+    assert all(faster >= slower for faster, slower in pairwise(shares))
+    assert shares[0] > shares[-1]
+
+
+def test_an_empty_trace_asks_for_nothing() -> None:
+    assert simulate_generation([], step_table(), token_ms=6.0).attainment == 1.0
+
+
+@pytest.mark.parametrize("change", [{"tokens": 0}, {"answer": 0}])
+def test_requests_without_tokens_are_refused(change: dict[str, int]) -> None:
+    facts: dict[str, Any] = {"arrival_ms": 1.0, "tokens": 3, "answer": 3, "deadlines": DEADLINES} | change
+    with pytest.raises(TraceError, match="no prompt or no answer"):
+        simulate_generation([Prompt(**facts)], step_table(), token_ms=6.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"token_ms": -1.0}, {"max_sequences": 0}, {"step_tokens": 0}, {"expired": "?"}]
+)
+def test_arguments_out_of_range_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError):
+        simulate_generation([], step_table(), **({"token_ms": 6.0} | change))

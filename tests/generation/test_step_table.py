@@ -1,0 +1,82 @@
+"""Latencies of steps: rounded up, interpolated, saved and loaded; what cannot be a table is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generation_tables import KEYS, step_table
+from hypothesis import given
+from hypothesis import strategies as st
+
+from subnetact.errors import FileFormatError, TableError
+from subnetact.generation import StepTable
+from subnetact.latency.table import LatencyTable
+
+
+def test_a_step_takes_its_sequences_and_its_prompts() -> None:
+    table = step_table()
+    assert table.latency_ms(0, 1, 10) == pytest.approx(1.1)
+    assert table.latency_ms(0, 3, 10) == pytest.approx(1.4), "as long as four sequences"
+    assert table.latency_ms(0, 1, 33) == pytest.approx(1.65), "the next context"
+    assert table.latency_ms(0, 1, 5000) == pytest.approx(1.65), "the largest context"
+    assert table.latency_ms(0, 32, 10) == pytest.approx(2 * 2.6), "in proportion to the largest number"
+    assert table.latency_ms(1, 0, 1, 8) == pytest.approx(1.3 * 1.4)
+    assert table.latency_ms(1, 0, 1, 36) == pytest.approx(1.3 * (1 + 0.05 * 36)), "between two prompts"
+    assert table.latency_ms(1, 0, 1, 128) == pytest.approx(2 * 1.3 * 4.2)
+    assert table.latency_ms(1, 4, 20, 8) == pytest.approx(
+        table.latency_ms(1, 4, 20) + table.latency_ms(1, 0, 1, 8)
+    )
+    assert table.latency_ms(1, 0, 20) == 0.0
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 300), st.integers(0, 300), st.integers(0, 2))
+def test_more_work_never_takes_less_time(few: int, more: int, context: int, prompt: int, subnet: int) -> None:
+    table = step_table()
+    low, high = sorted((few, more))
+    assert (
+        table.latency_ms(subnet, low, context, prompt)
+        <= table.latency_ms(subnet, high, context, prompt) + 1e-9
+    )
+    assert table.latency_ms(subnet, low, context, low) <= table.latency_ms(subnet, low, context, high) + 1e-9
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    table, path = step_table(), tmp_path / "steps.json"
+    table.save(path)
+    loaded = StepTable.load(path)
+    assert loaded.to_json() == table.to_json()
+    assert loaded.latency_ms(2, 5, 40, 20) == table.latency_ms(2, 5, 40, 20)
+    assert loaded.scaled(2.0).latency_ms(2, 5, 40, 20) == pytest.approx(2 * table.latency_ms(2, 5, 40, 20))
+    assert loaded.with_accuracy([1.5, 2.5, 3.5]).accuracy == (1.5, 2.5, 3.5)
+    path.write_text(path.read_text().replace('"prefill"', '"before"'))
+    with pytest.raises(FileFormatError, match="prefill"):
+        StepTable.load(path)
+
+
+def _other(**changes: Any) -> LatencyTable:
+    facts = {"keys": KEYS, "sizes": [1, 4, 16], "first": 1.0} | changes
+    rows = [[1.0 + i for i in range(len(facts["sizes"]))] for _ in facts["keys"]]
+    rows[0][0] = facts["first"]
+    return LatencyTable.from_arrays(facts["keys"], [50.0] * len(facts["keys"]), facts["sizes"], rows)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "words"),
+    [
+        ({}, _other(), "no table"),
+        ([_other()], _other(), "mapping"),
+        ({0: _other()}, _other(), "0 is no context"),
+        ({True: _other()}, _other(), "True is no context"),
+        ({8: "steps.json"}, _other(), "got str"),
+        ({8: _other(), 16: _other(keys=["a", "b", "c"])}, _other(), "different subnets"),
+        ({8: _other()}, _other(keys=["a", "b", "c"]), "different subnets"),
+        ({8: _other(), 16: _other(sizes=[1, 2])}, _other(), "different numbers"),
+        ({8: _other(first=math.nan)}, _other(), "not measured"),
+    ],
+)
+def test_what_is_no_step_table_is_refused(decode: Any, prefill: Any, words: str) -> None:
+    with pytest.raises(TableError, match=words):
+        StepTable(decode, prefill)
