@@ -361,6 +361,8 @@ class SubnetSpace:
     def __copy__(self) -> SubnetSpace:
         copied = object.__new__(SubnetSpace)
         copied.__setstate__(self._state())
+        if self.base is self:
+            copied.base = copied
         return copied
 
     def __repr__(self) -> str:
@@ -568,8 +570,8 @@ class SubnetSpace:
         Args:
             rules: what the key-value cache of a subnet depends on.
         """
-        copied = object.__new__(SubnetSpace)
-        copied.__setstate__({**self._state(), "cache_rules": rules})
+        copied = self.__copy__()
+        copied.cache_rules = rules
         return copied
 
     def _signature(self, spec: SubnetSpec) -> CacheSignature:
@@ -578,7 +580,10 @@ class SubnetSpace:
                 f"{self.name}: it is not known what a key-value cache depends on here; ask the space of a "
                 "supernet (supernet.space), whose layers write caches of transformers"
             )
-        return self.cache_rules.signature(self.resolve(spec))
+        row = self.resolve(spec)
+        shapes, values = self.cache_rules.signature(row)
+        precisions = row[len(self.base.dimensions) :] if self.base is not self else ()
+        return shapes, (*values, precisions)
 
     # -- counting and sizes ----------------------------------------------------------------------
 

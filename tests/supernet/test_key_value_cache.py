@@ -128,6 +128,29 @@ def test_relations_by_hand(llama: Supernet) -> None:
     assert copy.deepcopy(llama.space).cache(large, large) == "exact"
 
 
+def test_the_cache_of_another_precision_holds_other_numbers() -> None:
+    supernet = supernet_of("llama")
+    plain = supernet.space
+    supernet.enable_precision("int8")
+    space, large = supernet.space, supernet.space.at_precision(supernet.space.largest(), "float32")
+    quantised = space.at_precision(large, "int8")
+    assert space.cache(large, quantised) == space.cache(quantised, large) == "approximate"
+    assert space.cache(quantised, quantised) == "exact"
+    assert space.cache(large, plain.largest()) == "exact"
+    cache = cache_of(supernet.subnet(large))
+    with pytest.raises(CacheMismatch, match="allow_approximate=True"):
+        supernet.switch(cache, quantised)
+
+
+def test_copies_of_a_space_are_the_same_space(llama: Supernet) -> None:
+    copied = copy.copy(llama.space)
+    assert copied.id == llama.space.id
+    assert copied.base is copied
+    large, small = copied.largest(), copied.smallest()
+    assert copied.resolve(small) == llama.space.resolve(small)
+    assert copied.cache(large, small) == llama.space.cache(large, small)
+
+
 def test_networks_without_caches_have_no_relation() -> None:
     space = SubnetSpace("s", [Axis.uniform("w", ["1"], [2, 4])], lambda v: {"w": v["w"][0]})
     supernet = insert_(nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": WeightSlice.on(out="w")})
