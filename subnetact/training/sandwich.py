@@ -190,8 +190,8 @@ def _run(supernet: nn.Module, x: Any, spec: SubnetSpec, largest: bool) -> Any:
             raise
         raise InsertError(
             f"a subnet does not run in training mode, although the first one does: {_place(error)}; "
-            "what only training runs, such as an auxiliary classifier, was not seen by insert_: remove it from "
-            "the model before insert_, or keep what it reads at its full size (fixed=...)"
+            "what only training runs, such as an auxiliary classifier, was not seen by insert_: remove it "
+            "from the model before insert_, or keep what it reads at its full size (fixed=...)"
         ) from error
 
 
