@@ -71,9 +71,13 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
 def _start(stack: ExitStack, bundle: str, subnets: int) -> dict[str, str]:
     """Start every server and wait until all answer; return the address by name."""
     commands: dict[str, list[str]] = {}
-    for policy in ("slackfit:4", "hullfit"):
-        server = ["-m", "subnetact.serve", "--policy", policy]
-        commands[f"ours, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
+    for where, options in (("threads", []), ("processes", ["--worker-processes"])):
+        policies = ["slackfit:4", "hullfit"]
+        if where == "processes":
+            policies += [f"fixed:{i}" for i in range(subnets)]
+        for policy in policies:
+            server = ["-m", "subnetact.serve", "--policy", policy, *options]
+            commands[f"ours in {where}, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
     for i in (0, subnets // 2, subnets - 1):
         commands[f"LitServe, fixed {i}"] = [str(HERE / "litserve_server.py"), "--subnet", str(i)]
     urls, health = {}, []

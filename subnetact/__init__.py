@@ -17,6 +17,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, interpolate, merge, compare (no torch)
     engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles
+    workers/                             worker processes: one copy of the weights for all of them
     costs/                               CostModel: parameters, multiply-accumulates, bytes
     nas/                                 search, evaluate, accuracy and latency predictors
     profile/                             profile_latency and python -m subnetact.profile

@@ -35,6 +35,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
         ├── QueueFull                     The request was refused, because the queue was full
         ├── DeadlinePassed                The request expired: no subnet can meet its deadline any more
         ├── BatchFailed                   The forward pass of the request's batch raised; the cause is chained
+        │   ├── WorkerDied                Two workers in turn ended while they ran the request
         │   └── WorkerHung                Two workers in turn hung over the request
         └── BatcherClosed                 The batcher was closed before the request could run
 
@@ -76,6 +77,7 @@ __all__ = [
     "UncalibratedSubnetWarning",
     "UserCodeError",
     "ViewError",
+    "WorkerDied",
     "WorkerHung",
     "WriteError",
 ]
@@ -211,6 +213,10 @@ class DeadlinePassed(RequestError):
 
 class BatchFailed(RequestError):
     """The forward pass of the request's batch raised; the cause is chained."""
+
+
+class WorkerDied(BatchFailed):
+    """Two workers in turn ended while they ran the request."""
 
 
 class WorkerHung(BatchFailed):

@@ -106,6 +106,10 @@ class Engine:
         device: where subnets run.
         fingerprint: the hash of the weights at the time the engine was made.
         input_shapes: the shapes that are served, if `example` was a list; otherwise None.
+        options: the arguments that the engine was made with, except the supernet, the subnets and `check`.
+        prepared: the batch sizes of the last call of `prepare`.
+        changes: a number that grows when subnets are registered, removed, pinned or unpinned, and with
+            `prepare`.
         tables: latency tables by name, a dictionary that is empty at first. `Engine.save` writes those that
             were added: `engine.tables["cpu"] = profile_latency(engine)`.
 
@@ -146,6 +150,19 @@ class Engine:
         graph_backend: GraphBackend | None = None,
         check: bool = True,
     ) -> None:
+        self.options: Mapping[str, Any] = {
+            "example": example,
+            "padding": padding,
+            "device": device,
+            "memory_budget_mb": memory_budget_mb,
+            "allow_uncalibrated": allow_uncalibrated,
+            "fuse": fuse,
+            "fused_dtype": fused_dtype,
+            "compile": compile,
+            "graph_backend": graph_backend,
+        }
+        self.prepared: tuple[int, ...] = ()
+        self.changes = 0
         canonical = as_supernet(supernet).distinct(specs, "an engine")
         known = percentages(accuracy, canonical)
         check_dtype(fused_dtype)
@@ -288,6 +305,7 @@ class Engine:
             if known is None:
                 self._subnets = (*self._subnets, subnet)
             self._served = {**self._served, subnet.id: subnet}
+            self.changes += 1
             return subnet.id
 
     def remove(self, subnet: int) -> None:
@@ -304,6 +322,7 @@ class Engine:
             self._served = {i: s for i, s in self._served.items() if i != subnet}
             gone.bound = None
             gone.refused = ""
+            self.changes += 1
         self._blocks.drop(gone.spec)
         if self._promoter is not None:
             self._promoter.drop(subnet)
@@ -539,7 +558,9 @@ class Engine:
             return PinResult(False, f"a subnet at {chosen.spec.precision} runs as a view")
         if not isinstance(self.example, Tensor):
             return PinResult(False, "the network takes several inputs; fused programs take one tensor")
-        return self._promoter.pin(chosen, bound, self.example)
+        result = self._promoter.pin(chosen, bound, self.example)
+        self.changes += 1
+        return result
 
     def unpin(self, subnet: int) -> None:
         """Stop protecting a fused program from eviction. It stays until others need its room.
@@ -552,6 +573,17 @@ class Engine:
         """
         if self._promoter is not None:
             self._promoter.unpin(self.ready(subnet).id)
+            self.changes += 1
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """The ids whose fused programs are protected from eviction."""
+        return frozenset() if self._promoter is None else self._promoter.pinned
+
+    @property
+    def compiled(self) -> bool:
+        """Whether subnets are compiled (`compile=`), so that only prepared batch sizes run."""
+        return self._compiler is not None
 
     def is_fused(self, subnet: int) -> bool:
         """Tell whether a subnet runs as a fused program now.
@@ -598,6 +630,8 @@ class Engine:
                 self._run(subnet, x)
         if self._compiler is not None:
             self._compiler.seal()
+        self.prepared = tuple(sorted(map(int, sizes)))
+        self.changes += 1
 
     def stats(self) -> EngineStats:
         """Measure how long choosing a subnet takes, and count the bytes that are held.

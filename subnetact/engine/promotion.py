@@ -139,6 +139,11 @@ class Promoter:
             small = f"it does not fit in the budget of {mib:.4g} MiB beside the programs that are pinned"
             return PinResult(False, subnet.refused or small)
 
+    @property
+    def pinned(self) -> frozenset[int]:
+        """The subnet ids that are pinned."""
+        return frozenset(self._pinned)
+
     def unpin(self, subnet: int) -> None:
         """Stop protecting the program of a subnet id from eviction."""
         self._pinned.discard(subnet)

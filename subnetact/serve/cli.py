@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import torch
 
 from subnetact.command import TERMINATED
-from subnetact.errors import SubnetActError, UserCodeError
+from subnetact.errors import ServeError, SubnetActError, UserCodeError
 from subnetact.profile.cli import json_object
 from subnetact.serve import Limits, read_tokens
 from subnetact.serve.rows import Answerer
@@ -77,6 +77,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--slo-ms", type=float, default=36.0, help="deadline of requests that name none")
     parser.add_argument(
         "--workers", type=int, default=1, help="threads that run batches; with Ray, replicas of one thread"
+    )
+    parser.add_argument(
+        "--worker-processes",
+        action="store_true",
+        help="run batches in processes, which do not wait for the Python code of HTTP, instead of threads",
     )
     parser.add_argument("--threads-per-worker", type=int, default=1, help="CPU threads of every worker")
     parser.add_argument(
@@ -184,6 +189,8 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
     engine: Any
     batcher: Answerer
     if args.backend == "ray":
+        if args.worker_processes:
+            raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
         from subnetact.cluster.session import RaySession  # the extra `ray` may be missing
 
         source = replace(source, workers=1)
@@ -221,6 +228,7 @@ def _source(args: argparse.Namespace) -> Source:
         policy=args.policy,
         slo_ms=args.slo_ms,
         workers=args.workers,
+        processes=args.worker_processes,
         threads_per_worker=args.threads_per_worker,
         max_queue=args.max_queue,
         fair=args.fair,

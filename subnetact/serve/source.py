@@ -29,6 +29,7 @@ class Source:
         policy: name of the policy, for example `slackfit:4`.
         slo_ms: the deadline of requests that name none, in ms.
         workers: number of workers that run batches.
+        processes: whether the workers are processes, which do not share an interpreter with HTTP.
         threads_per_worker: number of CPU threads of every worker.
         max_queue: number of waiting requests beyond which further requests are refused.
         fair: whether clients share the workers' time.
@@ -41,6 +42,7 @@ class Source:
     policy: str = "slackfit:4"
     slo_ms: float = 36.0
     workers: int = 1
+    processes: bool = False
     threads_per_worker: int = 1
     max_queue: int = 2000
     fair: bool = False
@@ -90,6 +92,7 @@ class Source:
         """
         settings: dict[str, Any] = {
             "workers": self.workers,
+            "process": self.processes,
             "threads_per_worker": self.threads_per_worker,
             "check_finite": True,
             **more,

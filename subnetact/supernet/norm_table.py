@@ -140,6 +140,11 @@ class NormTable:
         """
         return self._rows.get(spec.base)
 
+    @property
+    def rows(self) -> Mapping[SubnetSpec, NormRow]:
+        """All statistics rows by subnet. After every change of the table this is another mapping."""
+        return self._rows
+
     def update(self, rows: Mapping[SubnetSpec, NormRow]) -> None:
         """Add or replace statistics rows, all or none.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["checksum", "elsewhere", "renew_storage_"]
+__all__ = ["checksum", "elsewhere", "exchange_storage_", "renew_storage_"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -25,15 +25,31 @@ def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
     Returns:
         Every tensor that was moved, with a tensor on its former storage.
     """
-    tensors = {id(t): t for t in (*network.parameters(), *network.buffers()) if _movable(t)}.values()
+    tensors = [t for t in (*network.parameters(), *network.buffers()) if _movable(t)]
+    storages = {storage_id(t): t.untyped_storage() for t in tensors}
+    copies = {number: storage.clone() for number, storage in storages.items()}  # type: ignore[no-untyped-call]
+    return exchange_storage_(tensors, copies)
+
+
+def exchange_storage_(
+    tensors: Iterable[Tensor], storages: Mapping[int, UntypedStorage]
+) -> list[tuple[Tensor, Tensor]]:
+    """Move tensors to other storage with the same values, in place.
+
+    Args:
+        tensors: the tensors. They stay the same objects.
+        storages: the new storage by the `storage_id` of the former one. Tensors whose storage is not among
+            them, and those that `renew_storage_` leaves where they are, stay there.
+
+    Returns:
+        Every tensor that was moved, with a tensor on its former storage.
+    """
     with torch.inference_mode(False), torch.no_grad():
-        copies = {storage_id(t): t.untyped_storage() for t in tensors}
-        copies = {number: storage.clone() for number, storage in copies.items()}  # type: ignore[no-untyped-call]
         moved = []
-        for tensor in tensors:
+        for tensor in {id(t): t for t in tensors if _movable(t) and storage_id(t) in storages}.values():
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            moved.append((tensor, tensor.data, empty.set_(copies[storage_id(tensor)], *place)))
+            moved.append((tensor, tensor.data, empty.set_(storages[storage_id(tensor)], *place)))
         for tensor, _, new in moved:
             tensor.data = new
     return [(tensor, former) for tensor, former, _ in moved]

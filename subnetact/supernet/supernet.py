@@ -7,12 +7,13 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch._compile import _disable_dynamo
 
 from subnetact.errors import (
@@ -41,7 +42,7 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.storage import elsewhere, renew_storage_
+from subnetact.supernet.storage import elsewhere, exchange_storage_, renew_storage_
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
@@ -804,6 +805,28 @@ class Supernet(nn.Module):
                 raise
             finally:
                 self.refresh()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Return a context in which no other thread exchanges weights or binds a view."""
+        with self._exchange:
+            yield
+
+    def tensors(self) -> list[Tensor]:
+        """Return all parameters, buffers and statistics rows."""
+        rows = [row.flat for row in self._norms.rows.values()]
+        return [*self.network.parameters(), *self.network.buffers(), *rows]
+
+    def exchange_storage(self, storages: Mapping[int, UntypedStorage]) -> None:
+        """Move weights and statistics to other storage with the same values, as `load_state_dict` does.
+
+        Args:
+            storages: the new storage by the `storage_id` of the former one; other tensors stay.
+        """
+        with self._exchange:
+            self._forget()
+            exchange_storage_(self.tensors(), storages)
+            self.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._exchange:

@@ -75,16 +75,24 @@ class Batcher:
     The threads are named `subnetact-batcher-0`, `-1` and so on, and `subnetact-batcher-supervisor`.
 
     Args:
-        engine: a `Runner`, for example an `Engine`, or a list of runners with the same subnets: each is one
-            worker, and they share the queue. The keys of the subnets must be those of the policy's table.
+        engine: a `Runner`, for example an `Engine`, the folder of a bundle, or a list of them with the same
+            subnets: each is one worker, and they share the queue. The keys of the subnets must be those of
+            the policy's table.
         policy: chooses the subnet and the batch size. If None, `SlackFit` over `table` with `slo_ms`.
         max_queue: number of waiting requests at which further requests are refused with `QueueFull`.
         table: the latency table. If None, the policy's. For an engine of several input shapes, a list of one
             table per shape in the order of `engine.examples`: batches then hold inputs of one shape, and
             the policy plans with the table of that shape. With one table all inputs are planned with that
             one; make it of the largest shape.
-        workers: number of threads that run batches at the same time on one engine. On CUDA, with two of them
-            the copies of one batch overlap with the computation of another.
+        workers: number of threads or processes that run batches at the same time on one engine. On CUDA, with
+            two threads the copies of one batch overlap with the computation of another.
+        process: whether the workers are processes (`True` or `"spawn"`). Each of them has an interpreter of
+            its own, so that the model does not wait for Python code of this process; there is one copy of
+            the weights, to which the tensors of the engine move. A process that dies is replaced, and its
+            requests get a second try. The processes follow all changes of the engine before the next batch.
+            If False, the workers are threads.
+        spares: number of processes that take over at once when a process dies or hangs. Without one, a new
+            process has to start first, which takes seconds.
         expired: what becomes of a request that has expired: `drop` (answered at once with
             `DeadlinePassed`), `defer` (served when nothing else waits) or `serve` (kept at the head).
         slo_ms: the usual time that a request is given, in ms; policies that plan ahead use it. If None, the
@@ -92,7 +100,7 @@ class Batcher:
         on_decision: called with a `Decided` before each batch runs, on the worker's thread; keep it short.
         clock_ms: a monotonic clock, in ms. If None, `time.perf_counter_ns`.
         threads_per_worker: number of CPU threads of each worker, set by `engine.enter_worker(threads)`. If
-            None, the engine keeps its own number.
+            None, the engine keeps its own number; worker processes then use torch's number in this process.
         watchdog_ms: time after which the worker of a batch is taken to hang, in ms; inf turns the watchdog
             off. If None, 20 times the expected latency, but at least 1 s, and at least 30 s if a worker runs
             a subnet at a batch size for the first time.
@@ -109,6 +117,8 @@ class Batcher:
     Raises:
         ProfileMismatch: The table is of other subnets, or of another supernet, than the engine.
         PolicyError: An argument is missing or out of range.
+        EngineError: The engine cannot be sent to worker processes, or they do not start.
+        MissingFile: There is no bundle in the folder. A bundle that is damaged raises `FileFormatError`.
         OSError: The decision log cannot be written.
 
     Example:
@@ -119,7 +129,7 @@ class Batcher:
 
     def __init__(
         self,
-        engine: Runner | Sequence[Runner],
+        engine: Runner | str | os.PathLike[str] | Sequence[Runner],
         *,
         policy: Policy | None = None,
         max_queue: int = 10_000,
@@ -135,8 +145,11 @@ class Batcher:
         learn: bool = True,
         decision_log: str | os.PathLike[str] | None = None,
         shares: FairShares | None = None,
+        process: bool | str = False,
+        spares: int = 1,
         hopeless: str | None = None,
     ) -> None:
+        in_processes = _in_processes(process, spares)
         tables = _tables(table)
         if policy is None:
             if not tables or slo_ms is None:
@@ -162,8 +175,10 @@ class Batcher:
         engines = _engine_per_worker(engine, workers)
         for runner in engines:
             for one in tables:
-                _check_runner(runner, one, threads_per_worker, check_finite)
+                _check_runner(runner, one, None if in_processes else threads_per_worker, check_finite)
             _check_shapes(runner, tables)
+        if threads_per_worker is not None:
+            check_count(threads_per_worker, "threads_per_worker")
         if watchdog_ms is not None:
             watchdog_ms = check_positive(watchdog_ms, "watchdog_ms")
         if shares is not None and not isinstance(shares, FairShares):
@@ -201,7 +216,19 @@ class Batcher:
         self._admit = self._core.admit
         self._forked = False
         _batchers.add(self)
-        self._workers = Workers(self._core, engines, on_decision, threads_per_worker, self._log)
+        pools: list[Any] = []
+        self._runners: Sequence[Any] = engines
+        if in_processes:
+            sizes = sorted({size for one in tables for size in one.batch_sizes})
+            try:
+                self._runners = _open_processes(engines, pools, threads_per_worker, sizes, spares)
+            except BaseException:
+                if self._log is not None:
+                    self._log.close()
+                raise
+        self._workers = Workers(
+            self._core, self._runners, on_decision, threads_per_worker, self._log, partial(_close_all, pools)
+        )
 
     def submit(
         self,
@@ -342,6 +369,11 @@ class Batcher:
         self._core.resize(workers)
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The ids of the workers' processes, spares not included. It is empty if the workers are threads."""
+        return tuple(pid for runner in self._runners if (pid := getattr(runner, "pid", None)) is not None)
+
+    @property
     def closing(self) -> bool:
         """Whether new requests are refused because `drain` or `close` was called."""
         return self._core.closing
@@ -472,15 +504,56 @@ def _tables(given: Any) -> list[LatencyTable]:
     return tables
 
 
-def _engine_per_worker(engine: Runner | Sequence[Runner], workers: int) -> list[Runner]:
+def _in_processes(process: Any, spares: Any) -> bool:
+    if process in ("fork", "forkserver"):
+        raise PolicyError(
+            f"process: {process!r} would copy this process with the locks that its threads hold at that "
+            "moment, and CUDA contexts do not work in such a copy; give process=True, which starts by spawn"
+        )
+    if process != "spawn" and not isinstance(process, bool):
+        raise PolicyError(f"process: {process!r}; give True or 'spawn' for processes, False for threads")
+    if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares <= 64:
+        raise PolicyError(f"spares: {spares!r} must be a whole number from 0 to 64")
+    return bool(process)
+
+
+def _open_processes(
+    engines: Sequence[Any], pools: list[Any], threads: int | None, batch_sizes: Sequence[int], spares: int
+) -> list[Any]:
+    """Open one pool per distinct engine, and return one runner per worker."""
+    from subnetact.workers.pool import ProcessPool  # It imports torch, which threads do not need.
+
+    runners: list[Any] = []
+    try:
+        for engine in {id(engine): engine for engine in engines}.values():
+            count = sum(one is engine for one in engines)
+            pool = ProcessPool(engine, count, threads=threads, batch_sizes=batch_sizes, spares=spares)
+            pools.append(pool)
+            runners += pool.runners
+    except BaseException:
+        _close_all(pools)
+        raise
+    return runners
+
+
+def _close_all(pools: Iterable[Any]) -> None:
+    for pool in pools:
+        pool.close()
+
+
+def _engine_per_worker(engine: Any, workers: int) -> list[Runner]:
     check_count(workers, "workers")
+    if isinstance(engine, str | os.PathLike):
+        from subnetact.engine.engine import Engine  # It imports torch.
+
+        engine = Engine.load(engine)
     if isinstance(engine, (list, tuple)):
         if not engine:
             raise PolicyError("engine: an empty list; give one engine, or one per device")
         if workers not in (1, len(engine)):
             raise PolicyError(f"workers: {workers} for {len(engine)} engines; each engine is one worker")
         return list(engine)
-    return [engine] * workers  # type: ignore[list-item]
+    return [engine] * workers
 
 
 def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite: bool) -> None:
@@ -498,13 +571,11 @@ def _check_runner(engine: Any, table: LatencyTable, threads: int | None, finite:
         raise ProfileMismatch(
             f"table: measured on supernet {stamped}, the engine's is {own}; profile this engine"
         )
-    if threads is not None:
-        check_count(threads, "threads_per_worker")
-        if not callable(getattr(engine, "enter_worker", None)):
-            raise PolicyError(
-                f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add "
-                "it, or leave threads_per_worker out"
-            )
+    if threads is not None and not callable(getattr(engine, "enter_worker", None)):
+        raise PolicyError(
+            f"threads_per_worker: {type(engine).__name__} has no method enter_worker(threads); add it, or "
+            "leave threads_per_worker out"
+        )
     if finite:
         try:
             inspect.signature(engine.check).bind(None, finite=True)

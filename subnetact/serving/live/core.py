@@ -429,6 +429,25 @@ class Core:
             self._wake_all()
             return self.outcomes.owe(outcomes)
 
+    def entering(self, worker: int) -> None:
+        """Note that a worker's thread has started and cannot run batches yet.
+
+        Args:
+            worker: number of the worker.
+        """
+        with self.lock:
+            self.worker_states.free_at_ms[worker] = math.inf
+
+    def entered(self, worker: int) -> None:
+        """Note that a worker's thread can run batches.
+
+        Args:
+            worker: number of the worker.
+        """
+        with self.lock:
+            parked = self.worker_states.is_parked(worker)
+            self.worker_states.free_at_ms[worker] = math.inf if parked else self.clock_ms()
+
     def returned(self, job: BatchJob) -> None:
         """Note that a call that hung has returned although its worker was replaced; its thread ends.
 

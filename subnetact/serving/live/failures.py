@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerHung
+from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerDied, WorkerHung
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.requests import Request
 
@@ -61,9 +61,9 @@ def policy_failed(cause: BaseException) -> BatchFailed:
     return error
 
 
-def worker_died(cause: BaseException) -> BatchFailed:
+def worker_died(cause: BaseException) -> WorkerDied:
     """The error of a request with which a second worker died."""
-    error = BatchFailed(
+    error = WorkerDied(
         f"a worker died over this request, twice: {type(cause).__name__}: {cause}; look at the input and the "
         "engine"
     )

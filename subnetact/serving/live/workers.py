@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from subnetact.errors import WorkerDied
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
@@ -27,6 +28,7 @@ class Workers:
         on_decision: called with a `Decided` before every batch runs.
         threads: argument of `engine.enter_worker(threads)`, which is called once in every worker thread.
         log: the decision log; the supervisor flushes it at every tick.
+        on_end: called by the supervisor when it ends.
 
     Attributes:
         number: number of workers.
@@ -39,6 +41,7 @@ class Workers:
         on_decision: Callable[[Decided], None] | None,
         threads: int | None,
         log: DecisionLog | None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._engines = engines
@@ -46,6 +49,8 @@ class Workers:
         self._threads_each = threads
         self._log = log
         self.number = len(engines)
+        self._on_end = on_end
+        self._jobs: dict[int, BatchJob] = {}
         self._current: dict[int, threading.Thread] = {}
         self._supervisor = threading.Thread(
             target=self._supervise, name="subnetact-batcher-supervisor", daemon=True
@@ -97,7 +102,9 @@ class Workers:
         try:
             enter: Any = getattr(self._engines[worker], "enter_worker", None)
             if enter is not None:
+                core.entering(worker)
                 enter(self._threads_each)
+                core.entered(worker)
             while True:
                 job = None
                 job, outcomes = core.next_job(worker)
@@ -115,6 +122,7 @@ class Workers:
 
     def _run(self, job: BatchJob) -> None:
         core, engine = self._core, self._engines[job.worker]
+        self._jobs[job.worker] = job
         if self._on_decision is not None:
             self._tell(job)
         while job.part and not job.abandoned:
@@ -128,6 +136,8 @@ class Workers:
                         f"the engine returned {len(outputs)} outputs for {len(job.part)} inputs; "
                         "run() returns one for each"
                     )
+            except WorkerDied:
+                raise
             except Exception as error:
                 self._deliver(core.raised(job, error))
             else:
@@ -163,6 +173,7 @@ class Workers:
         while core.wait_until_watched(_TICK_S):
             try:
                 revived, outcomes = core.tick()
+                self._stop_abandoned()
                 self._deliver(outcomes)
                 for worker in revived:
                     self._start_again(worker)
@@ -172,3 +183,14 @@ class Workers:
             except Exception:
                 _log.exception("the batcher's supervisor goes on after an error")
         core.learner.report()
+        if self._on_end is not None:
+            self._on_end()
+
+    def _stop_abandoned(self) -> None:
+        """Tell the runners that can stop a batch which of them run a batch that was taken to hang."""
+        for worker, job in list(self._jobs.items()):
+            if job.abandoned:
+                del self._jobs[worker]
+                abandon: Any = getattr(self._engines[worker], "abandon", None)
+                if abandon is not None:
+                    abandon()

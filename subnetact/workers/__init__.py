@@ -1,0 +1,11 @@
+"""Worker processes: they run the batches of a `Batcher`, each in an interpreter of its own.
+
+Weights, inputs and outputs are in memory that all processes map; a pipe carries what is left of a batch.
+
+Which file answers which question:
+
+- `pool.py`: how many processes run, and how a spare replaces one that died (`ProcessPool`).
+- `process.py`: one process as its parent sees it; `child.py`: the program that it runs.
+- `blueprint.py`: how an engine reaches a process, and how its changes do.
+- `batch_memory.py`, `memory.py`: inputs and outputs in shared memory, and the memory itself.
+"""

@@ -1,0 +1,222 @@
+"""The program of a worker process: it gets a runner, runs batches, and ends with its parent.
+
+Only the standard library is imported before the process is protected from signals, so this file imports torch
+and the rest of the package in functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from subnetact.workers.messages import ANSWER, CHANGE, DONE, FAILED, RUN, receive, receive_descriptors, send
+
+if TYPE_CHECKING:
+    from subnetact.workers.blueprint import Parts
+    from subnetact.workers.memory import SharedMemory
+
+__all__ = ["Letter", "is_worker", "main"]
+
+WARM_UP_S = 2.0
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_worker = False
+
+
+class Letter(NamedTuple):
+    """What a worker process needs to start.
+
+    Attributes:
+        path: `sys.path` of the parent.
+        main: `("module", name)` or `("path", file)` of the parent's main program, if the runner needs it.
+        threads: number of CPU threads that torch uses.
+        niceness: how far the start gives way to other processes, as in `nice`.
+        batch_sizes: the batch sizes that the process warms up for.
+        requests: descriptor and size of the memory of the inputs.
+        answers: descriptor and size of the memory of the outputs.
+        segments: descriptor and size of each segment of the runner, by number.
+        data: the pickled runner.
+    """
+
+    path: list[str]
+    main: tuple[str, str] | None
+    threads: int
+    niceness: int
+    batch_sizes: tuple[int, ...]
+    requests: tuple[int, int]
+    answers: tuple[int, int]
+    segments: dict[int, tuple[int, int]]
+    data: bytes
+
+
+def is_worker() -> bool:
+    """Return whether this process is a worker process."""
+    return _worker
+
+
+def main(channel: int, letter: int, size: int, parent: int) -> None:
+    """Run the program. It does not return.
+
+    Args:
+        channel: descriptor of the socket to the parent.
+        letter: descriptor of the memory with the `Letter`.
+        size: number of bytes of the letter.
+        parent: id of the parent process.
+    """
+    global _worker
+    _worker = True
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # The parent decides when its processes end.
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    pipe = socket.socket(fileno=channel)
+    _end_with(parent, pipe)
+    faulthandler.enable()
+    started: list[Any] = []
+    starter = threading.Thread(target=_start, args=(letter, size, started))
+    starter.start()  # On Linux niceness belongs to threads; this one may be nice, and the others are not.
+    starter.join()
+    parts, requests, answers, threads = started or [None] * 4
+    status = 1
+    if isinstance(parts, BaseException) or parts is None:
+        send(pipe, FAILED, _pickled(parts or RuntimeError("the start failed")))
+    else:
+        import torch
+
+        torch.set_num_threads(threads)
+        gc.collect()
+        gc.freeze()
+        send(pipe, DONE, b"")
+        status = _serve(pipe, parts, requests, answers)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _start(letter: int, size: int, started: list[Any]) -> None:
+    """Import the package, unpack the runner and warm up."""
+    try:
+        import mmap
+
+        with mmap.mmap(letter, size, prot=mmap.PROT_READ) as text:
+            content = Letter(*pickle.loads(text[:size]))
+        os.close(letter)
+        if content.niceness and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), content.niceness)
+        import torch
+
+        from subnetact.engine.replica import warm_up
+        from subnetact.workers.batch_memory import BatchMemory
+        from subnetact.workers.blueprint import Package, Parts, unpack
+        from subnetact.workers.memory import SharedMemory
+
+        torch.set_num_threads(content.threads)
+        if content.main is not None:
+            _run_main(*content.main)
+        segments = {number: _opened(place) for number, place in content.segments.items()}
+        parts = Parts(*unpack(Package(content.data, segments)))
+        for engine in parts.engines:
+            warm_up(engine, content.batch_sizes, WARM_UP_S)
+        requests, answers = (
+            BatchMemory(SharedMemory(size, descriptor))
+            for descriptor, size in (content.requests, content.answers)
+        )
+        started[:] = [parts, requests, answers, content.threads]
+    except BaseException as error:
+        started[:] = [error, None, None, None]
+
+
+def _serve(pipe: socket.socket, parts: Parts, requests: Any, answers: Any) -> int:
+    """Run batches until the parent closes the pipe."""
+    run = parts.runner.run
+    while True:
+        try:
+            kind, data, descriptors = receive(pipe)
+        except (EOFError, OSError):
+            return 0
+        try:
+            if kind == RUN:
+                subnet, size, layout = pickle.loads(data)
+                outputs = run(subnet, requests.read(layout, copy=False), size)
+                reply = pickle.dumps(answers.write(_as_list(outputs)))
+                send(pipe, ANSWER, reply)
+            elif kind == CHANGE:
+                _follow(pickle.loads(data), receive_descriptors(pipe, descriptors), parts)
+                send(pipe, DONE, b"")
+        except Exception as error:
+            send(pipe, FAILED, _pickled(error))
+            if kind == CHANGE:  # It may be half done.
+                return 1
+
+
+def _as_list(outputs: Any) -> list[Any]:
+    if isinstance(outputs, dict):
+        raise TypeError("the engine returned a mapping; run() returns one output per input")
+    return list(outputs)
+
+
+def _follow(
+    content: tuple[str, int, bytes, dict[int, int]], descriptors: Sequence[int], parts: Parts
+) -> None:
+    from subnetact.workers.blueprint import Change, Package, apply
+
+    kind, number, data, sizes = content
+    places = zip(descriptors, sizes.values(), strict=True)
+    segments = {n: _opened(place) for n, place in zip(sizes, places, strict=True)}
+    apply(Change(kind, number, Package(data, segments)), parts)
+
+
+def _opened(place: tuple[int, int]) -> SharedMemory:
+    from subnetact.workers.memory import SharedMemory
+
+    descriptor, size = place
+    memory = SharedMemory(size, descriptor)
+    memory.close()  # What is mapped needs no descriptor.
+    return memory
+
+
+def _run_main(kind: str, name: str) -> None:
+    """Run the parent's main program under another name, for the classes and functions that it defines."""
+    if kind == "module":
+        content = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
+    else:
+        content = runpy.run_path(name, run_name="__mp_main__")
+    module = types.ModuleType("__mp_main__")
+    module.__dict__.update(content)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def _end_with(parent: int, pipe: socket.socket) -> None:
+    """Make sure that this process ends when its parent does, however that ends, and whatever runs here."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    else:
+        watch = select.poll()
+        watch.register(pipe, 0)  # No event but that the other end is closed.
+        threading.Thread(target=lambda: (watch.poll(), os._exit(1)), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Pickle an error and its traceback; an error that cannot be pickled is replaced by one that can."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        data = pickle.dumps((error, trace))
+        pickle.loads(data)
+        return data
+    except Exception:
+        exhausted = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+        text = f"{type(error).__name__}: {error}"
+        return pickle.dumps((MemoryError(text) if exhausted else RuntimeError(text), trace))

@@ -1,0 +1,267 @@
+"""WorkerProcess: one worker process as its parent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from multiprocessing.spawn import get_executable
+from typing import Any
+
+from subnetact.errors import EngineError, WorkerDied
+from subnetact.workers.batch_memory import BatchMemory
+from subnetact.workers.blueprint import Change, Package, States
+from subnetact.workers.child import Letter
+from subnetact.workers.memory import SharedMemory
+from subnetact.workers.messages import CHANGE, FAILED, RUN, receive, send
+
+__all__ = ["WorkerProcess"]
+
+FIRST_BYTES = 2**16
+_PROGRAM = (
+    "import json, sys; arguments = json.loads(sys.argv[1]); sys.path[:] = arguments.pop(); "
+    "from subnetact.workers.child import main; main(*arguments)"
+)
+_processes: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error in a worker process, as text."""
+
+
+class WorkerProcess:
+    """A process with an interpreter of its own that runs batches, one at a time.
+
+    The thread that makes this object must live as long as the process: Linux ends the process with it.
+
+    Args:
+        package: the runner.
+        states: the states of the runner's parts.
+        threads: number of CPU threads that torch uses in the process.
+        niceness: how far the start of the process gives way to other processes.
+        batch_sizes: the batch sizes that the process warms up for.
+
+    Attributes:
+        states: the states of the parts that the process has.
+        pid: id of the process.
+        pipe: the socket to the process.
+        ended: how the process has ended, as in `subprocess.Popen.returncode`; None as long as it runs.
+
+    Raises:
+        EngineError: the process cannot be started.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        states: States,
+        threads: int,
+        niceness: int,
+        batch_sizes: Sequence[int],
+    ) -> None:
+        self.states = states
+        self.ended: int | None = None
+        self._over = threading.Event()
+        self._requests = BatchMemory(SharedMemory(FIRST_BYTES))
+        self._answers = BatchMemory(SharedMemory(FIRST_BYTES))
+        memories = {"requests": self._requests.memory, "answers": self._answers.memory}
+        letter = pickle.dumps(
+            tuple(
+                Letter(
+                    path=list(sys.path),
+                    main=_main_program() if b"__main__" in package.data else None,
+                    threads=threads,
+                    niceness=niceness,
+                    batch_sizes=tuple(batch_sizes),
+                    requests=(memories["requests"].descriptor, FIRST_BYTES),
+                    answers=(memories["answers"].descriptor, FIRST_BYTES),
+                    segments={n: (s.descriptor, s.size) for n, s in package.segments.items()},
+                    data=package.data,
+                )
+            )
+        )
+        self._popen = self._start(letter, [*memories.values(), *package.segments.values()], threads)
+        self.pid = self._popen.pid
+        _processes.add(self)
+
+    def _start(
+        self, letter: bytes, memories: Sequence[SharedMemory], threads: int
+    ) -> subprocess.Popen[bytes]:
+        self.pipe, theirs = socket.socketpair()
+        written = SharedMemory(len(letter))
+        written.map[: len(letter)] = letter
+        arguments = [theirs.fileno(), written.descriptor, len(letter), os.getpid(), sys.path]
+        count = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        try:
+            return subprocess.Popen(
+                [os.fsdecode(get_executable()), "-c", _PROGRAM, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **count},
+                pass_fds=[theirs.fileno(), written.descriptor, *(m.descriptor for m in memories)],
+            )
+        except (OSError, TypeError) as error:
+            self.pipe.close()
+            raise EngineError(
+                f"a worker process cannot be started: {error}; run threads instead: process=False"
+            ) from error
+        finally:
+            theirs.close()
+            written.close()
+
+    def wait_until_ready(self) -> None:
+        """Read the first message of the process, which comes when the process has started.
+
+        The thread that started the process calls this method.
+
+        Raises:
+            EngineError: the process has ended while it started.
+            Exception: the error that the start has raised in the process.
+        """
+        try:
+            kind, data, _ = receive(self.pipe)
+        except (EOFError, OSError):
+            self.wait(2.0)
+            raise EngineError(f"a worker process {self.reason()} while it started") from None
+        if kind == FAILED:
+            raise _error(data)
+
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
+        """Run one batch, as `Runner.run`.
+
+        Raises:
+            WorkerDied: the process has ended.
+            Exception: the error that the runner has raised in the process.
+        """
+        layout = self._requests.write(inputs)
+        kind, data = self._ask(RUN, pickle.dumps((subnet, batch_size, layout)))
+        if kind == FAILED:
+            raise _error(data)
+        return self._answers.read(pickle.loads(data), copy=True)
+
+    def follow(self, changes: Sequence[Change], states: States) -> None:
+        """Apply changes of the runner.
+
+        Args:
+            changes: the changes.
+            states: the states of the parts afterwards.
+
+        Raises:
+            WorkerDied: the process has ended.
+            Exception: the error that a change has raised in the process, which then ends.
+        """
+        for kind, number, package in changes:
+            sizes = {n: segment.size for n, segment in package.segments.items()}
+            content = pickle.dumps((kind, number, package.data, sizes))
+            answer, data = self._ask(CHANGE, content, [s.descriptor for s in package.segments.values()])
+            if answer == FAILED:
+                raise _error(data)
+        self.states = states
+
+    def _ask(self, kind: bytes, data: bytes, descriptors: Sequence[int] = ()) -> tuple[bytes, bytes]:
+        try:
+            send(self.pipe, kind, data, descriptors)
+            answer, data, _ = receive(self.pipe)
+        except (EOFError, OSError):
+            raise WorkerDied(f"worker process {self.pid} {self.reason()}") from None
+        return answer, data
+
+    def reason(self) -> str:
+        """Return how the process has ended, in words; wait for a moment until that is known."""
+        self._over.wait(2.0)
+        status = self.ended
+        if status is None:
+            return "closed its pipe"
+        if status >= 0:
+            return f"ended with status {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+
+    def poll(self) -> bool:
+        """Return whether the process has ended; the thread that started the process asks this."""
+        if self.ended is None and self._popen.poll() is not None:
+            self.ended = self._popen.returncode
+            self._over.set()
+            self._shut()
+        return self.ended is not None
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self._popen.kill()
+
+    def stop(self) -> None:
+        """Let the process end when it has finished its batch."""
+        self._shut()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the process has ended, and kill it after the timeout."""
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._popen.wait()
+        self.poll()
+
+    def __del__(self) -> None:
+        pipe = self.__dict__.get("pipe")  # Only now no thread can wait for an answer any more.
+        if pipe is not None:
+            pipe.close()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # The other end has closed it.
+            self.pipe.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self) -> None:
+        """Close what a forked process has of this one, so that it does not look alive because of that."""
+        self.pipe.close()
+        for memory in (self._requests.memory, self._answers.memory):
+            memory.close()
+
+
+def _main_program() -> tuple[str, str]:
+    """Return how a worker process finds the classes that the main program defines.
+
+    Raises:
+        EngineError: the main program is no file.
+    """
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return "module", spec.name
+    path = getattr(main, "__file__", None)
+    if path is None:
+        raise EngineError(
+            "the engine needs a class or function of the interactive session, which a worker process does "
+            "not have; define it in a module"
+        )
+    return "path", os.path.abspath(path)
+
+
+def _error(data: bytes) -> BaseException:
+    try:
+        error, trace = pickle.loads(data)
+    except Exception as failure:
+        return RuntimeError(f"a worker process failed, and its error cannot be read here: {failure}")
+    if not isinstance(error, Exception):
+        error = EngineError(f"{type(error).__name__} in a worker process: {error}")
+    error.__cause__ = RemoteTraceback(trace)
+    found: BaseException = error
+    return found
+
+
+def _note_fork() -> None:
+    for process in list(_processes):
+        process._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)

@@ -1,0 +1,88 @@
+"""Runners for worker processes: an input tells what happens to the process that runs it.
+
+Worker processes import this module by its name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.latency.table import LatencyTable
+
+__all__ = ["TABLE", "CommandRunner", "command", "crash"]
+
+TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
+KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable")
+
+Array = npt.NDArray[np.float64]
+
+
+class Unpicklable(ValueError):
+    """An error that cannot be pickled, because its constructor takes two arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def command(kind: str, value: float = 0.0) -> Array:
+    """Return an input that makes `CommandRunner` do something."""
+    return np.array([KINDS.index(kind), value])
+
+
+def crash() -> None:
+    """Crash in native code."""
+    ctypes.string_at(0)
+
+
+class CommandRunner:
+    """Doubles the value of every input, or does what the input says.
+
+    Args:
+        folder: what happens to a process happens once per value: a file in this folder says that it has.
+    """
+
+    keys = TABLE.subnets
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def check(self, x: Any, finite: bool = False) -> None:
+        """Accept everything."""
+
+    def _first_time(self, value: float) -> bool:
+        path = self.folder / str(value)
+        if value < 0:  # It happens every time.
+            return True
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
+        """Do what the inputs say, and return one output per input."""
+        outputs: list[Any] = []
+        for x in inputs:
+            kind, value = KINDS[int(x[0])], float(x[1])
+            if kind == "crash" and self._first_time(value):
+                crash()
+            if kind == "hang" and self._first_time(value):
+                time.sleep(600)
+            if kind == "exit" and self._first_time(value):
+                raise SystemExit("a worker leaves")
+            if kind == "raise":
+                raise ValueError("poisoned")
+            if kind == "unpicklable":
+                raise Unpicklable("one", "two")
+            if kind == "memory" and len(inputs) > 1:
+                raise MemoryError("too many")
+            outputs.append(np.array([os.getpid() if kind == "pid" else 2.0 * value]))
+        return outputs

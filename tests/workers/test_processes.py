@@ -1,0 +1,508 @@
+"""Worker processes: the same answers as threads, and every fault costs a retry at most."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_runners import TABLE, CommandRunner, command
+from torch import Tensor, nn
+
+import subnetact
+from subnetact import Batcher, Engine, Fixed
+from subnetact.errors import (
+    BatchFailed,
+    EngineError,
+    InvalidRequest,
+    MissingFile,
+    PolicyError,
+    SpecError,
+    WorkerDied,
+    WorkerHung,
+)
+from subnetact.serving import Answer
+from subnetact.supernet.supernet import Supernet
+from subnetact.workers.batch_memory import BatchMemory
+from subnetact.workers.memory import SharedMemory
+from subnetact.workers.pool import ProcessPool
+
+LONG = 60_000.0
+EXAMPLE = torch.zeros(1, 16, 16)
+IMAGES = torch.randn(12, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Batcher]]:
+    """Opens a batcher with worker processes that take commands."""
+    batchers: list[Batcher] = []
+
+    def open_batcher(**options: Any) -> Batcher:
+        options = {"process": True, "watchdog_ms": 20_000.0, **options}
+        batcher = Batcher(CommandRunner(tmp_path), policy=Fixed(TABLE, 0), slo_ms=36.0, **options)
+        batchers.append(batcher)
+        return batcher
+
+    yield open_batcher
+    for batcher in batchers:
+        batcher.close(drain=False)
+
+
+def ask(batcher: Batcher, kind: str, value: float = 0.0) -> Future[Answer]:
+    return batcher.submit(command(kind, value), LONG)
+
+
+def pid_of(batcher: Batcher) -> int:
+    return int(ask(batcher, "pid").result(30).output[0])
+
+
+def alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def workers_of(pid: int) -> set[int]:
+    """Return the worker processes whose parent is a process."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            mine = parent == pid and "subnetact.workers.child" in (folder / "cmdline").read_text()
+        except OSError:
+            continue
+        if mine:
+            found.add(int(folder.name))
+    return found
+
+
+# -- faults -----------------------------------------------------------------------------------------
+
+
+def test_faults_stay_with_their_request_and_the_process_is_replaced(
+    opened: Callable[..., Batcher], wait_for: Any
+) -> None:
+    """A crash in native code, an exit, a signal and a hang cost a retry; errors arrive as they are."""
+    batcher = opened(watchdog_ms=1500.0)
+    first = pid_of(batcher)
+    assert first != os.getpid()
+    assert ask(batcher, "double", 21.0).result(30).output == np.array([42.0])
+
+    assert ask(batcher, "crash", 1.0).result(60).output == np.array([2.0])
+    second = pid_of(batcher)
+    assert second != first
+    assert (batcher.stats().died, batcher.stats().retried) == (1, 1)
+
+    assert ask(batcher, "exit", 2.0).result(60).output == np.array([4.0])
+    os.kill(pid_of(batcher), signal.SIGKILL)  # It has nothing to do.
+    wait_for(lambda: len(workers_of(os.getpid())) == 2, 60)
+    assert ask(batcher, "double", 3.0).result(60).output == np.array([6.0])
+
+    assert ask(batcher, "hang", 4.0).result(60).output == np.array([8.0])
+    assert batcher.stats().hung == 1
+
+    with pytest.raises(BatchFailed, match="poisoned") as raised:
+        ask(batcher, "raise").result(60)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert 'raise ValueError("poisoned")' in str(raised.value.__cause__.__cause__)
+    with pytest.raises(BatchFailed, match="Unpicklable: one"):
+        ask(batcher, "unpicklable").result(60)
+    assert batcher.stats().met == batcher.stats().submitted - 2
+    mine = workers_of(os.getpid())
+    assert mine
+    batcher.close()
+    assert not any(map(alive, mine))
+
+
+def test_a_request_that_kills_twice_fails_alone(opened: Callable[..., Batcher]) -> None:
+    batcher = opened(workers=2, spares=0)
+    gate = [ask(batcher, "double", float(i)) for i in range(8)]
+    killer = ask(batcher, "crash", -1.0)
+    others = [ask(batcher, "double", float(i)) for i in range(8)]
+    with pytest.raises(WorkerDied, match="SIGSEGV"):
+        killer.result(60)
+    assert [f.result(60).output[0] for f in gate + others] == [2.0 * (i % 8) for i in range(16)]
+    stats = batcher.stats()
+    assert stats.submitted == stats.met + stats.late + stats.failed
+    assert stats.failed == 1
+
+
+def test_out_of_memory_halves_the_batch(opened: Callable[..., Batcher]) -> None:
+    batcher = opened(spares=0)
+    blocked = ask(batcher, "double")
+    futures = [ask(batcher, "memory", float(i)) for i in range(12)]
+    assert [future.result(60).output[0] for future in futures] == [2.0 * i for i in range(12)]
+    blocked.result(60)
+    assert batcher.stats().out_of_memory >= 1
+    assert batcher.stats().batch_limits[0] < 4
+
+
+def test_close_ends_although_a_batch_hangs_forever(opened: Callable[..., Batcher]) -> None:
+    batcher = opened(spares=0, watchdog_ms=800.0)
+    future = ask(batcher, "hang", -1.0)
+    started = time.monotonic()
+    batcher.close()
+    assert time.monotonic() - started < 30
+    with pytest.raises((WorkerHung, subnetact.errors.BatcherClosed)):
+        future.result(0)
+    assert not workers_of(os.getpid())
+
+
+# -- the engine and its changes -----------------------------------------------------------------------
+
+
+def engine_of(digits: Supernet, **options: Any) -> Engine:
+    specs = [digits.space.smallest(), digits.space.spec(depth=2, expand=0.25, width=0.5)]
+    subnetact.calibrate(digits, specs, [IMAGES], progress=False)
+    return Engine(digits, specs, example=EXAMPLE, **options)
+
+
+def same(pool: ProcessPool, engine: Engine, subnet: int) -> bool:
+    theirs = pool.runners[0].run(subnet, list(IMAGES), len(IMAGES))
+    ours = engine.run(subnet, list(IMAGES), len(IMAGES))
+    return all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -> None:
+    engine = engine_of(digits)
+    before = engine(IMAGES, subnet=0)
+    fingerprint = engine.supernet.fingerprint()
+    pool = ProcessPool(engine, 1, threads=1, batch_sizes=(1, 4), spares=0)
+    [runner] = pool.runners
+    try:
+        assert engine.supernet.fingerprint() == fingerprint
+        assert torch.equal(engine(IMAGES, subnet=0), before)
+        assert same(pool, engine, 0)
+        assert same(pool, engine, 1)
+
+        third = digits.space.largest()
+        subnetact.calibrate(digits, [third], [IMAGES], progress=False)
+        assert engine.register(third) == 2
+        assert same(pool, engine, 2)
+        engine.remove(1)
+        with pytest.raises(SpecError, match="no subnet 1"):
+            runner.run(1, list(IMAGES), 12)
+        engine.register(engine.specs[1])
+        assert same(pool, engine, 1)
+
+        other = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
+        for name, tensor in other.items():
+            if name.endswith("weight"):
+                tensor.mul_(1.25)
+        digits.load_state_dict(other)
+        assert not torch.equal(engine(IMAGES, subnet=0), before)
+        assert same(pool, engine, 0)
+
+        before = engine(IMAGES, subnet=0)
+        with torch.no_grad():
+            for parameter in digits.network.parameters():
+                parameter.mul_(0.9)
+        assert not torch.equal(engine(IMAGES, subnet=0), before)
+        assert same(pool, engine, 0)
+
+        row = digits.norms.get(engine.specs[0])
+        assert row is not None
+        digits.norms.update({engine.specs[0]: row.map(lambda flat: flat + 0.1)})
+        assert same(pool, engine, 0)
+        digits.to(torch.float64)
+        with pytest.raises(RuntimeError, match="Double"):
+            runner.run(0, list(IMAGES), 12)
+        assert runner.run(0, list(IMAGES.double()), 12)[0].dtype == torch.float64
+    finally:
+        pool.close()
+    assert not workers_of(os.getpid())
+
+
+def test_batches_see_former_or_new_weights_and_no_mixture(digits: Supernet) -> None:
+    engine = engine_of(digits)
+    states = [
+        {name: tensor.clone() for name, tensor in digits.state_dict().items()},
+        {name: tensor * 1.5 for name, tensor in digits.state_dict().items()},
+    ]
+    pool = ProcessPool(engine, 1, threads=1, batch_sizes=(1,), spares=0)
+    try:
+        allowed = []
+        for state in states:
+            digits.load_state_dict(state)
+            allowed.append(torch.stack(pool.runners[0].run(0, list(IMAGES), 12)))
+        assert not torch.equal(*allowed)
+        stop = threading.Event()
+
+        def load() -> None:
+            i = 0
+            while not stop.is_set():
+                i += 1
+                digits.load_state_dict(states[i % 2])
+
+        loader = threading.Thread(target=load)
+        loader.start()
+        for _ in range(25):
+            output = torch.stack(pool.runners[0].run(0, list(IMAGES), 12))
+            assert any(torch.equal(output, one) for one in allowed)
+        stop.set()
+        loader.join()
+    finally:
+        pool.close()
+
+
+class Wide(nn.Module):
+    """One large layer, so that its weights stand out in the memory of a process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4096, 8192)
+        self.fc2 = nn.Linear(8192, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(self.fc1(x).relu())
+        return y
+
+
+def mappings(pid: int) -> list[tuple[str, int, int]]:
+    """Return name, Pss and private changed bytes of everything that a process maps, in KiB."""
+    found = []
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
+        sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", block, re.MULTILINE))
+        found.append((block.split("\n", 1)[0], int(sizes["Pss"]), int(sizes["Private_Dirty"])))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_the_weights_exist_once_for_all_processes() -> None:
+    from subnetact.insertion.insert import insert_
+
+    torch.manual_seed(0)
+    example = torch.randn(4096)
+    supernet = insert_(Wide().eval(), example=example[None])
+    engine = Engine(supernet, [supernet.space.largest()], example=example, check=False)
+    expected = engine(example[None], subnet=0)
+    weights = engine.stats().weights / 2**20
+    assert weights > 120
+    pool = ProcessPool(engine, 2, threads=1, batch_sizes=(1,), spares=0)
+    try:
+        for runner in pool.runners:
+            assert torch.equal(runner.run(0, [example], 1)[0], expected[0])
+        workers = workers_of(os.getpid())
+        assert len(workers) == 2
+        everything = [mapping for pid in (os.getpid(), *workers) for mapping in mappings(pid)]
+        shared = sum(pss for name, pss, _ in everything if "memfd:subnetact" in name)
+        assert shared / 1024 == pytest.approx(weights, abs=2.0)  # Pss splits a page among those that map it.
+        private = [size for pid in workers for name, _, size in mappings(pid) if "memfd" not in name]
+        assert max(private) / 1024 < weights / 2
+    finally:
+        pool.close()
+
+
+# -- the end of the parent ----------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from process_runners import TABLE, CommandRunner
+from subnetact import Batcher, Fixed
+batcher = Batcher(CommandRunner(Path(".")), policy=Fixed(TABLE, 0), slo_ms=9.0, process=True, spares=0)
+if sys.argv[1] != "interrupt":
+    print("ready", flush=True)
+if sys.argv[1] == "fork":
+    if os.fork() == 0:
+        time.sleep(30)  # It has a copy of every descriptor of its parent.
+        os._exit(0)
+if sys.argv[1] == "interrupt":
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        from process_runners import command
+        print(batcher.submit(command("double", 4.0), 60e3).result(30).output, flush=True)
+        sys.exit(0)  # without closing the batcher
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("how", "sent"),
+    [
+        pytest.param("kill", signal.SIGKILL, id="kill -9"),
+        pytest.param("fork", signal.SIGKILL, id="kill -9 after a fork", marks=pytest.mark.slow),
+        pytest.param("term", signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
+        pytest.param("interrupt", signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_left_of_the_workers_of_a_dead_parent(
+    how: str, sent: signal.Signals, tmp_path: Path, wait_for: Any
+) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    before = set(os.listdir("/dev/shm"))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    workers = workers_of(parent.pid)
+    assert len(workers) == 1
+    if how == "interrupt":  # Ctrl-C reaches all processes of the terminal; workers go on with their batches.
+        os.killpg(parent.pid, sent)
+    else:
+        parent.send_signal(sent)
+    wait_for(lambda: not any(map(alive, workers)))
+    if how == "fork":
+        os.killpg(parent.pid, signal.SIGKILL)
+    output, errors = parent.communicate(timeout=30)
+    assert set(os.listdir("/dev/shm")) <= before
+    if how == "interrupt":
+        assert (parent.returncode, output) == (0, "[8.]\n")
+        assert "Traceback" not in errors
+
+
+# -- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"process": "fork"}, "locks.*spawn"),
+        ({"process": "forkserver"}, "spawn"),
+        ({"process": 2}, "process: 2"),
+        ({"process": None}, "process: None"),
+        ({"process": True, "workers": 0}, "workers"),
+        ({"process": True, "spares": -1}, "spares"),
+        ({"process": True, "spares": True}, "spares"),
+        ({"process": True, "threads_per_worker": 0}, "threads_per_worker"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Batcher(CommandRunner(tmp_path), policy=Fixed(TABLE, 0), slo_ms=36.0, **options)
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused(tmp_path: Path, digits: Supernet) -> None:
+    runner: Any = CommandRunner(tmp_path)
+    runner.function = lambda: 0
+    with pytest.raises(EngineError, match=r"CommandRunner cannot be sent.*lambda"):
+        Batcher(runner, policy=Fixed(TABLE, 0), slo_ms=36.0, process=True)
+    with pytest.raises(MissingFile, match="gone"):
+        Batcher(tmp_path / "gone", policy=Fixed(TABLE, 0), slo_ms=36.0, process=True)
+    specs = list(engine_of(digits).specs)
+    blind = Engine(digits, specs)
+    with pytest.raises(InvalidRequest, match="example="):
+        ProcessPool(blind, 1, threads=1, batch_sizes=(1,), spares=0)
+    digits.share_memory()
+    shared = Engine(digits, specs, example=EXAMPLE)
+    with pytest.raises(EngineError, match="share_memory_"):
+        ProcessPool(shared, 1, threads=1, batch_sizes=(1,), spares=0)
+    assert not workers_of(os.getpid())
+
+
+UNGUARDED = """
+from process_runners import TABLE, CommandRunner
+from subnetact import Batcher, Fixed
+class Own(CommandRunner):
+    pass
+Batcher(Own("."), policy=Fixed(TABLE, 0), slo_ms=9.0, process=True, spares=0).close()
+print("closed")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guarded", [True, False])
+def test_the_main_program_runs_again_only_if_the_engine_needs_it(guarded: bool, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    first, last = UNGUARDED.rsplit("Batcher(", 1)
+    if guarded:
+        last = last.replace("print", "    print")
+    script.write_text(first + ('if __name__ == "__main__":\n    ' if guarded else "") + "Batcher(" + last)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    if guarded:
+        assert ran.stdout == "closed\n", ran.stderr
+    else:
+        assert ran.returncode == 1
+        assert 'if __name__ == "__main__"' in ran.stderr.splitlines()[-1]
+
+
+# -- inputs and outputs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.randn(3, 4) for _ in range(5)],
+        [torch.randn(2, dtype=torch.bfloat16)],
+        [torch.tensor(3), torch.tensor(4)],
+        [torch.randn(2), torch.randn(3)],
+        [torch.empty(0, 3), torch.empty(0, 3)],
+        [torch.randn(4, 6).t(), torch.randn(6, 4)],
+        [torch.randn(3, dtype=torch.complex64).conj()],
+        [{"ids": torch.arange(4), "mask": torch.ones(4, dtype=torch.bool)} for _ in range(3)],
+        [(torch.zeros(2), {"a": [torch.ones(1)]}), (torch.ones(2), {"a": [torch.zeros(1)]})],
+        [(torch.zeros(2), None, "text"), (torch.ones(2), None, "other")],
+        [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}],
+        [np.arange(6.0).reshape(2, 3), np.ones((2, 3))],
+        [np.array([object()]).astype(str), np.array(["x"], dtype=object)],
+        [(), ()],
+        [{}, {}],
+        [1, "two", None],
+        [[torch.zeros(1)], (torch.zeros(1),)],
+    ],
+)
+def test_samples_arrive_as_they_were(samples: list[Any]) -> None:
+    memory = SharedMemory(1)
+    there = BatchMemory(SharedMemory(1, os.dup(memory.descriptor)))
+    layout = BatchMemory(memory).write(samples)
+    for copy in (False, True):
+        assert_same(there.read(layout, copy), samples)
+    copies = there.read(layout, copy=True)
+    BatchMemory(memory).write([torch.full((64,), 7.0)])
+    assert_same(copies, samples)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name in expected:
+            assert_same(found[name], expected[name])
+    elif isinstance(expected, tuple | list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def test_memory_that_there_is_no_room_for_is_an_error() -> None:
+    with pytest.raises(MemoryError, match="more than this machine has"):
+        SharedMemory(2**60)
