@@ -1,6 +1,7 @@
 """Serves a bundle over HTTP: `python -m subnetact.serve --bundle DIR`, or `build_app` in a program of yours.
 
 * `POST /infer` takes JSON, a NumPy file or an image; `/v2` is the Open Inference Protocol.
+* `build_text_app` puts the addresses of OpenAI's interface in front of a `Generator`.
 * `/` shows what the server does now; `/metrics`, `/healthz`, `/readyz` and `/openapi.json` are for programs.
 
 `Limits` says what the server accepts. Tokens, deadlines and the end of the server are explained by
@@ -15,11 +16,12 @@ from subnetact.errors import MissingExtra
 from subnetact.serve.access import read_tokens
 from subnetact.serve.limits import Limits
 
-__all__ = ["Limits", "ServeApp", "build_app", "read_tokens", "run"]
+__all__ = ["Limits", "ServeApp", "TextApp", "build_app", "build_text_app", "read_tokens", "run"]
 
 try:
     from subnetact.serve.app import ServeApp, build_app
     from subnetact.serve.server import run
+    from subnetact.serve.text_app import TextApp, build_text_app
 except ImportError as error:
     _missing = str(error)
 

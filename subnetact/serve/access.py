@@ -6,13 +6,13 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from os import PathLike
 from pathlib import Path
 
 from subnetact.errors import MissingFile, ServeError
 
-__all__ = ["Access", "read_tokens"]
+__all__ = ["Access", "addressed_as", "read_tokens"]
 
 SHORTEST = 16
 
@@ -49,6 +49,20 @@ class Access:
             if hmac.compare_digest(digest, given):
                 found = name
         return found
+
+
+def addressed_as(host: str | None, names: Container[str] | None) -> bool:
+    """Return whether a request names the server by one of its names.
+
+    Args:
+        host: the value of the header `Host`. Without the header, the request is no browser's.
+        names: the names, in lower case. If None, any name will do.
+    """
+    if names is None or host is None:
+        return True
+    name, colon, port = host.rpartition(":")
+    name = name if colon and port.isdigit() and name else host
+    return name.strip("[]").lower() in names
 
 
 def read_tokens(path: str | PathLike[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
-from subnetact.serve.access import Access
+from subnetact.serve.access import Access, addressed_as
 from subnetact.serve.ask import Ask
 from subnetact.serve.exchange import Bodies, ClientGone, Headers, Receive, read_body
 from subnetact.serve.json_text import SHORT
@@ -160,11 +160,7 @@ class Service:
         Args:
             host: the value of the header `Host`. Without the header, the request is no browser's.
         """
-        if self.hosts is None or host is None:
-            return True
-        name, colon, port = host.rpartition(":")
-        name = name if colon and port.isdigit() and name else host
-        return name.strip("[]").lower() in self.hosts
+        return addressed_as(host, self.hosts)
 
     def close(self) -> None:
         """Finish accepted requests and end the threads. A second call does nothing."""

@@ -1,0 +1,267 @@
+"""The addresses of OpenAI's interface, asked by its own client and by clients that send nonsense."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
+
+import uvicorn
+
+from subnetact.generation import Generator, StepTable
+from subnetact.serve.text_app import build_text_app
+from subnetact.serving.policies import Fixed
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.supernet import Supernet
+
+TOKEN = "a-token-of-the-tests"
+LONG = {"slo_ttft_ms": 60_000.0}
+
+
+def encode(text: str) -> list[int]:
+    """Return a token per character."""
+    return [ord(character) % 97 for character in text]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Return a character per token, the first of which takes two tokens."""
+    return "".join("�" if token == 0 else chr(32 + token) for token in tokens)
+
+
+class Served:
+    """A text server on a free port."""
+
+    def __init__(self, generator: Generator, **options: Any) -> None:
+        self.generator = generator
+        app = build_text_app(generator, encode, decode, name="tiny", **options)
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]})
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Return the status and the document of one answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("GET" if body is None else "POST", path, sent, headers)
+            response = connection.getresponse()
+            text = response.read().decode()
+            return response.status, json.loads(text) if text.startswith("{") else text
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """End."""
+        self.server.should_exit = True
+        self.thread.join()
+        self.generator.close(wait=False)
+
+
+@pytest.fixture(scope="module")
+def make(llama: Supernet, widths: list[SubnetSpec]) -> Iterator[Callable[..., Served]]:
+    """Return a function that makes a server of the widest subnet, which is closed at the end."""
+    from generation_tables import step_table
+
+    table: StepTable = step_table([str(spec) for spec in widths])
+    made: list[Served] = []
+
+    def serve(**options: Any) -> Served:
+        generator = Generator(
+            llama,
+            widths,
+            table,
+            token_ms=1000.0,
+            policy=lambda one: Fixed(one, 2),
+            allow_approximate=True,
+            max_queue=options.pop("max_queue", 100),
+        )
+        made.append(Served(generator, **options))
+        return made[-1]
+
+    yield serve
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def served(make: Callable[..., Served]) -> Served:
+    """Return a server that several tests ask."""
+    return make()
+
+
+def expected(alone: Callable[..., list[int]], prompt: str, tokens: int) -> str:
+    """Return the answer to a prompt."""
+    return decode(alone(encode(prompt), (2,) * tokens))
+
+
+def test_openais_client_gets_the_answer_whole_and_streamed(
+    served: Served, alone: Callable[..., list[int]]
+) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    text = expected(alone, "Hello", 12)
+    whole = client.completions.create(model="tiny", prompt="Hello", max_tokens=12)
+    assert whole.choices[0].text == text
+    assert whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
+    pieces = list(client.completions.create(model="tiny", prompt="Hello", max_tokens=12, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == text
+    assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+    assert len(pieces) > 3
+    messages = [{"role": "system", "content": "Hel"}, {"role": "user", "content": "lo"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=12)
+    assert chat.choices[0].message.content == expected(alone, "Hel\nlo", 12)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_headers={"x-slo-ttft-ms": "60000", "x-min-accuracy": "40"},
+    )
+    chunks = list(stream)
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == chat.choices[0].message.content
+    )
+    assert chunks[-1].usage.completion_tokens == 12
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
+        client.completions.create(model="tiny", prompt="Hello", max_tokens=0)
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.completions.create(model="other", prompt="Hello")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_that_end_an_answer_are_not_shown(
+    served: Served, alone: Callable[..., list[int]], stream: bool
+) -> None:
+    text = expected(alone, "Hello", 20)
+    stop = text[6:9]
+    body = {"prompt": "Hello", "max_tokens": 20, "stop": [stop, "never seen"], "stream": stream}
+    status, answer = served.call("/v1/completions", body)
+    assert status == 200
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.split("\n\n") if line.startswith("data: {")]
+        choices = [event["choices"][0] for event in events]
+        shown, finish = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+        assert answer.endswith("data: [DONE]\n\n")
+    else:
+        shown, finish = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
+    assert (shown, finish) == (text[: text.index(stop)], "stop")
+
+
+def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> None:
+    before = served.generator.stats()
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection.request(
+        "POST", "/v1/completions", json.dumps({"prompt": "Hello", "max_tokens": 110, "stream": True})
+    )
+    response = connection.getresponse()
+    assert response.read(6) == b"data: "
+    response.close()
+    connection.close()
+    end = time.monotonic() + 20
+    while served.generator.stats().active and time.monotonic() < end:
+        time.sleep(0.01)
+    after = served.generator.stats()
+    assert after.active == 0
+    assert after.cancelled + after.finished == before.cancelled + before.finished + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "no JSON object"),
+        (b"\xff\xfe", 400, "no JSON object"),
+        (b"[" * 100_000, 400, "no JSON object"),
+        ([1], 400, "got list"),
+        ({}, 400, "prompt"),
+        ({"prompt": 3}, 400, "prompt"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": ["a", "b"]}, 400, "prompt"),
+        ({"prompt": [1, 2, 97]}, 400, "token 2 is 97"),
+        ({"prompt": "a", "n": 2}, 400, "n: "),
+        ({"prompt": "a", "logit_bias": {}}, 400, "logit_bias"),
+        ({"prompt": "a", "max_tokens": "many"}, 400, "max_new_tokens"),
+        ({"prompt": "a", "max_tokens": 10**9}, 400, "more than 128"),
+        ({"prompt": "a" * 200}, 400, "more than 128"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "a", "top_p": -1}, 400, "top_p"),
+        ({"prompt": "a", "stop": [""]}, 400, "stop"),
+        ({"prompt": "a", "stop": {"a": 1}}, 400, "stop"),
+        ({"prompt": "a", "stream": "yes"}, 400, "stream"),
+        ({"prompt": "a", "slo_ttft_ms": 0}, 504, "first_ms"),
+        ({"prompt": "a", "deadline_ms": -1}, 504, "deadline_ms"),
+        ({"prompt": "a", "min_accuracy": 99}, 400, "min_accuracy"),
+        ({"prompt": "a", "model": "other"}, 404, "tiny"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_reason(
+    served: Served, body: Any, status: int, words: str
+) -> None:
+    found, answer = served.call("/v1/completions", body)
+    assert found == status
+    assert words in answer["error"]["message"]
+    assert "Traceback" not in str(answer)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, [], "Hello", [3], [{"role": "user"}], [{"content": [{"type": "image_url"}]}], [{"content": 4}]],
+)
+def test_messages_without_text_are_refused(served: Served, messages: Any) -> None:
+    status, answer = served.call("/v1/chat/completions", {"messages": messages})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_headers_set_deadlines_and_nonsense_in_them_is_refused(served: Served) -> None:
+    path, body = "/v1/completions", {"prompt": "Hello", "max_tokens": 3}
+    assert served.call(path, body, **{"x-deadline-ms": "60000", "x-min-accuracy": "45"})[0] == 200
+    assert served.call(path, body, **{"x-deadline-ms": "soon"})[0] == 400
+    assert served.call(path, body, **{"x-slo-ttft-ms": "nan"})[0] == 400
+    assert served.call(path, body, **{"x-slo-ttft-ms": "-3"})[0] == 504
+
+
+def test_other_addresses(served: Served) -> None:
+    assert served.call("/healthz") == (200, {"status": "ok"})
+    assert served.call("/v1/completions")[0] == 405
+    assert served.call("/v1/nothing")[0] == 404
+    status, text = served.call("/metrics")
+    assert status == 200
+    assert "subnetact_generation_tokens_total" in text
+    assert 'subnet="' in text
+
+
+def test_tokens_hosts_and_a_full_queue(make: Callable[..., Served]) -> None:
+    guarded = make(tokens={TOKEN: "tests"}, allowed_hosts=["tiny.example"], max_queue=1)
+    body = {"prompt": "Hello", "max_tokens": 100}
+    named = {"Host": "tiny.example"}
+    known = {**named, "Authorization": f"Bearer {TOKEN}"}
+    assert guarded.call("/v1/completions", body, **named)[0] == 401
+    assert guarded.call("/v1/completions", body, Authorization=f"Bearer {TOKEN}")[0] == 400
+    assert guarded.call("/healthz", **named)[0] == 200
+    running = guarded.generator.submit([1, 2], max_new_tokens=120, first_ms=60_000.0)
+    status, answer = guarded.call("/v1/completions", body, **known)
+    if not running.done:
+        assert (status, answer["error"]["code"]) == (429, "QueueFull")
+    running.result(30)
+    assert guarded.call("/v1/completions", {**body, "max_tokens": 2}, **known)[0] == 200
+    guarded.generator.close()
+    status, answer = guarded.call("/v1/completions", body, **known)
+    assert (status, answer["error"]["code"]) == (503, "BatcherClosed")
