@@ -235,7 +235,7 @@ class TextApp(FastAPI):
         if ask.stream:
             first = await answer.first()  # A refusal before the first token has a status of its own.
             response = StreamingResponse(answer.events(first), media_type="text/event-stream")
-            await response(scope, receive, send)  # type: ignore[arg-type]
+            await response(scope, receive, send)
             return
         leaving = asyncio.ensure_future(_left(receive))
         working = asyncio.ensure_future(answer.whole())
