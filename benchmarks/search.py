@@ -38,8 +38,8 @@ from subnetact.digits import (
     read_digits,
 )
 from subnetact.files.atomic import replacing
+from subnetact.latency.pareto import pareto_front
 from subnetact.nas.nsga2 import METHODS, evolve
-from subnetact.pareto import pareto_front
 from subnetact.spec import SubnetSpec
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")

@@ -9,13 +9,13 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
 
     errors, files/                       typed errors; files: replaced as a whole, versioned, resumable
     device, command                      the device in use; how commands end
-    pareto, spec, space                  dominance; the identity of a subnet; the search space
+    spec, space                          the identity of a subnet; the search space
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
     insertion/                           describe, insert_: what can be elastic in a model, and the proof
     training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
-    latency/                             LatencyTable: check, save, interpolate, merge, compare (no torch)
+    latency/                             LatencyTable: check, save, merge, compare; Pareto sets (no torch)
     engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles
     workers/                             worker processes: one copy of the weights for all of them
     costs/                               CostModel: parameters, multiply-accumulates, bytes
@@ -75,13 +75,13 @@ if TYPE_CHECKING:
     from subnetact.insertion.hugging_face import as_pretrained
     from subnetact.insertion.insert import describe, insert_
     from subnetact.insertion.reorder import ReorderReport, reorder_
+    from subnetact.latency.pareto import hypervolume, pareto_front
     from subnetact.latency.table import LatencyTable
     from subnetact.nas.accuracy_predictor import AccuracyPredictor
     from subnetact.nas.evaluation import evaluate
     from subnetact.nas.latency_predictor import LatencyPredictor
     from subnetact.nas.search import Candidate, SearchResult, search
     from subnetact.operators import LayerSelect, SubnetNorm, WeightSlice
-    from subnetact.pareto import hypervolume, pareto_front
     from subnetact.profile.sweep import profile_latency
     from subnetact.serving.live.batcher import Answer, Batcher
     from subnetact.serving.policies import (
@@ -116,7 +116,7 @@ _HOME = {
     "as_pretrained": "insertion.hugging_face",
     "describe": "insertion.insert",
     "evaluate": "nas.evaluation",
-    "hypervolume": "pareto",
+    "hypervolume": "latency.pareto",
     "UsedWhen": "space",
     "Slot": "space",
     "Answer": "serving.live.batcher",
@@ -145,7 +145,7 @@ _HOME = {
     "insert_": "insertion.insert",
     "ReorderReport": "insertion.reorder",
     "reorder_": "insertion.reorder",
-    "pareto_front": "pareto",
+    "pareto_front": "latency.pareto",
     "profile_latency": "profile.sweep",
     "search": "nas.search",
     "simulate": "serving.simulation.simulator",

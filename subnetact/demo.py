@@ -33,10 +33,10 @@ from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
 from subnetact.errors import MissingExtra, RequestError, UncalibratedSubnetWarning
 from subnetact.files.atomic import replacing
+from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
 from subnetact.nas.search import Candidate
-from subnetact.pareto import pareto_front
 from subnetact.profile.sweep import profile_latency
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies import Fixed, HullFit

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from subnetact.errors import MissingExtra
+from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
-from subnetact.pareto import pareto_front
 
 __all__ = ["need_matplotlib", "plot_front", "plot_heat_map"]
 

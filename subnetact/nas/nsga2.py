@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from subnetact.latency.pareto import Costs, crowding_distance, non_dominated_ranks
 from subnetact.nas.genes import Variation
 from subnetact.nas.state import SearchState
 from subnetact.nas.surrogate import Surrogate, select_by_expected_improvement
-from subnetact.pareto import Costs, crowding_distance, non_dominated_ranks
 from subnetact.spec import SubnetSpec
 
 __all__ = ["METHODS", "evolve", "exhaust", "sample", "survivors"]

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from subnetact.costs.model import CostModel
 from subnetact.errors import SearchError
+from subnetact.latency.pareto import non_dominated, spread
 from subnetact.nas.nsga2 import METHODS, survivors
 from subnetact.nas.state import Objectives, SearchState
-from subnetact.pareto import non_dominated, spread
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 

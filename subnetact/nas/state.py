@@ -10,7 +10,7 @@ import numpy as np
 
 from subnetact.errors import FileFormatError, ResumeMismatch, SpecError
 from subnetact.files.documents import DocumentFormat
-from subnetact.pareto import Costs
+from subnetact.latency.pareto import Costs
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from subnetact.pareto import Costs, non_dominated
+from subnetact.latency.pareto import Costs, non_dominated
 
 __all__ = ["Surrogate", "select_by_expected_improvement"]
 

@@ -26,10 +26,10 @@ from subnetact.files.atomic import replacing
 from subnetact.files.documents import described
 from subnetact.files.journal import Journal
 from subnetact.latency.arrays import ascending_sizes, warn_of_fractions
+from subnetact.latency.pareto import non_dominated
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.latency_predictor import require_scipy
-from subnetact.pareto import non_dominated
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
 from subnetact.profile.selection import (

@@ -201,7 +201,7 @@ def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> 
         ({"prompt": "a", "max_tokens": "many"}, 400, "max_new_tokens"),
         ({"prompt": "a", "max_tokens": 10**9}, 400, "more than 128"),
         ({"prompt": "a" * 200}, 400, "more than 128"),
-        ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "a", "temperature": "high"}, 400, "temperature"),
         ({"prompt": "a", "top_p": -1}, 400, "top_p"),
         ({"prompt": "a", "stop": [""]}, 400, "stop"),
         ({"prompt": "a", "stop": {"a": 1}}, 400, "stop"),

@@ -643,7 +643,7 @@ class Core:
                 len(other.part),
                 other.started_ms,
                 self.worker_states.free_at_ms[worker],
-                [request.deadline_ms for request in other.part],
+                tuple(request.deadline_ms for request in other.part),
             )
             for worker, other in self._jobs.items()
             if other.beneath is None

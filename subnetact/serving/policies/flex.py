@@ -33,7 +33,7 @@ class RunningBatch(NamedTuple):
     k: int
     started_ms: float
     free_at_ms: float
-    deadlines_ms: Sequence[float] = ()
+    deadlines_ms: tuple[float, ...] = ()
 
 
 class Flex:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import PolicyError
+from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
-from subnetact.pareto import pareto_front
 from subnetact.serving.policies.batch_fronts import BatchFronts
 from subnetact.serving.policies.time_budget import TimeBudget
 from subnetact.serving.scheduling.frontier import Option, upper_hull

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
-from subnetact.pareto import pareto_front
 
 __all__ = ["Option", "cheapest", "largest_batch", "pareto_of_batch", "time_per_request", "upper_hull"]
 

@@ -104,7 +104,7 @@ class BlockLoop(EventLoop):
                 len(run.batch.items),
                 run.start_ms,
                 self.free_at[other],
-                run.batch.deadlines_ms,
+                tuple(run.batch.deadlines_ms),
             )
             for other, run in enumerate(self.running)
             if run is not None and other not in self._suspended

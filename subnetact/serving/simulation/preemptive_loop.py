@@ -36,7 +36,7 @@ class PreemptiveLoop(EventLoop):
                     len(run.batch.items),
                     run.start_ms,
                     self.free_at[worker],
-                    run.batch.deadlines_ms,
+                    tuple(run.batch.deadlines_ms),
                 )
                 for worker, run in enumerate(self.running)
                 if run is not None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import subnetact
 from subnetact.errors import TableError
-from subnetact.pareto import crowding_distance, non_dominated, non_dominated_ranks, spread
+from subnetact.latency.pareto import crowding_distance, non_dominated, non_dominated_ranks, spread
 
 COSTS = st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=30)
 
