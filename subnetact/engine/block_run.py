@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from subnetact.engine.blocks import Block, split_graph, stacks_of
 from subnetact.engine.fused_program import FusedProgram
@@ -45,6 +45,8 @@ class SubnetBlocks:
             found = self._of_program.get(program)
             if found is None:
                 module: Any = program.module
+                if not isinstance(module, fx.GraphModule):  # what cannot be traced runs as one block
+                    return self._of_program.setdefault(program, [Block("", module)])
                 modules = dict(module.named_modules()) | dict(module.named_buffers())
                 modules |= dict(module.named_parameters())
                 found = split_graph(module.graph, modules, self._stacks, program.paths)

@@ -556,8 +556,6 @@ class Engine:
             return PinResult(False, why)
         if chosen.spec.precision != FLOAT32:
             return PinResult(False, f"a subnet at {chosen.spec.precision} runs as a view")
-        if not isinstance(self.example, Tensor):
-            return PinResult(False, "the network takes several inputs; fused programs take one tensor")
         result = self._promoter.pin(chosen, bound, self.example)
         self.changes += 1
         return result
@@ -780,7 +778,11 @@ class Engine:
                         f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
                         "leave out compile="
                     )
-                return call_with(bound.view, as_batch(x))
+                x = as_batch(x)
+                program = None
+                if self._promoter is not None and subnet.spec.precision == FLOAT32:
+                    program = self._promoter.program(subnet, bound, self._example)
+                return call_with(bound.view, x) if program is None else program(x)
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
@@ -788,8 +790,7 @@ class Engine:
             elif self._promoter is None or subnet.spec.precision != FLOAT32:
                 call = bound.view
             else:
-                example = self._example if isinstance(self._example, Tensor) else None
-                call = self._promoter.program(subnet, bound, example) or bound.view
+                call = self._promoter.program(subnet, bound, self._example) or bound.view
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
             if self._example is None and x.dim():
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)

@@ -1,4 +1,8 @@
-"""FusedProgram: one subnet with BatchNorms, activations and additions merged into its convolutions.
+"""FusedProgram: one subnet with packed weights, and with operations merged into its layers.
+
+BatchNorms, activations and additions are merged into convolutions (`packed_conv.py`). The weights of linear
+layers are packed, those of queries, keys and values together, and the operations after them overwrite their
+outputs (`packed_linear.py`). What follows from weights alone is computed once.
 
 `promotion.py` decides which subnets get one; `cache.py` bounds their memory.
 """
@@ -7,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from subnetact.engine.constants import fold_constants
+from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
 from subnetact.engine.packed_conv import PackedConv, plain_conv
+from subnetact.engine.packed_linear import (
+    PackedLinear,
+    can_pack_linear,
+    is_packed,
+    pack_linear_,
+    pack_linears_,
+)
 from subnetact.operators.view_module import module_class, owned
-from subnetact.supernet.elementwise import elementwise, has_hooks
+from subnetact.supernet.batches import call_with
+from subnetact.supernet.elementwise import Elementwise, elementwise, has_hooks
 from subnetact.supernet.trace import trace_
 
 __all__ = ["FusedProgram"]
@@ -48,8 +63,19 @@ class _FusedConv(nn.Module):
         return self.conv(x, other, self.overwrite)
 
 
+class _Overwriting(nn.Module):
+    """An elementwise operation whose result is written over its first operand."""
+
+    def __init__(self, operation: Elementwise) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, *operands: Any) -> Any:
+        return self.operation(operands, True)
+
+
 class FusedProgram:
-    """One subnet whose BatchNorms, activations and residual additions are merged into its convolutions.
+    """One subnet with packed weights, and with operations merged into its convolutions and linear layers.
 
     The weights are copied and packed for the device. The outputs differ from those of the view by rounding.
 
@@ -58,31 +84,52 @@ class FusedProgram:
     be given. In other networks these activations run by themselves and keep NaN.
 
     Args:
-        view: a view that nobody else uses, of a network that maps one tensor to one tensor.
+        view: a view that nobody else uses. If the program is traced, the view maps one tensor to one tensor.
         dtype: what the program computes in. Inputs are converted to it and outputs are converted back. If
             None, nothing is converted.
         probe: a batch, with which the view is run on large values to see whether they overflow. If None, only
             the weights are looked at.
+        traced: whether the program is made of the graph of the view. If False, the view becomes the program,
+            with packed linear layers; `dtype` has no effect then.
 
     Attributes:
-        module: the program as a torch.fx graph module.
-        paths: for every fused convolution of the program, its path in the network.
+        module: the program: a torch.fx graph module, or the view.
+        paths: for every module of the program that the network does not have, the path of the layer that it
+            stands for.
 
     Raises:
-        ValueError: the network has no convolution to fuse.
-        Exception: the network cannot be traced, so it cannot become a fused program.
+        ValueError: the network has no convolution or linear layer to fuse.
+        Exception: the network cannot be traced.
     """
 
     def __init__(
-        self, view: nn.Module, dtype: torch.dtype | None = None, probe: Tensor | None = None
+        self,
+        view: nn.Module,
+        dtype: torch.dtype | None = None,
+        probe: Any = None,
+        traced: bool = True,
     ) -> None:
-        self.dtype = dtype
+        self.dtype = dtype if traced else None
+        self._convs: list[PackedConv] = []
+        self._linears: list[PackedLinear] = []
+        self.paths: dict[str, str] = {}
+        self._copied = 0
+        self.module: nn.Module
+        if traced:
+            self.module = self._graph_module(view, probe)
+        else:
+            self._linears = pack_linears_(use_fast_convs_(view))
+            self.module = view
+        if not self._convs and not self._linears:
+            raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
+        self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
+
+    def _graph_module(self, view: nn.Module, probe: Tensor | None) -> fx.GraphModule:
+        dtype = self.dtype
         graph, leaves, tensors = _traced(view)
         modules: dict[str, Any] = dict(leaves)
         order = {node: i for i, node in enumerate(graph.nodes)}
         merge = stays_finite(graph, leaves) and not overflows(view, probe)
-        self._convs: list[PackedConv] = []
-        self.paths: dict[str, str] = {}
         for node in list(graph.nodes):
             if node.op == "call_module" and _is_plain_conv(leaves[node.target]) and len(node.args) == 1:
                 name, path = f"fused_{order[node]}", str(node.target)
@@ -90,28 +137,32 @@ class FusedProgram:
                 modules[name] = fused
                 self.paths[name] = path
                 self._convs.append(fused.conv)
-        if not self._convs:
-            raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d")
+        folded = fold_constants(graph, tensors)
+        if dtype in (None, torch.float32):
+            self._linears = _pack_linears(graph, modules, self.paths)
         _erase_unused(graph)
         _overwrite(graph, modules)
         used = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
         modules = {path: module for path, module in {**tensors, **modules}.items() if path in used}
-        self._copied = 0
-        if dtype is not None:
+        if dtype is None:
+            self._copied = sum(nbytes for path, nbytes in folded.items() if path in used)
+        else:
             for path, module in modules.items():
                 if isinstance(module, Tensor):
                     modules[path] = module.to(dtype) if module.is_floating_point() else module
                     self._copied += modules[path].nbytes
-                elif not isinstance(module, _FusedConv):
+                elif not isinstance(module, _FusedConv | PackedLinear | _Overwriting) and not is_packed(
+                    module
+                ):
                     modules[path] = owned(module).to(dtype)
                     self._copied += sum(p.numel() * p.element_size() for p in modules[path].parameters())
         graph.lint()
-        self.module = fx.GraphModule(modules, graph)
+        made = fx.GraphModule(modules, graph)
         # Breaks a reference circle, so that the weights are freed without the garbage collector.
-        self.module.graph.owning_module = None
-        self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
+        made.graph.owning_module = None
+        return made
 
-    def accepts(self, x: Tensor) -> bool:
+    def accepts(self, x: Any) -> bool:
         """Tell whether the program gives the view's output for a batch, up to rounding.
 
         Args:
@@ -128,7 +179,7 @@ class FusedProgram:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that belong to this program alone. New input shapes can add to them."""
-        return self._copied + sum(conv.nbytes for conv in self._convs)
+        return self._copied + sum(conv.nbytes for conv in self._convs) + sum(p.nbytes for p in self._linears)
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
         """Bound the memory that further input shapes take.
@@ -140,17 +191,18 @@ class FusedProgram:
         for conv in self._convs:
             conv.reserve = reserve
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, x: Any) -> Any:
         """Run a batch.
 
         Args:
-            x: of shape (N, C, H, W), in channels_last.
+            x: a tensor, of shape (N, C, H, W) in channels_last for images. A program that is not traced
+                also takes a tuple or dictionary of tensors.
 
         Returns:
             The output of the network, in the dtype of x.
         """
         forward: Any = self.module.forward  # A failing GraphModule.__call__ would print its code.
-        return forward(x) if self.dtype is None else forward(x.to(self.dtype)).to(x.dtype)
+        return call_with(forward, x) if self.dtype is None else forward(x.to(self.dtype)).to(x.dtype)
 
 
 def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, Tensor]]:
@@ -163,7 +215,8 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, 
         graph, leaves = trace_(view, tensors=tensors)
     _erase_checks_of_shape(graph)
     for node in list(graph.nodes):
-        if node.op == "call_module" and _is_identity(leaves[node.target]) and len(node.args) == 1:
+        called = node.op == "call_module" and len(node.args) == 1 and _is_identity(leaves[node.target])
+        if called or _is_no_dropout(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     _erase_unused(graph)
@@ -182,6 +235,13 @@ def _is_identity(module: nn.Module) -> bool:
     cls = module_class(module)
     nothing = cls is nn.Identity or (cls in (nn.Dropout, nn.Dropout2d) and not module.training)
     return nothing and not has_hooks(module)
+
+
+def _is_no_dropout(node: fx.Node) -> bool:
+    if node.target not in (F.dropout, F.dropout2d) or not isinstance(node.args[0], fx.Node):
+        return False
+    given = inspect.signature(F.dropout).bind(*node.args, **node.kwargs).arguments
+    return given.get("training") is False and given.get("inplace", False) is False
 
 
 _SHAPE_CHECKS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
@@ -273,6 +333,64 @@ def _fuse(
         *(activation or ("none", ())),
         merge,
     )
+
+
+def _pack_linears(graph: fx.Graph, modules: dict[str, Any], paths: dict[str, str]) -> list[PackedLinear]:
+    """Pack the linear layers of a graph. Layers that read the same value become one product."""
+    products: list[PackedLinear] = []
+    by_input: dict[fx.Node, list[fx.Node]] = {}
+    calls = [n for n in graph.nodes if n.op == "call_module" and len(n.args) == 1 and not n.kwargs]
+    calls = [node for node in calls if can_pack_linear(modules[node.target])]
+    times = Counter(node.target for node in calls)
+    for node in calls:
+        reader = _only_user(node)
+        alone = times[node.target] > 1 or (reader is not None and elementwise(reader, modules) is not None)
+        by_input.setdefault(node if alone else node.args[0], []).append(node)
+    for nodes in by_input.values():
+        if len(nodes) > 1:
+            name = f"packed_{len(products)}"
+            modules[name] = PackedLinear([modules[str(node.target)] for node in nodes])
+            paths[name] = str(nodes[0].target)
+            products.append(modules[name])
+            _replace(graph, nodes, name, modules[name].sizes)
+        else:
+            layer = modules[str(nodes[0].target)]
+            if not is_packed(layer):
+                products.append(pack_linear_(layer))
+            _overwrite_output(graph, nodes[0], modules, paths)
+    return products
+
+
+def _replace(graph: fx.Graph, nodes: list[fx.Node], name: str, sizes: list[int]) -> None:
+    """Replace linear layers of one input by the parts of one product."""
+    with graph.inserting_before(nodes[0]):
+        whole = graph.call_module(name, nodes[0].args)
+        parts = graph.call_method("split", (whole, sizes, -1))
+        made = [graph.call_function(operator.getitem, (parts, i)) for i in range(len(nodes))]
+    for node, part in zip(nodes, made, strict=True):
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def _overwrite_output(
+    graph: fx.Graph, node: fx.Node, modules: dict[str, Any], paths: dict[str, str]
+) -> None:
+    """Let the elementwise operations that alone read a fresh output write their results over it."""
+    path = str(node.target)
+    while (reader := _only_user(node)) is not None:
+        operation = elementwise(reader, modules)
+        others = tuple(operand for operand in reader.args if operand is not node)
+        if operation is None or len(others) != len(reader.args) - 1:
+            return
+        if others and reader.target not in (operator.add, torch.add, "add", operator.mul, torch.mul, "mul"):
+            return  # It may overwrite the other operand, which others may read.
+        name = f"over_{node.name}"
+        modules[name], paths[name] = _Overwriting(operation), path
+        with graph.inserting_before(reader):
+            over = graph.call_module(name, (node, *others))
+        reader.replace_all_uses_with(over)
+        graph.erase_node(reader)
+        node = over
 
 
 def _overwrite(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
@@ -16,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.device import synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.outputs import agree
+from subnetact.engine.packed_linear import can_pack_linear
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
 
@@ -27,6 +32,15 @@ __all__ = ["PROMOTE_AFTER", "PinResult", "Promoter"]
 
 PROMOTE_AFTER = 32
 """Number of uses after which a subnet that runs as a view is considered for promotion."""
+
+TURNS = 8
+"""How often a new program and the view are timed, in turns."""
+LONGEST_S = 0.5
+"""Seconds after which the timing ends. At least three turns are timed."""
+SLOWER = 1.03
+"""A program is discarded if it takes this many times as long as the view, in every turn."""
+NOTICEABLE_S = 1e-4
+"""Differences of fewer seconds are not noticed: they are those of Python, not of the layers."""
 
 _log = logging.getLogger("subnetact.engine")
 
@@ -54,8 +68,8 @@ class _Promoted:
     versions: list[int]
     sums: list[int]
 
-    def __call__(self, x: Tensor) -> Any:
-        return self.program(x) if self.program.accepts(x) else self.bound.view(x)
+    def __call__(self, x: Any) -> Any:
+        return self.program(x) if self.program.accepts(x) else call_with(self.bound.view, x)
 
     def fresh(self, bound: Bound) -> bool:
         """Tell whether the program was made from the current weights and statistics."""
@@ -69,7 +83,9 @@ class _Reservation:
 class Promoter:
     """Makes fused programs of subnets, in a background thread or, if a subnet is pinned, at once.
 
-    Every new program is run on two random inputs and compared with the view before it is used.
+    Every new program is run on two random inputs and compared with the view before it is used: its outputs
+    must agree, and it must not be slower. A network that cannot be traced or takes several inputs keeps its
+    own forward, with packed linear layers.
 
     Args:
         cache: keeps the programs within its budget.
@@ -90,7 +106,7 @@ class Promoter:
         self._pinned: set[int] = set()
         self._warned = False
 
-    def program(self, subnet: ReadySubnet, bound: Bound, example: Tensor | None) -> _Promoted | None:
+    def program(self, subnet: ReadySubnet, bound: Bound, example: Any) -> _Promoted | None:
         """Return the fused program of a subnet, or None if there is none now, and count the use.
 
         Args:
@@ -114,7 +130,7 @@ class Promoter:
                 self._working.release()
         return None
 
-    def pin(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> PinResult:
+    def pin(self, subnet: ReadySubnet, bound: Bound, example: Any) -> PinResult:
         """Make the fused program of a subnet now and protect it from eviction.
 
         Args:
@@ -165,7 +181,7 @@ class Promoter:
             return True  # Without a program, or with one that the next call discards, nothing is stale.
         return checksum(promoted.bound.read) == promoted.sums
 
-    def _promote(self, subnet: ReadySubnet, bound: Bound, example: Tensor, since: int) -> None:
+    def _promote(self, subnet: ReadySubnet, bound: Bound, example: Any, since: int) -> None:
         try:
             # A program that was used while this subnet collected its uses is worth as much, so it stays.
             pinned = subnet.id in self._pinned
@@ -173,10 +189,12 @@ class Promoter:
         finally:
             self._working.release()
 
-    def _make(self, subnet: ReadySubnet, bound: Bound, example: Tensor, before: float) -> bool:
+    def _make(self, subnet: ReadySubnet, bound: Bound, example: Any, before: float) -> bool:
         key, place = (self.KIND, subnet.id), (self.KIND, "reservation")
         size = 4 if self._dtype is None else self._dtype.itemsize
-        nbytes = size * sum(m.weight.numel() for m in bound.view.modules() if isinstance(m, nn.Conv2d))
+        modules: Iterable[Any] = bound.view.modules()
+        layers = [m for m in modules if isinstance(m, nn.Conv2d) or can_pack_linear(m)]
+        nbytes = size * sum(layer.weight.numel() for layer in layers)
         if not self._cache.make_room(nbytes, self.KIND, before, self.WAIT_S):
             return False
         self._cache.put(place, _Reservation(), nbytes, self.KIND, before, pinned=True)
@@ -194,7 +212,7 @@ class Promoter:
             self._cache.drop(key)
         return kept
 
-    def _program(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> FusedProgram | None:
+    def _program(self, subnet: ReadySubnet, bound: Bound, example: Any) -> FusedProgram | None:
         versions = bound.versions()
         try:
             program = self._checked(subnet, bound, example)
@@ -209,24 +227,69 @@ class Promoter:
             return None
         return program if bound.versions() == versions else None
 
-    def _checked(self, subnet: ReadySubnet, bound: Bound, example: Tensor) -> FusedProgram:
-        """Make a program and compare its output with the view's, on two random inputs."""
-        device = next(bound.view.parameters()).device
-        generator = torch.Generator().manual_seed(0)
-        batch = torch.stack([example] * 2)
-        if batch.is_floating_point():
-            batch = torch.randn(batch.shape, generator=generator, dtype=batch.dtype)
-        x = batch.to(device)
-        if x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        view, statistics_row = self._supernet.private_view(subnet.spec)
-        moved = self._supernet.weights_generation != bound.weights_generation
-        if moved or statistics_row is not bound.statistics_row:
-            raise ValueError("its statistics were replaced")
-        with torch.inference_mode():
-            program = FusedProgram(view, self._dtype, x)
-            output, expected = program(x), view(x)
+    def _checked(self, subnet: ReadySubnet, bound: Bound, example: Any) -> FusedProgram:
+        """Make a program, and compare its output and its time with the view's on two random inputs."""
+        x = _probe(example, next(bound.view.parameters()).device)
+        causes: list[Exception] = []
+        for traced in (True, False) if isinstance(x, Tensor) else (False,):
+            view, statistics_row = self._supernet.private_view(subnet.spec)
+            moved = self._supernet.weights_generation != bound.weights_generation
+            if moved or statistics_row is not bound.statistics_row:
+                raise ValueError("its statistics were replaced")
+            with torch.inference_mode():
+                try:
+                    program = FusedProgram(view, self._dtype, x, traced)
+                except Exception as error:  # The first one says why the network cannot be traced.
+                    causes.append(error)
+                    continue
+                cause = self._compare(program, bound.view, x)
+            if cause is None:
+                return program
+            causes.insert(0, cause)
+        raise causes[0]
+
+    def _compare(self, program: FusedProgram, view: nn.Module, x: Any) -> Exception | None:
+        """Compare a program with the view. Return why it cannot be used, or None if it can be used."""
         tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
-        if not agree(output, expected, *tolerance):
-            raise ValueError("the outputs of the fused program differ from those of the view")
-        return program
+        try:
+            if not agree(program(x), call_with(view, x), *tolerance):
+                return ValueError("the outputs of the fused program differ from those of the view")
+        except Exception as error:
+            return error
+        mine, views = taken((program, partial(call_with, view)), x)
+        if all(one > SLOWER * other + NOTICEABLE_S for one, other in zip(mine, views, strict=True)):
+            return ValueError(
+                f"the fused program is slower than the view: {min(mine) * 1e3:.3g} ms instead of "
+                f"{min(views) * 1e3:.3g} ms for a batch of 2"
+            )
+        return None
+
+
+def _probe(example: Any, device: torch.device) -> Any:
+    """Return a batch of two inputs. A single tensor is random, other inputs are the example twice."""
+    if isinstance(example, Tensor) and example.is_floating_point():
+        shape, generator = (2, *example.shape), torch.Generator().manual_seed(0)
+        x = torch.randn(shape, generator=generator, dtype=example.dtype).to(device)
+        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+    return map_tensors(lambda t: torch.stack([t] * 2).to(device), example)
+
+
+def taken(functions: Sequence[Callable[[Any], Any]], x: Any) -> list[list[float]]:
+    """Run functions in turns and return the times of each, in seconds.
+
+    Args:
+        functions: what to time, each of one argument.
+        x: the argument, whose tensors are on the device to wait for.
+    """
+    device = next(iter(tensors_of(x))).device
+    times: list[list[float]] = [[] for _ in functions]
+    begin = time.perf_counter()
+    for turn in range(TURNS):
+        for function, found in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function(x)
+            synchronize(device)
+            found.append(time.perf_counter() - start)
+        if turn >= 2 and time.perf_counter() - begin > LONGEST_S:
+            break
+    return times

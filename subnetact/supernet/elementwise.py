@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ class Elementwise:
     """An operation on every element of its first argument.
 
     Attributes:
-        name: one name for all ways to write the operation: `relu`, `relu6`, `silu`, `hardswish`, `add` or
-            `multiply`.
+        name: one name for all ways to write the operation: `relu`, `relu6`, `silu`, `hardswish`, `gelu`,
+            `add` or `multiply`.
         new: computes the result into a new tensor.
         over: computes the result into its first argument.
     """
@@ -65,6 +66,14 @@ _RELU = Elementwise("relu", torch.relu, torch.relu_)
 _RELU6 = Elementwise("relu6", F.relu6, lambda x: F.relu6(x, inplace=True))
 _SILU = Elementwise("silu", F.silu, lambda x: F.silu(x, inplace=True))
 _HARDSWISH = Elementwise("hardswish", F.hardswish, lambda x: F.hardswish(x, inplace=True))
+_GELU = {
+    approximate: Elementwise(
+        "gelu",
+        partial(F.gelu, approximate=approximate),
+        partial(torch.ops.aten.gelu_.default, approximate=approximate),
+    )
+    for approximate in ("none", "tanh")
+}
 _ADD = Elementwise("add", operator.add, operator.iadd)
 _MULTIPLY = Elementwise("multiply", operator.mul, operator.imul)
 _UNARY: Mapping[Any, Elementwise] = {
@@ -97,12 +106,13 @@ def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise |
     """
     target = node.target
     if node.op == "call_module":
-        module = leaves[str(target)]
-        return (
-            None
-            if has_hooks(module) or len(node.args) != 1 or node.kwargs
-            else _UNARY.get(module_class(module))
-        )
+        module: Any = leaves[str(target)]
+        if has_hooks(module) or len(node.args) != 1 or node.kwargs:
+            return None
+        cls = module_class(module)
+        return _GELU.get(module.approximate) if cls is nn.GELU else _UNARY.get(cls)
+    if target is F.gelu and len(node.args) == 1:
+        return _GELU.get(str(node.kwargs.get("approximate", "none")))
     if len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
         return _UNARY.get(target)
     if len(node.args) == 2 and not node.kwargs and isinstance(node.args[0], fx.Node):

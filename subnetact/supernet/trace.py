@@ -16,7 +16,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.view_module import mix_in_, mix_out_, module_class
 
-__all__ = ["RecordedCall", "trace_"]
+__all__ = ["RecordedCall", "is_layer", "trace_"]
 
 _CONTAINERS = (
     nn.Module,
@@ -54,7 +54,7 @@ class _TensorProxy(fx.Proxy):
         return len(self.tensor)
 
 
-def _is_leaf(module: nn.Module) -> bool:
+def is_layer(module: nn.Module) -> bool:
     """Tell whether a module is a layer of PyTorch, or of a class that is derived from one."""
     return any(
         cls.__module__.startswith("torch.nn.") and cls not in _CONTAINERS
@@ -96,7 +96,7 @@ def trace_(
     replaced: list[tuple[nn.Module, str, Any]] = []
     inside = ""
     for path, module in view.named_modules():
-        layer = _is_leaf(module) and not (enters is not None and enters(module))
+        layer = is_layer(module) and not (enters is not None and enters(module))
         if inside and path.startswith(inside):
             continue
         wanted = layer or (is_leaf is not None and is_leaf(module))

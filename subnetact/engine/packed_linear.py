@@ -1,0 +1,142 @@
+"""PackedLinear: a linear layer whose weight is packed once, in the layout of MKL's matrix products.
+
+A packed product takes 0.8-0.95 times as long as one with the plain weight, and less than half as long with
+few rows. The packed copy serves every number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.operators.view_module import mix_in_
+from subnetact.supernet.elementwise import has_hooks
+from subnetact.supernet.trace import is_layer
+
+__all__ = ["PackedLinear", "can_pack_linear", "is_packed", "pack_linear_", "pack_linears_"]
+
+_MKL = torch.backends.mkl.is_available() and hasattr(  # type: ignore[no-untyped-call]
+    torch.ops.mkl, "_mkl_linear"
+)
+_PACKING = Lock()  # Shared by all engines: a weight that is being packed is in memory twice.
+SMALLEST = 2**14
+"""Weights of fewer elements are not packed: calls take as long, and every packed weight takes whole pages."""
+ROWS = 256
+"""The number of rows for which weights are packed. Layouts for fewer than 32 rows are slow for many rows."""
+PAGES = 2**14
+"""Bytes that a packed weight may take beyond those of the plain weight, because it takes whole pages."""
+
+
+def can_pack_linear(module: Any) -> bool:
+    """Tell whether a module is an ordinary linear layer, float32 on the CPU, that is worth packing."""
+    return (
+        _MKL
+        and isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and not has_hooks(module)
+        and all(map(_packable, module._parameters.values()))
+        and module.weight.numel() >= SMALLEST
+    )
+
+
+def _packable(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return True
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.layout == torch.strided
+
+
+class PackedLinear(nn.Module):
+    """One packed product for linear layers that have the same input.
+
+    Args:
+        layers: linear layers for which `can_pack_linear` holds. Their outputs follow one another.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        weights = [layer.weight.detach() for layer in layers]
+        self.packed = _pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+        self.sizes = [len(weight) for weight in weights]
+        # MKL needs only the shape of the plain weight.
+        self.shape = torch.empty(1).expand(sum(self.sizes), weights[0].shape[1])
+        given: list[Tensor | None] = [layer.bias for layer in layers]
+        biases = [
+            torch.zeros(size) if bias is None else bias.detach()
+            for bias, size in zip(given, self.sizes, strict=True)
+        ]
+        self.bias = torch.cat(biases) if any(bias is not None for bias in given) else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the packed weight takes in memory."""
+        return self.shape.numel() * self.shape.element_size() + PAGES
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        rows = x.numel() // self.shape.shape[1]
+        if not rows:
+            return x.new_empty(*x.shape[:-1], self.shape.shape[0])
+        y: Tensor = torch.ops.mkl._mkl_linear(x, self.packed, self.shape, self.bias, rows)
+        return y
+
+
+def _pack(weight: Tensor) -> Tensor:
+    with _PACKING:
+        packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), ROWS)
+        return packed
+
+
+class _Packed:
+    """The forward of a linear layer with its `product`, a PackedLinear."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        return self.product(x)  # type: ignore[no-any-return]
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer with a packed copy of its weight."""
+    return isinstance(module, _Packed)
+
+
+def pack_linear_(layer: Any) -> PackedLinear:
+    """Give a linear layer of a view a packed copy of its weight, in place. Its parameters stay.
+
+    Args:
+        layer: a layer for which `can_pack_linear` holds, of a view that nobody else uses.
+
+    Returns:
+        The layer's product.
+    """
+    product = PackedLinear([layer])
+    object.__setattr__(layer, "product", product)  # Past nn.Module's registration: not a submodule.
+    mix_in_(layer, _Packed)
+    return product
+
+
+def pack_linears_(view: nn.Module) -> list[PackedLinear]:
+    """Pack all linear layers of a view that can be packed, in place.
+
+    Linear layers inside PyTorch's own layers, such as `nn.MultiheadAttention`, stay as they are, because
+    these layers read the weights themselves.
+
+    Args:
+        view: a view that nobody else uses.
+
+    Returns:
+        The products of the layers.
+    """
+    products: list[PackedLinear] = []
+    inside = ""
+    for path, module in view.named_modules():
+        if inside and path.startswith(inside):
+            continue
+        if can_pack_linear(module):
+            products.append(pack_linear_(module))
+        elif path and is_layer(module):
+            inside = f"{path}."
+    return products

@@ -1,0 +1,295 @@
+"""Fused programs of attention networks: packed layers, merged products, overwritten outputs, and reasons."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import subnetact
+from ofa_adapters import load
+from subnetact.engine import promotion
+from subnetact.engine.fused_program import FusedProgram
+from subnetact.engine.packed_linear import PackedLinear, can_pack_linear
+
+pytestmark = pytest.mark.skipif(
+    not can_pack_linear(nn.Linear(128, 128)), reason="this build of torch has no packed matrix products"
+)
+WIDTH, TOKENS = 128, 5
+NAN, INF = float("nan"), float("inf")
+
+
+class Block(nn.Module):
+    """A transformer block with separate queries, keys and values, and a feed-forward network."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first_norm(x)
+        q, k, v = (f(y).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.out(attended), 0.1, self.training)
+        return x + self.fc2(self.activation(self.fc1(self.second_norm(x))))
+
+
+class Encoder(nn.Module):
+    """Two blocks, and one more where control flow depends on values, so that it cannot be traced."""
+
+    def __init__(self, traceable: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block(nn.GELU("tanh")))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, 3)
+        self.traceable = traceable
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not self.traceable and bool(x[0, 0, 0] > 1e30):
+            return x
+        x = self.blocks(x + torch.cat([self.shift, self.shift]).view(2, -1)[1].exp())
+        x = x if mask is None else x * mask[..., None]
+        return self.head(x.mean(1))
+
+
+def engine_of(network: nn.Module, example: Any, **options: Any) -> subnetact.Engine:
+    axis = subnetact.Axis.uniform("neurons", ["all"], (WIDTH, 2 * WIDTH))
+    space = subnetact.SubnetSpace("attention", [axis], lambda v: {"neurons": v["neurons"][0]})
+    elastic = {
+        f"{path}.{name}": subnetact.WeightSlice.on(**{side: "neurons"})
+        for path, module in network.named_modules()
+        if isinstance(module, Block)
+        for name, side in (("fc1", "out"), ("fc2", "in_"))
+    }
+    supernet = subnetact.insert_(network.eval(), space, elastic)
+    specs = [space.smallest(), space.largest()]
+    return subnetact.Engine(supernet, specs, example=example, **{"memory_budget_mb": 64, **options})
+
+
+def tensor() -> Tensor:
+    return torch.randn(TOKENS, WIDTH)
+
+
+def program_of(engine: subnetact.Engine, traced: bool = True) -> FusedProgram:
+    view, _ = engine.supernet.private_view(engine.specs[0])
+    return FusedProgram(view, traced=traced)
+
+
+@pytest.mark.parametrize("traceable", [True, False])
+def test_outputs_are_those_of_the_view_with_nan_and_infinite_values(traceable: bool) -> None:
+    engine = engine_of(Encoder(traceable), tensor())
+    for subnet in (0, 1):
+        pinned = engine.pin(subnet)
+        assert pinned, pinned.reason
+        for batch in (1, 2, 9):
+            x = torch.randn(batch, TOKENS, WIDTH)
+            before = x.clone()
+            expected = engine.supernet(x, subnet=engine.specs[subnet])
+            torch.testing.assert_close(engine(x, subnet), expected, rtol=1e-4, atol=1e-5)
+            assert torch.equal(x, before)
+        for strange in (NAN, INF, -INF):
+            x = torch.randn(3, TOKENS, WIDTH)
+            x[1, 2, 3] = strange
+            expected = engine.supernet(x, subnet=engine.specs[subnet])
+            assert expected[1].isnan().any()
+            assert expected[0].isfinite().all()
+            torch.testing.assert_close(engine(x, subnet), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert engine.stats().fused == 2
+    assert not engine.stats().unfused
+
+
+def test_layers_of_one_input_are_one_product_and_outputs_are_overwritten() -> None:
+    engine = engine_of(Encoder(), tensor())
+    program = program_of(engine)
+    code = str(program.module.graph)  # type: ignore[union-attr]
+    products = [m for m in program.module.modules() if isinstance(m, PackedLinear)]
+    assert [product.sizes for product in products] == [[WIDTH] * 3] * 2
+    # In each block: the activation and both residual additions. The first addition reads the input's sum.
+    assert code.count("over_") >= 3 * 2
+    assert "dropout" not in code
+    assert "gelu(" not in code
+    assert "exp" not in code  # It follows from a weight alone.
+
+
+def test_the_budget_holds_for_packed_weights() -> None:
+    engine = engine_of(Encoder(), tensor())
+    assert engine.pin(1)
+    packed = 2 * (4 + 4) * WIDTH * WIDTH * 4
+    assert packed <= engine.stats().fused_bytes <= 1.5 * packed
+    tight = engine_of(Encoder(), tensor(), memory_budget_mb=0.5)
+    pinned = tight.pin(1)
+    assert not pinned
+    assert "does not fit in the budget" in pinned.reason
+    assert tight.stats().fused_bytes == 0
+
+
+def test_programs_follow_changes_of_the_weights() -> None:
+    engine = engine_of(Encoder(), tensor())
+    assert engine.pin(1)
+    x = torch.randn(2, TOKENS, WIDTH)
+    former = engine(x, 1)
+    with torch.no_grad():
+        engine.supernet.network.get_parameter("blocks.0.key.weight").mul_(2.0)
+    expected = engine.supernet(x, subnet=engine.specs[1])
+    assert not torch.allclose(former, expected, atol=1e-4)
+    torch.testing.assert_close(engine(x, 1), expected, rtol=1e-4, atol=1e-5)
+    assert engine.pin(1)
+    torch.testing.assert_close(engine(x, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_networks_of_several_inputs_become_programs() -> None:
+    example = {"x": tensor(), "mask": torch.ones(TOKENS)}
+    engine = engine_of(Encoder(), example)
+    pinned = engine.pin(0)
+    assert pinned, pinned.reason
+    batch = {"x": torch.randn(3, TOKENS, WIDTH), "mask": torch.randint(0, 2, (3, TOKENS)).float()}
+    expected = engine.supernet.subnet(engine.specs[0])(**batch)
+    torch.testing.assert_close(engine(batch, 0), expected, rtol=1e-4, atol=1e-5)
+    assert engine.stats().fused_bytes > 0
+
+
+class Written(nn.Module):
+    """Adds in place to a value that is read again, and lets MultiheadAttention read a layer's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        z = y
+        y += self.first(x)
+        y *= self.second(z)
+        return self.attention(z, y, y)[0]  # type: ignore[no-any-return]
+
+
+def test_what_the_network_overwrites_itself_is_overwritten() -> None:
+    engine = engine_of(Written(), tensor())
+    assert engine.pin(0)
+    x = torch.randn(2, TOKENS, WIDTH)
+    expected = engine.supernet(x, subnet=engine.specs[0])
+    torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-5)
+    view, _ = engine.supernet.private_view(engine.specs[0])
+    packed = FusedProgram(view, traced=False)
+    assert packed.nbytes < 3 * WIDTH * WIDTH * 4  # first and second, but not attention.out_proj
+
+
+def test_a_program_that_is_slower_than_the_view_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "SLOWER", 1.03)
+    monkeypatch.setattr(promotion, "taken", lambda functions, x: [[0.0025, 0.003], [0.002, 0.0029]])
+    assert engine_of(Encoder(), tensor()).pin(0)  # The second turn shows no difference beyond noise.
+    monkeypatch.setattr(promotion, "taken", lambda functions, x: [[0.0025, 0.003], [0.002, 0.002]])
+    engine = engine_of(Encoder(), tensor())
+    pinned = engine.pin(0)
+    assert not pinned
+    assert "slower than the view: 2.5 ms instead of 2 ms" in pinned.reason
+    assert engine.stats().unfused == {0: pinned.reason}
+    assert engine.stats().fused_bytes == 0
+
+
+def test_the_view_is_timed_in_turns_with_the_program() -> None:
+    calls: list[str] = []
+    times = promotion.taken((lambda _: calls.append("a"), lambda _: calls.append("b")), tensor())
+    assert calls == ["a", "b"] * promotion.TURNS
+    assert [len(found) for found in times] == [promotion.TURNS] * 2
+
+
+def test_products_take_any_shape_and_any_number_of_threads() -> None:
+    layers = [nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)]
+    wide = nn.Linear(2 * WIDTH, 2 * WIDTH)
+    wide.weight = nn.Parameter(torch.randn(3 * WIDTH, 3 * WIDTH)[: 2 * WIDTH, : 2 * WIDTH].detach())
+    product, sliced = PackedLinear(layers), PackedLinear([wide])
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 1):
+            torch.set_num_threads(count)
+            with torch.inference_mode():
+                for shape in ((WIDTH,), (0, WIDTH), (3, 0, WIDTH), (2, 7, WIDTH), (300, WIDTH), (1, WIDTH)):
+                    x = torch.randn(shape)
+                    expected = torch.cat([layer(x) for layer in layers], -1)
+                    torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-5)
+                x = torch.randn(2 * WIDTH, 6).t()
+                torch.testing.assert_close(sliced(x), wide(x), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_threads_use_one_program_at_once() -> None:
+    engine = engine_of(Encoder(), tensor())
+    assert engine.pin(1)
+    xs = torch.randn(4, 2, TOKENS, WIDTH)
+    expected = [engine.supernet(x, subnet=engine.specs[1]) for x in xs]
+    wrong: list[int] = []
+
+    def run(i: int) -> None:
+        for _ in range(30):
+            if not torch.allclose(engine(xs[i], 1), expected[i], rtol=1e-4, atol=1e-5):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "autoformer": {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 5},
+    "hydravit": {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 192, "num_heads": 3},
+    "dynabert": {
+        "vocab_size": 50,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_attention_are_traced_and_fused(family: str) -> None:
+    supernet = load(family, **FAMILIES[family]).eval()
+    x = torch.randint(0, 50, (2, 7)) if family == "dynabert" else torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        for spec in (supernet.space.smallest(), supernet.space.largest()):
+            program = FusedProgram(supernet.private_view(spec)[0], probe=x)
+            expected = supernet(x, subnet=spec)
+            torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(program(x[:1]), expected[:1], rtol=1e-4, atol=1e-5)
+            assert program.nbytes > 0
+
+
+def test_a_bert_of_hugging_face_keeps_its_forward_with_packed_layers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
+    config = transformers.BertConfig(vocab_size=50, **sizes)
+    network = transformers.BertForSequenceClassification(config).eval()
+    example = {"input_ids": torch.arange(7), "attention_mask": torch.ones(7, dtype=torch.long)}
+    engine = engine_of(network, example)
+    pinned = engine.pin(0)
+    assert pinned, pinned.reason
+    batch = {"input_ids": torch.randint(0, 50, (3, 7)), "attention_mask": torch.ones(3, 7, dtype=torch.long)}
+    batch["attention_mask"][1, 4:] = 0
+    with torch.inference_mode():
+        expected = engine.supernet.subnet(engine.specs[0])(**batch)
+    torch.testing.assert_close(engine(batch, 0).logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert engine.stats().fused == 1
+
+
+def test_norms_with_an_activation_of_timm_are_merged_into_convolutions() -> None:
+    timm = pytest.importorskip("timm")
+    for name in ("efficientnet_b0", "regnetx_002"):
+        network = timm.create_model(name, pretrained=False, num_classes=8).eval()
+        program = FusedProgram(network, probe=torch.randn(2, 3, 64, 64))
+        targets = [str(node.target) for node in program.module.graph.nodes]  # type: ignore[union-attr]
+        assert not [target for target in targets if "batch_norm" in target or ".bn" in target]
