@@ -372,9 +372,7 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node], name: str, sizes: list[int])
         graph.erase_node(node)
 
 
-def _overwrite_output(
-    graph: fx.Graph, node: fx.Node, modules: dict[str, Any], paths: dict[str, str]
-) -> None:
+def _overwrite_output(graph: fx.Graph, node: fx.Node, modules: dict[str, Any], paths: dict[str, str]) -> None:
     """Let the elementwise operations that alone read a fresh output write their results over it."""
     path = str(node.target)
     while (reader := _only_user(node)) is not None:
