@@ -1,0 +1,236 @@
+"""Compares the engine with the alternatives on attention networks: AutoFormer, DynaBERT, a ViT, and a BERT.
+
+    python benchmarks/attention.py [--networks autoformer dynabert vit bert] [--sizes smallest largest]
+        [--batch-sizes 1 8] [--threads 1] [--seconds 20] [--compile] [--out benchmarks/results/attention.json]
+
+AutoFormer-tiny runs at 224 pixels, DynaBERT-base and the BERT-base of Hugging Face on 128 tokens, and timm's
+ViT-small at 224 pixels, with random weights. All contenders of a cell run in one process, in turns. A pass
+runs every contender once, in random order. A ratio is the median, over all passes, of a contender's time
+divided by the time of upstream's network in eager mode (`upstream_eager`): the extracted weights, computed as
+upstream's code computes them. For AutoFormer these are tables with an entry per pair of tokens and feature,
+for DynaBERT scores and softmax as separate operations and a GELU of five operations (`peers.py`). timm and
+Hugging Face are their own upstream. Cells are added to `--out`, so that they may be measured in pieces.
+`--profile` prints where the time of the fused program goes, and measures nothing. `--report` draws the plot
+and writes the table into benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peers import as_upstream_autoformer, as_upstream_dynabert, import_torchvision
+from torch import Tensor
+
+import subnetact
+from ofa_adapters import load
+from subnetact.device import machine
+from subnetact.engine.outputs import agree
+from subnetact.supernet.batches import logits
+from subnetact.supernet.supernet import Supernet
+
+BASE = "upstream_eager"
+BUDGET_MB = 2048.0
+BEGIN, END = "<!-- attention: begin -->", "<!-- attention: end -->"
+Subject = tuple[Supernet, Callable[[Any], Any], Callable[[int], Tensor]]
+
+
+def subject(name: str) -> Subject:
+    """Return a supernet, what makes upstream's network of an extracted one, and what makes a batch."""
+    torch.manual_seed(0)
+
+    def same(network: Any) -> Any:
+        return network
+
+    if name == "autoformer":
+        return load(name).eval(), as_upstream_autoformer, lambda n: torch.randn(n, 3, 224, 224)
+    if name == "dynabert":
+        return load(name).eval(), as_upstream_dynabert, lambda n: torch.randint(0, 30522, (n, 128))
+    if name == "vit":
+        import_torchvision()
+        import timm
+
+        network: Any = timm.create_model("vit_small_patch16_224")
+        network.eval()
+        supernet = subnetact.insert_(network, example=torch.randn(1, 3, 224, 224))
+        return supernet.eval(), same, lambda n: torch.randn(n, 3, 224, 224)
+    from transformers import BertConfig, BertForSequenceClassification
+
+    network = BertForSequenceClassification(BertConfig())
+    network.eval()
+    supernet = subnetact.insert_(network, example=torch.randint(0, 30522, (1, 128)))
+    return supernet.eval(), same, lambda n: torch.randint(0, 30522, (n, 128))
+
+
+def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[str, Any]:
+    supernet, as_upstream, inputs = subject(name)
+    spec = getattr(supernet.space, size)()
+    x = inputs(batch)
+    extracted: Any = supernet.extract(spec).eval()
+    upstream = as_upstream(copy.deepcopy(extracted))
+    runs: dict[str, Callable[[], Any]] = {
+        BASE: partial(upstream, x),
+        "extracted_eager": partial(extracted, x),
+    }
+    if args.compile:
+        import torch._inductor.config as inductor
+
+        torch.compiler.reset()
+        inductor.freezing = True
+        compiled: Any = torch.compile(upstream, dynamic=False)
+        runs["torch_compile"] = partial(compiled, x)
+    engines = {
+        kind: subnetact.Engine(
+            supernet, [spec], example=x[0], memory_budget_mb=budget, allow_uncalibrated=True, check=False
+        )
+        for kind, budget in (("zero_copy", 0.0), ("fused", BUDGET_MB))
+    }
+    pinned = engines["fused"].pin(0)
+    runs.update((kind, partial(engine, x, subnet=0)) for kind, engine in engines.items())
+    if args.profile:
+        with torch.inference_mode(), torch.profiler.profile() as profiled:
+            for _ in range(3):
+                runs["fused"]()
+        print(profiled.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
+        return {}
+    times: dict[str, list[float]] = {kind: [] for kind in runs}
+    with torch.inference_mode():
+        expected = logits(runs[BASE]())
+        difference = {}
+        for kind, run in runs.items():
+            run()
+            output = logits(run())
+            difference[kind] = float((output - expected).abs().max())
+            if not agree(output, expected, 1e-3, 1e-4):
+                raise RuntimeError(f"{kind} differs from upstream by {difference[kind]}")
+        order, end, rng = list(runs), time.perf_counter() + args.seconds, random.Random(0)
+        while len(times[BASE]) < 7 or time.perf_counter() < end:
+            rng.shuffle(order)
+            for kind in order:
+                start = time.perf_counter()
+                runs[kind]()
+                times[kind].append((time.perf_counter() - start) * 1e3)
+    ratios = {
+        kind: median(a / b for a, b in zip(taken, times[BASE], strict=True)) for kind, taken in times.items()
+    }
+    to_view = median(a / b for a, b in zip(times["fused"], times["zero_copy"], strict=True))
+    return {
+        "network": name,
+        "size": size,
+        "batch": batch,
+        "passes": len(times[BASE]),
+        "median_ms": {kind: median(taken) for kind, taken in times.items()},
+        "ratio": ratios,
+        "fused_to_zero_copy": to_view,
+        "fused": pinned.fused,
+        "reason": pinned.reason,
+        "fused_MiB": engines["fused"].stats().fused_bytes / 2**20,
+        "largest_output": float(expected.abs().max()),
+        "largest_difference": difference,
+    }
+
+
+def plot(result: dict[str, Any], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cells = result["cells"]
+    names = list(dict.fromkeys(kind for cell in cells for kind in cell["ratio"]))
+    figure, axis = plt.subplots(figsize=(12, 4.2))
+    for i, name in enumerate(names):
+        at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(cells))]
+        heights = [cell["ratio"].get(name, 0.0) for cell in cells]
+        axis.bar(at, heights, 0.8 / len(names), label=name)
+    axis.axhline(1.0, color="black", linewidth=0.6)
+    labels = [f"{cell['network']}\n{cell['size']}\nbatch {cell['batch']}" for cell in cells]
+    axis.set_xticks(range(len(cells)), labels, fontsize=7)
+    axis.set_ylabel("time / upstream's network in eager mode")
+    axis.set_title(
+        f"{result['machine']['device_name']}, {result['machine']['threads']} thread(s)", fontsize=10
+    )
+    axis.legend(ncol=len(names), fontsize=7, loc="upper center")
+    figure.tight_layout()
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+
+
+def report(result: dict[str, Any], out: Path) -> None:
+    """Draw the plot, and write the figures into benchmarks/README.md."""
+    plot(result, out)
+    on = result["machine"]
+    names = list(dict.fromkeys(kind for cell in result["cells"] for kind in cell["ratio"] if kind != BASE))
+    lines = [
+        f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, float32. `ms` is the time of "
+        "upstream's network in eager mode; the other columns are times divided by that time, medians over "
+        "interleaved passes. The last two columns are the fused program's time divided by that of the "
+        "view (zero_copy), and the memory of its packed weights.",
+        "",
+        f"| network | ms | {' | '.join(names)} | fused / zero_copy | MiB |",
+        f"|{'---|' * (len(names) + 4)}",
+    ]
+    for cell in result["cells"]:
+        ratios = " | ".join(f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names)
+        lines.append(
+            f"| {cell['network']}, {cell['size']}, batch {cell['batch']} | "
+            f"{cell['median_ms'][BASE]:.0f} | {ratios} | {cell['fused_to_zero_copy']:.2f} | "
+            f"{cell['fused_MiB']:.0f} |"
+        )
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    networks = ["autoformer", "dynabert", "vit", "bert"]
+    parser.add_argument("--networks", nargs="+", default=networks, choices=networks)
+    parser.add_argument("--sizes", nargs="+", default=["smallest", "largest"])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=20.0, help="per cell, at least 7 passes")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile with freezing")
+    parser.add_argument(
+        "--profile", action="store_true", help="print a profile of the fused program and stop"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.json"))
+    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"cells": []}
+    if args.report:
+        return report(result, args.out)
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore")
+    result["machine"] = machine(torch.device("cpu"))
+    for name in args.networks:
+        for size in args.sizes:
+            for batch in args.batch_sizes:
+                cell = measure(args, name, size, batch)
+                if not cell:
+                    continue
+                key = (name, size, batch)
+                others = [c for c in result["cells"] if (c["network"], c["size"], c["batch"]) != key]
+                result["cells"] = sorted(
+                    [*others, cell],
+                    key=lambda c: (networks.index(c["network"]), c["size"] != "smallest", c["batch"]),
+                )
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                ratios = "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in cell["ratio"].items())
+                print(f"{name} {size} batch {batch}: {cell['median_ms'][BASE]:.1f} ms  {ratios}", flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
