@@ -36,7 +36,7 @@ def test_every_block_of_python_runs_as_it_stands(
 @pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 def test_the_inserted_networks_are_what_their_descriptions_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    ordinary, own = (block for block in BLOCKS if "insert_(" in block)
+    ordinary, own = (block for block in BLOCKS if "insert_(" in block and "Generator" not in block)
     names: dict[str, Any] = {}
     exec(compile(ordinary, "README.md", "exec"), names)
     supernet = names["supernet"]
