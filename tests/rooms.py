@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("subnetact", "ofa_adapters")
-INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning", "pipelines")}
+INSIDE = {"serving": ("scheduling", "policies", "live", "simulation", "planning", "pipelines", "tenants")}
 """Rooms whose folders have an order of their own: a folder may import only from those before it."""
 BY_COMPUTED_NAME = {
     "ofa_adapters.registry": {"ofa_adapters.networks"},

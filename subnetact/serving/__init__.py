@@ -12,6 +12,7 @@ Which folder answers which question (each imports only from those above it):
 * `planning/`: how many workers a target needs (`plan`), when to add workers (`Tuner`), which streams of
   requests share workers (`group_streams`).
 * `pipelines/`: `Pipeline`, stages behind each other under end-to-end deadlines, and their planning.
+* `tenants/`: `TenantBatcher`, several supernets that share workers.
 """
 
 from subnetact.serving.live.batcher import Answer, Batcher, BatcherStats, Decided, Runner
@@ -68,6 +69,8 @@ from subnetact.serving.simulation.traces import (
     poisson,
     time_varying,
 )
+from subnetact.serving.tenants.tenant import Tenant
+from subnetact.serving.tenants.tenant_batcher import TenantBatcher, TenantStats
 
 __all__ = [
     "TRACES",
@@ -116,6 +119,9 @@ __all__ = [
     "StageTime",
     "StageTuner",
     "Stream",
+    "Tenant",
+    "TenantBatcher",
+    "TenantStats",
     "Tuner",
     "Tuning",
     "Veltair",

@@ -8,7 +8,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -33,6 +33,7 @@ from subnetact.serving.live.requests import (
     settle,
 )
 from subnetact.serving.live.stats import BatcherStats
+from subnetact.serving.live.turns import WorkerTurns
 from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import SlackFit
 from subnetact.serving.scheduling.checks import (
@@ -112,6 +113,8 @@ class Batcher:
         shares: how the clients named by `submit(..., client=...)` share the workers' time and the queue, so
             that none takes the service from the others. If None, the most urgent request runs first,
             whoever sent it.
+        turns: whom the batcher takes turns with on its workers, and its name there; `TenantBatcher` uses it.
+            If None, the workers are its own.
         hopeless: former name of `expired`.
 
     Raises:
@@ -147,6 +150,7 @@ class Batcher:
         shares: FairShares | None = None,
         process: bool | str = False,
         spares: int = 1,
+        turns: tuple[WorkerTurns, str] | None = None,
         hopeless: str | None = None,
     ) -> None:
         in_processes = _in_processes(process, spares)
@@ -227,7 +231,13 @@ class Batcher:
                     self._log.close()
                 raise
         self._workers = Workers(
-            self._core, self._runners, on_decision, threads_per_worker, self._log, partial(_close_all, pools)
+            self._core,
+            self._runners,
+            on_decision,
+            threads_per_worker,
+            self._log,
+            partial(_close_all, pools),
+            turns,
         )
 
     def submit(
@@ -366,7 +376,23 @@ class Batcher:
         most = self._workers.number
         if check_count(workers, "workers") > most:
             raise PolicyError(f"workers: {workers} are more than the {most} that the batcher was opened with")
-        self._core.resize(workers)
+        self._core.assign(range(workers))
+
+    def assign(self, workers: Collection[int]) -> None:
+        """Let only certain workers take batches; the others finish theirs and wait, as in `resize`.
+
+        Args:
+            workers: the numbers of the workers that take batches, from 0; none of them pauses the batcher.
+
+        Raises:
+            PolicyError: There is no such worker.
+            BatcherClosed: This process was forked from the batcher's.
+        """
+        self._check_process()
+        unknown = [worker for worker in workers if worker not in range(self._workers.number)]
+        if unknown:
+            raise PolicyError(f"workers: {unknown[0]!r} is none; they are 0 to {self._workers.number - 1}")
+        self._core.assign(workers)
 
     @property
     def processes(self) -> tuple[int, ...]:

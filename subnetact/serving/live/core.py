@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from threading import Condition, Lock
 from typing import Any
@@ -343,15 +343,40 @@ class Core:
             job.suspended_ms, job.left_ms = now, taken_ms * (1.0 - done) / done
             return self._job_of(batch, job.worker, now, job), self.outcomes.owe(outcomes)
 
-    def resize(self, workers: int) -> None:
-        """Let only the first so many workers take batches; the others finish theirs and wait.
+    def assign(self, workers: Collection[int]) -> None:
+        """Let only some workers take batches; the others finish theirs and wait.
 
         Args:
-            workers: how many.
+            workers: the numbers of the workers that take batches.
         """
         with self.lock:
-            self.worker_states.park_from(workers, self.clock_ms(), self._jobs)
+            self.worker_states.park_all_but(workers, self.clock_ms(), self._jobs)
             self._wake_all()
+
+    def wait_for_work(self, worker: int) -> bool:
+        """Wait until requests wait that a worker may run.
+
+        Args:
+            worker: number of the worker.
+
+        Returns:
+            Whether there are any; False if the worker ends.
+        """
+        with self.lock:
+            while True:
+                self._waking = False
+                self._empty_inbox()
+                if self._finished():
+                    return False
+                if self.worker_states.is_parked(worker):
+                    self._wanted.wait()
+                elif len(self.pending):
+                    return True
+                else:
+                    self._idle += 1
+                    if not self._inbox:
+                        self._work.wait()
+                    self._idle -= 1
 
     def answered(self, job: BatchJob, outputs: Any) -> list[Outcome]:
         """Answer the part of a job that ran, and go on to its next part.
@@ -528,6 +553,8 @@ class Core:
             if not self.closing:
                 self.closing = True
                 self._accept_inbox()
+                everyone = range(len(self.worker_states.free_at_ms))
+                self.worker_states.park_all_but(everyone, self.clock_ms(), self._jobs)
             self._wake_all()
 
     def wait_until_drained(self, timeout_s: float | None) -> bool:

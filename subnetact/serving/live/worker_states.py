@@ -45,15 +45,15 @@ class WorkerStates:
         """
         return worker in self._parked
 
-    def park_from(self, wanted: int, now_ms: float, busy: Collection[int]) -> None:
-        """Park the workers from a number on, and bring back the others that were parked.
+    def park_all_but(self, wanted: Collection[int], now_ms: float, busy: Collection[int]) -> None:
+        """Park all workers but those that are wanted, and bring back those of them that were parked.
 
         Args:
-            wanted: the number of workers that take batches.
+            wanted: the workers that take batches.
             now_ms: the time, in ms.
             busy: the workers that run a batch now; they finish it.
         """
-        parked = set(range(wanted, len(self.free_at_ms)))
+        parked = set(range(len(self.free_at_ms))).difference(wanted)
         for worker in self._parked ^ parked:
             if worker in parked:
                 self.free_at_ms[worker] = math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.requests import Decided, Outcome, Runner, settle
+from subnetact.serving.live.turns import WorkerTurns
 
 __all__ = ["Workers"]
 
@@ -29,6 +31,7 @@ class Workers:
         threads: argument of `engine.enter_worker(threads)`, which is called once in every worker thread.
         log: the decision log; the supervisor flushes it at every tick.
         on_end: called by the supervisor when it ends.
+        turns: whom the batcher takes turns with on its workers, and its name there; None if with nobody.
 
     Attributes:
         number: number of workers.
@@ -42,12 +45,14 @@ class Workers:
         threads: int | None,
         log: DecisionLog | None,
         on_end: Callable[[], None] | None = None,
+        turns: tuple[WorkerTurns, str] | None = None,
     ) -> None:
         self._core = core
         self._engines = engines
         self._on_decision = on_decision
         self._threads_each = threads
         self._log = log
+        self._turns = turns
         self.number = len(engines)
         self._on_end = on_end
         self._jobs: dict[int, BatchJob] = {}
@@ -84,6 +89,8 @@ class Workers:
         self._current[worker] = thread
 
     def _start_again(self, worker: int) -> None:
+        if self._turns is not None:
+            self._turns[0].end_of(worker, self._turns[1])  # the thread that was lost may hold it
         try:
             self._start(worker)
         except RuntimeError as error:  # the system has no thread left; try again after a pause
@@ -105,17 +112,24 @@ class Workers:
                 core.entering(worker)
                 enter(self._threads_each)
                 core.entered(worker)
-            while True:
+            while self._turns is None or core.wait_for_work(worker):
                 job = None
-                job, outcomes = core.next_job(worker)
-                self._deliver(outcomes)
-                if job is None and not outcomes:
-                    return
-                if job is not None:
-                    self._run(job)
-                    if job.abandoned:
-                        core.returned(job)
+                turn = None if self._turns is None else self._turns[0].take(worker, self._turns[1])
+                try:
+                    job, outcomes = core.next_job(worker, wait=turn is None)
+                    if job is None and not outcomes and turn is None:
                         return
+                    self._deliver(outcomes)
+                    if job is not None:
+                        self._run(job)
+                finally:
+                    if turn is not None and self._turns is not None:
+                        self._turns[0].end(turn)
+                if job is not None and job.abandoned:
+                    core.returned(job)
+                    return
+                if job is None and not outcomes:  # another worker was quicker, or the policy waits
+                    time.sleep(1e-3)
         except BaseException as error:  # for example SystemExit from an engine; the worker is started again
             _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
             self._deliver(core.died(worker, job, error))

@@ -1,0 +1,285 @@
+"""`TenantBatcher`: serves several supernets on the same workers, with shares and periodic planning."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from subnetact.errors import MissingExtra, PolicyError
+from subnetact.serving.live.batcher import Answer, Batcher
+from subnetact.serving.live.requests import AnswerFuture
+from subnetact.serving.live.stats import BatcherStats
+from subnetact.serving.live.turns import WorkerTurns
+from subnetact.serving.planning.herd import Grouping, Stream, group_streams
+from subnetact.serving.scheduling.checks import check_count, check_positive
+from subnetact.serving.tenants.tenant import Tenant
+
+__all__ = ["TenantBatcher", "TenantStats"]
+
+_LEAST_LOAD = 1e-3
+"""A tenant counts as this many workers at least, so that its group always has one."""
+_KEPT = 100_000
+
+
+@dataclass(frozen=True)
+class TenantStats:
+    """A snapshot of one tenant.
+
+    Attributes:
+        batcher: the counters of its batcher.
+        workers: the workers that may serve it now.
+        used_ms: the time that it used on all workers together, ms.
+    """
+
+    batcher: BatcherStats
+    workers: tuple[int, ...]
+    used_ms: float
+
+
+class TenantBatcher:
+    """Serves several supernets on the same workers.
+
+    Every tenant has its own queue, policy and limits; they take turns on the workers. If several want a
+    worker, its time is divided by their shares, batch by batch; what one does not use, the others may. So a
+    flood of requests for one tenant delays another one by at most one batch per turn.
+
+    With `period_ms`, HERD of Shepherd plans periodically from the measured rates: tenants are put into
+    groups, and workers are divided among the groups, so that the least ratio of workers to load is greatest
+    and the models of each group fit in the memory of a worker. A worker that moves finishes its batch first.
+    Requests wait in the queue of their tenant, so that none is lost.
+
+    Args:
+        tenants: the tenants.
+        workers: number of workers.
+        period_ms: time between two plans, ms. If None, every worker serves every tenant.
+        groups: the greatest number of groups. If None, the number of tenants, or of workers if that is less.
+        memory_mb: memory of a worker, MiB.
+        burst_weight: as in `group_streams`.
+
+    Attributes:
+        plans: (time in s since the start, grouping) of every plan that was applied.
+
+    Raises:
+        PolicyError: an argument is out of range, two tenants have the same name, or the models do not fit
+            into the memory.
+        ProfileMismatch: a table is of other subnets than its engine.
+        MissingExtra: planning needs scipy, which is not installed.
+
+    Source:
+        The algorithm HERD of Shepherd (NSDI'23, section 4.1).
+
+    Example:
+        >>> tenants = [Tenant("digits", digits, 20.0, table), Tenant("faces", faces, 50.0, other)]
+        >>> with TenantBatcher(tenants, workers=2) as batcher:
+        ...     answer = batcher.submit("digits", x, deadline_ms=20.0).result()
+    """
+
+    def __init__(
+        self,
+        tenants: Sequence[Tenant],
+        workers: int = 1,
+        *,
+        period_ms: float | None = None,
+        groups: int | None = None,
+        memory_mb: float = math.inf,
+        burst_weight: float = 0.0,
+    ) -> None:
+        given = list(tenants)
+        if not given or not all(isinstance(tenant, Tenant) for tenant in given):
+            raise PolicyError("tenants: give at least one Tenant(...)")
+        twice = [name for name, count in Counter(tenant.name for tenant in given).items() if count > 1]
+        if twice:
+            raise PolicyError(f"tenants: two are called {twice[0]!r}; give each a name of its own")
+        check_count(workers, "workers")
+        self.tenants = {tenant.name: tenant for tenant in given}
+        self._workers = workers
+        self._groups = min(len(given), workers) if groups is None else check_count(groups, "groups")
+        self._memory_mb = memory_mb
+        self._burst_weight = burst_weight
+        self._turns = WorkerTurns({tenant.name: tenant.share for tenant in given})
+        self._arrivals: dict[str, list[float]] = {name: [] for name in self.tenants}
+        self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
+        self._started_s = self._planned_s = time.perf_counter()
+        self.plans: list[tuple[float, Grouping]] = []
+        if period_ms is not None:
+            check_positive(period_ms, "period_ms")
+            self._grouping(dict.fromkeys(self.tenants, 0.0), {})  # refuse what cannot be planned at once
+        self._batchers: dict[str, Batcher] = {}
+        try:
+            for tenant in given:
+                self._batchers[tenant.name] = Batcher(
+                    [tenant.engine] * workers,
+                    policy=tenant.policy,
+                    table=tenant.table,
+                    slo_ms=tenant.slo_ms,
+                    max_queue=tenant.max_queue,
+                    turns=(self._turns, tenant.name),
+                    **tenant.options,
+                )
+        except BaseException:
+            for batcher in self._batchers.values():
+                batcher.close()
+            raise
+        self._stop = threading.Event()
+        self._planner: threading.Thread | None = None
+        if period_ms is not None:
+            self._planner = threading.Thread(
+                target=self._plan, args=(period_ms / 1e3,), name="subnetact-tenants-planner", daemon=True
+            )
+            self._planner.start()
+
+    def submit(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> AnswerFuture:
+        """Queue one input for a tenant, from any thread.
+
+        Args:
+            tenant: the name of the tenant.
+            x: one input, as its engine's `check` accepts it.
+            deadline_ms: time that the request is given from now, ms.
+            options: further arguments of `Batcher.submit`.
+
+        Returns:
+            A future of the `Answer`; see `Batcher.submit`.
+
+        Raises:
+            PolicyError: There is no such tenant.
+            InvalidRequest: An argument is invalid.
+            QueueFull: The tenant has `max_queue` waiting requests.
+            BatcherClosed: The batcher is closed or draining.
+        """
+        batcher = self._of(tenant)
+        future = batcher.submit(x, deadline_ms, **options)
+        self._note(tenant)
+        return future
+
+    async def infer(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> Answer:
+        """Queue one input for a tenant and wait for its answer; see `submit` and `Batcher.infer`.
+
+        Args:
+            tenant: the name of the tenant.
+            x: one input.
+            deadline_ms: time that the request is given from now, ms.
+            options: further arguments of `Batcher.infer`.
+
+        Returns:
+            The answer.
+
+        Raises:
+            RequestError: As in `Batcher.infer`.
+            PolicyError: There is no such tenant.
+        """
+        batcher = self._of(tenant)
+        self._note(tenant)
+        return await batcher.infer(x, deadline_ms, **options)
+
+    def _of(self, tenant: str) -> Batcher:
+        if tenant not in self._batchers:
+            raise PolicyError(
+                f"tenant: {tenant!r} is none; choose from {', '.join(map(repr, self._batchers))}"
+            )
+        return self._batchers[tenant]
+
+    def _note(self, tenant: str) -> None:
+        if self._planner is not None and len(self._arrivals[tenant]) < _KEPT:
+            self._arrivals[tenant].append(time.perf_counter())
+
+    def stats(self) -> dict[str, TenantStats]:
+        """Return a snapshot of every tenant."""
+        return {
+            name: TenantStats(batcher.stats(), tuple(sorted(self._serves[name])), self._turns.used_ms[name])
+            for name, batcher in self._batchers.items()
+        }
+
+    def batcher(self, tenant: str) -> Batcher:
+        """Return the batcher of a tenant, for its metrics (`prometheus`) and corrections.
+
+        Args:
+            tenant: the name of the tenant.
+
+        Raises:
+            PolicyError: There is no such tenant.
+        """
+        return self._of(tenant)
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def plan(self) -> Grouping:
+        """Plan from the arrivals since the last plan, and apply the plan; with `period_ms` done periodically.
+
+        Returns:
+            The plan.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        now = time.perf_counter()
+        took_s, self._planned_s = max(now - self._planned_s, 1e-6), now
+        rates, spread = {}, {}
+        for name in self.tenants:
+            times, self._arrivals[name] = self._arrivals[name], []
+            rates[name] = len(times) / took_s
+            gaps = np.diff(times)
+            spread[name] = float(np.var(gaps) / np.mean(gaps) ** 2) if len(gaps) > 2 and gaps.any() else 1.0
+        grouping = self._grouping(rates, spread)
+        self._apply(grouping)
+        self.plans.append((now - self._started_s, grouping))
+        return grouping
+
+    def _grouping(self, rates: dict[str, float], spread: dict[str, float]) -> Grouping:
+        streams = []
+        for name, tenant in self.tenants.items():
+            capacity = tenant.capacity_qps
+            rate = max(rates[name], _LEAST_LOAD * capacity)
+            streams.append(Stream(rate, capacity, spread.get(name, 1.0), tenant.memory_mb))
+        return group_streams(streams, self._workers, self._groups, self._memory_mb, self._burst_weight)
+
+    def _apply(self, grouping: Grouping) -> None:
+        """Give every group its workers, with as few moves as possible."""
+        members: dict[int, list[str]] = {}
+        for name, group in zip(self.tenants, grouping.group_of, strict=True):
+            members.setdefault(group, []).append(name)
+        free = set(range(self._workers))
+        for group in sorted(members, key=lambda group: -grouping.workers[group]):
+            names = members[group]
+            before = Counter(worker for name in names for worker in self._serves[name])
+            wanted = sorted(free, key=lambda worker: (-before[worker], worker))[: grouping.workers[group]]
+            free -= set(wanted)
+            chosen = wanted or range(self._workers)  # no group stays without a worker
+            for name in names:
+                self._serves[name] = frozenset(chosen)
+        for name, batcher in self._batchers.items():
+            batcher.assign(self._serves[name])
+
+    def _plan(self, period_s: float) -> None:
+        while not self._stop.wait(period_s):
+            try:
+                self.plan()
+            except (PolicyError, MissingExtra):  # keep the last plan, for example after a time limit
+                continue
+
+    def close(self, drain: bool = True) -> None:
+        """Refuse new requests, finish those that wait, and end all threads; see `Batcher.close`.
+
+        Args:
+            drain: whether to serve the requests that wait.
+        """
+        self._stop.set()
+        if self._planner is not None:
+            self._planner.join()
+        for batcher in self._batchers.values():
+            batcher.close(drain)
+
+    def __enter__(self) -> TenantBatcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=error is None)

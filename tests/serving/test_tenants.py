@@ -1,0 +1,250 @@
+"""Tenants: shares of the workers' time, floods, planning, and workers that move."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from subnetact.errors import BatchFailed, InvalidRequest, PolicyError, ProfileMismatch, QueueFull
+from subnetact.latency.table import LatencyTable
+from subnetact.serving import Tenant, TenantBatcher
+from subnetact.serving.live.turns import WorkerTurns
+
+TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+OTHER = LatencyTable.from_arrays(["x"], [90.0], [1, 2], [[5.0, 8.0]])
+FOREVER = 1e7
+
+
+class StandIn:
+    """A runner that sleeps for the table's latency; inputs that are functions are called."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.keys = table.subnets
+        self._table = table
+        self.threads: set[str] = set()
+
+    def check(self, x: Any) -> None:
+        if x == "refused":
+            raise InvalidRequest("input: refused")
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self._table.latency_ms[subnet][self._table.batch_sizes.index(batch_size)] / 1e3)
+        return [x() if callable(x) else x for x in inputs]
+
+
+def tenants(**options: Any) -> list[Tenant]:
+    quiet = {"learn": False}
+    return [
+        Tenant("first", StandIn(TABLE), 80.0, TABLE, options=quiet, **options),
+        Tenant("second", StandIn(OTHER), 80.0, OTHER, options=quiet, **options),
+    ]
+
+
+# -- turns -----------------------------------------------------------------------------------------------
+
+
+def test_turns_go_to_whoever_used_the_least_of_its_share() -> None:
+    turns = WorkerTurns({"a": 3.0, "b": 1.0})
+    end = time.perf_counter() + 0.6
+
+    def use(name: str) -> None:
+        while time.perf_counter() < end:
+            turn = turns.take(0, name)
+            time.sleep(0.002)
+            turns.end(turn)
+
+    threads = [threading.Thread(target=use, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert turns.used_ms["a"] / turns.used_ms["b"] == pytest.approx(3.0, rel=0.35)
+
+
+def test_nobody_saves_up_a_claim() -> None:
+    turns = WorkerTurns({"a": 1.0, "b": 1.0})
+    for _ in range(20):
+        turn = turns.take(0, "a")
+        time.sleep(0.002)
+        turns.end(turn)
+    first = turns.take(0, "b")  # b was away, and starts where a is now
+    turns.end(first)
+    assert turns._virtual["b"] > turns._virtual["a"] / 2
+    turns.end(first)  # a second end changes nothing
+    assert 0 not in turns._holders
+
+
+# -- bad input -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TenantBatcher([]), "at least one"),
+        (lambda: TenantBatcher([tenants()[0]] * 2), "two are called 'first'"),
+        (lambda: TenantBatcher(tenants(), workers=0), "workers"),
+        (lambda: TenantBatcher(tenants(share=0.0)), "share 0.0"),
+        (
+            lambda: TenantBatcher(tenants(memory_mb=9.0), 2, groups=1, period_ms=50.0, memory_mb=10.0),
+            "memory_mb",
+        ),
+        (lambda: Tenant("a", StandIn(TABLE), 20.0), "neither a table nor a policy"),
+        (lambda: Tenant("a", StandIn(TABLE), -1.0, TABLE), "slo_ms"),
+    ],
+)
+def test_bad_arguments(make: Any, message: str) -> None:
+    before = threading.active_count()
+    with pytest.raises(PolicyError, match=message):
+        make()
+    assert threading.active_count() == before
+
+
+def test_a_bad_table_closes_what_was_opened() -> None:
+    before = threading.active_count()
+    with pytest.raises(ProfileMismatch):
+        TenantBatcher([tenants()[0], Tenant("odd", StandIn(OTHER), 80.0, TABLE)])
+    assert threading.active_count() == before
+
+
+# -- live ------------------------------------------------------------------------------------------------
+
+
+def test_every_tenant_has_its_own_queue_limits_and_figures() -> None:
+    with TenantBatcher(tenants(max_queue=3)) as batcher:
+        assert batcher.submit("first", "x", 500.0).result(5).output == "x"
+        assert batcher.submit("second", "y", 500.0).result(5).accuracy == 90.0
+        with pytest.raises(PolicyError, match="'third' is none"):
+            batcher.submit("third", "x", 500.0)
+        with pytest.raises(InvalidRequest):
+            batcher.submit("first", "refused", 500.0)
+        flood: list[Any] = []
+
+        def submit_many() -> None:
+            for _ in range(200):
+                flood.append(batcher.submit("first", "x", 5000.0))
+
+        with pytest.raises(QueueFull):
+            submit_many()
+        assert batcher.submit("second", "y", 500.0).result(5).met  # its own limit is not reached
+        for future in flood:
+            future.result(5)
+        stats = batcher.stats()
+        assert stats["first"].batcher.full == 1
+        assert stats["second"].batcher.met == 2
+        assert stats["first"].used_ms > 0
+        assert stats["first"].workers == (0,)
+        assert "subnetact" in batcher.batcher("second").prometheus()
+
+
+def test_a_failing_tenant_does_not_harm_another() -> None:
+    def fail() -> None:
+        raise SystemExit("killed")
+
+    with TenantBatcher(tenants(), workers=1) as batcher:
+        bad = [batcher.submit("first", fail, 3000.0) for _ in range(2)]
+        good = [batcher.submit("second", "y", 3000.0) for _ in range(20)]
+        assert [f.result(10).output for f in good] == ["y"] * 20
+        assert all(isinstance(f.exception(10), BatchFailed) for f in bad)
+
+
+def replay(batcher: TenantBatcher, rates: dict[str, float], seconds: float, seed: int) -> dict[str, Any]:
+    """Send Poisson arrivals for every tenant; return the futures by tenant."""
+    rng = np.random.default_rng(seed)
+    events = sorted(
+        (at, name)
+        for name, rate in rates.items()
+        for at in np.cumsum(rng.exponential(1.0 / rate, int(rate * seconds * 1.5)))
+        if at < seconds
+    )
+    found: dict[str, Any] = {name: [] for name in rates}
+    start = time.perf_counter()
+    for at, name in events:
+        time.sleep(max(0.0, start + at - time.perf_counter()))
+        with contextlib.suppress(QueueFull):
+            found[name].append(batcher.submit(name, "x", 80.0))
+    return found
+
+
+def test_a_flood_for_one_tenant_does_not_break_the_other() -> None:
+    """The first gets three times what a worker can do, the second half of its share."""
+    capacity = tenants()[0].capacity_qps, tenants()[1].capacity_qps
+    with TenantBatcher(tenants(), workers=1) as batcher:
+        found = replay(batcher, {"first": 3.0 * capacity[0], "second": 0.25 * capacity[1]}, 2.0, seed=0)
+        for future in found["first"] + found["second"]:
+            future.exception(10)
+        stats = batcher.stats()
+    assert stats["second"].batcher.attainment >= 0.99
+    assert stats["first"].batcher.attainment < 0.8  # there was a flood
+
+
+def test_the_plan_follows_the_load_and_loses_nothing() -> None:
+    apart = {"period_ms": 60_000.0, "groups": 2, "memory_mb": 10.0}  # a worker holds one model
+    with TenantBatcher(tenants(memory_mb=6.0), workers=3, **apart) as batcher:  # type: ignore[arg-type]
+        assert [len(s.workers) for s in batcher.stats().values()] == [3, 3]  # until the first plan
+        found = []
+        for rates, most in (({"first": 500.0, "second": 40.0}, 0), ({"first": 40.0, "second": 300.0}, 1)):
+            batcher.plan()
+            futures = replay(batcher, rates, 0.5, seed=most)
+            found += [future for some in futures.values() for future in some]
+            grouping = batcher.plan()
+            serves = [set(stats.workers) for stats in batcher.stats().values()]
+            assert serves[0].isdisjoint(serves[1])
+            assert [len(workers) for workers in serves] == ([2, 1] if most == 0 else [1, 2])
+            assert len(set(grouping.group_of)) == 2
+        more = [batcher.submit(name, "x", FOREVER) for name in ("first", "second") for _ in range(20)]
+        for future in more:
+            future.result(10)
+        for future in found:
+            future.exception(10)
+        for stats in batcher.stats().values():
+            counters = stats.batcher
+            assert counters.submitted == counters.met + counters.late + counters.dropped
+            assert counters.failed == counters.closed == 0
+
+
+def test_a_moved_worker_finishes_its_batch_first() -> None:
+    started, gate = threading.Event(), threading.Event()
+
+    def hold() -> str:
+        started.set()
+        gate.wait(5)
+        return "done"
+
+    with TenantBatcher(tenants(), workers=2) as batcher:
+        held = batcher.submit("first", hold, FOREVER)
+        assert started.wait(5)
+        batcher.batcher("first").assign([])
+        waiting = batcher.submit("first", "later", FOREVER)
+        gate.set()
+        assert held.result(5).output == "done"
+        time.sleep(0.05)
+        assert not waiting.done()  # nobody serves the tenant now
+        batcher.batcher("first").assign([1])
+        assert waiting.result(5).output == "later"
+        with pytest.raises(PolicyError, match="7 is none"):
+            batcher.batcher("first").assign([7])
+        batcher.batcher("first").assign([])
+        last = batcher.submit("first", "last", FOREVER)
+    assert last.result(5).output == "last"  # closing brings the workers back
+
+
+def test_planning_by_itself(wait_for: Any) -> None:
+    with TenantBatcher(tenants(), workers=2, period_ms=30.0) as batcher:
+        wait_for(lambda: len(batcher.plans) >= 2)
+        assert batcher.plans[0][1].headroom > 1.0
+
+
+def test_clients_on_an_event_loop() -> None:
+    import asyncio
+
+    async def ask() -> Any:
+        with TenantBatcher(tenants()) as batcher:
+            return await asyncio.gather(*(batcher.infer("first", i, 500.0) for i in range(5)))
+
+    assert [answer.output for answer in asyncio.run(ask())] == [0, 1, 2, 3, 4]
