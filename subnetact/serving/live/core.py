@@ -26,7 +26,7 @@ from subnetact.serving.live.pending_requests import PendingRequests
 from subnetact.serving.live.requests import Outcome, Request
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.worker_states import WorkerStates
-from subnetact.serving.policies.flex import RunningBatch
+from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
 from subnetact.serving.scheduling.fair_shares import FairShares

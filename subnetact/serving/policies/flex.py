@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.fixed_subnet import batch_limits, largest_within
+from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.scheduling.checks import check_accuracy
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import cheapest
 
-__all__ = ["Flex", "RunningBatch"]
-
-
-class RunningBatch(NamedTuple):
-    """A batch that runs on a worker, as `Flex.preempt` sees it.
-
-    Attributes:
-        worker: index of the worker.
-        subnet: index of the subnet.
-        k: number of requests in the batch.
-        started_ms: when the batch started.
-        free_at_ms: when the batch is expected to end.
-        deadlines_ms: the deadlines of its requests.
-    """
-
-    worker: int
-    subnet: int
-    k: int
-    started_ms: float
-    free_at_ms: float
-    deadlines_ms: tuple[float, ...] = ()
+__all__ = ["Flex"]
 
 
 class Flex:

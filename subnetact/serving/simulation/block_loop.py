@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.serving.policies.flex import RunningBatch
+from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.dispatch import Batch
 from subnetact.serving.simulation.event_loop import EventLoop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from subnetact.errors import PolicyError
-from subnetact.serving.policies.flex import RunningBatch
+from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.simulation.event_loop import EventLoop
 
 __all__ = ["PreemptiveLoop"]
