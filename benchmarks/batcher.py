@@ -61,6 +61,13 @@ def main() -> None:
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[150, 300], help="requests per second over HTTP"
     )
+    parser.add_argument(
+        "--fixed",
+        type=int,
+        nargs="+",
+        default=range(6),
+        help="the subnets that servers of one fixed subnet run over HTTP",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batcher.json")
     parser.add_argument(
         "--report", action="store_true", help="plot --out, write its tables into README.md and stop"
@@ -77,7 +84,7 @@ def main() -> None:
         "null": lambda: null_section(args.repeats),
         "digits": lambda: digits_section(seeds, args.seconds / 3),
         "replay": lambda: replay_section(seeds),
-        "http": lambda: http_section(seeds, args.seconds, args.rates),
+        "http": lambda: http_section(seeds, args.seconds, args.rates, args.fixed),
     }
     facts = {"machine": machine(torch.device("cpu")), "versions": _versions()}
     for name in args.only or sections:

@@ -34,7 +34,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 
-def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -> dict[str, Any]:
+def http_section(
+    seeds: Sequence[int], seconds: float, rates: Sequence[float], fixed: Sequence[int] = range(6)
+) -> dict[str, Any]:
     """Measure every server at every rate and seed, in random order; return medians over the seeds."""
     engine, data = digits_engine(), unseen_digits()
     engine.tables["cpu"] = profiled(engine)
@@ -44,7 +46,7 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         bundle = str(Path(folder) / "bundle")
         engine.save(bundle)
-        urls = _start(stack, bundle, len(engine))
+        urls = _start(stack, bundle, fixed)
         for url in urls.values():  # the first requests of a server also pay for lazy loading
             asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4, body="json"))
         for qps, seed in tqdm([(q, s) for q in rates for s in seeds], desc="over HTTP"):
@@ -68,17 +70,17 @@ def http_section(seeds: Sequence[int], seconds: float, rates: Sequence[float]) -
     }
 
 
-def _start(stack: ExitStack, bundle: str, subnets: int) -> dict[str, str]:
+def _start(stack: ExitStack, bundle: str, fixed: Sequence[int]) -> dict[str, str]:
     """Start every server and wait until all answer; return the address by name."""
     commands: dict[str, list[str]] = {}
     for where, options in (("threads", []), ("processes", ["--worker-processes"])):
         policies = ["slackfit:4", "hullfit"]
         if where == "processes":
-            policies += [f"fixed:{i}" for i in range(subnets)]
+            policies += [f"fixed:{i}" for i in fixed]
         for policy in policies:
             server = ["-m", "subnetact.serve", "--policy", policy, *options]
             commands[f"ours in {where}, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
-    for i in (0, subnets // 2, subnets - 1):
+    for i in fixed:
         commands[f"LitServe, fixed {i}"] = [str(HERE / "litserve_server.py"), "--subnet", str(i)]
     urls, health = {}, []
     for name, command in commands.items():

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from subnetact import Batcher, LatencyTable, SlackFit
 from subnetact.errors import InvalidRequest
+from subnetact.workers.pool import ProcessPool
 
 __all__ = ["null_section"]
 
@@ -281,6 +282,46 @@ def thread_latency(make: Callable[[], Batcher], qps: float, seconds: float) -> l
     return taken
 
 
+class FirstNumber:
+    """A runner that takes tensors of any shape and answers each with its first number, as a tensor."""
+
+    keys = NullEngine.keys
+
+    def check(self, x: Any) -> None:
+        """Accept everything."""
+
+    def run(self, subnet: int, inputs: Sequence[Tensor], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
+        """Return one tensor per input."""
+        return list(torch.stack(list(inputs)).flatten(1)[:, :1].unbind(0))
+
+
+#: number of inputs and shape of each, of the batches whose way to a worker process is measured
+BATCHES = ((1, (16,)), (16, (16,)), (1, (3, 224, 224)), (8, (3, 224, 224)))
+
+
+def process_overhead(repeats: int, scale: float = 1.0) -> dict[str, Any]:
+    """Measure what a batch costs more in a worker process than in a thread, in us per batch."""
+    here = FirstNumber()
+    pool = ProcessPool(here, 1, threads=1, batch_sizes=(1,), spares=0)
+    found: dict[str, dict[str, list[float]]] = {}
+    try:
+        for _ in range(repeats):
+            for count, shape in BATCHES:
+                inputs = list(torch.randn(count, *shape))
+                calls = int(400 * scale)
+                for name, runner in (("thread", here), ("process", pool.runners[0])):
+                    taken = []
+                    for _ in range(calls):
+                        start = time.perf_counter()
+                        runner.run(0, inputs, count)
+                        taken.append((time.perf_counter() - start) * 1e6)
+                    key = f"{count} x {list(shape)}"
+                    found.setdefault(key, {}).setdefault(name, []).append(median(taken))
+    finally:
+        pool.close()
+    return {key: {name: median(us) for name, us in one.items()} for key, one in found.items()}
+
+
 def null_section(repeats: int = 5, scale: float = 1.0) -> dict[str, Any]:
     """Run every measurement `repeats` times, in turn; return medians."""
     seconds, count = 2.0 * scale, int(131_072 * scale)
@@ -320,6 +361,7 @@ def null_section(repeats: int = 5, scale: float = 1.0) -> dict[str, Any]:
         "ratio_to_naive": median(
             a / b for a, b in zip(qps["asyncio"], qps["asyncio, naive FIFO"], strict=True)
         ),
+        "us_per_batch": process_overhead(repeats, scale),
         "clients": CLIENTS,
         "threads": THREADS,
     }

@@ -57,6 +57,16 @@ def _null(found: dict[str, Any]) -> list[str]:
         "",
         "The naive batcher has no deadlines, no choice of subnets and no counters. Our batcher has "
         f"{found['ratio_to_naive']:.2f} times its throughput.",
+        "",
+        "One call of a runner that stacks float32 inputs and returns the first number of each, in this "
+        "process and in a worker process, in us per batch:",
+        "",
+        "| batch | thread | process |",
+        "|---|---|---|",
+        *(
+            f"| {batch} | {us['thread']:.0f} | {us['process']:.0f} |"
+            for batch, us in found["us_per_batch"].items()
+        ),
     ]
 
 
@@ -174,11 +184,10 @@ def _http(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
         f"**Over HTTP** ({_where(found)}, {versions}; SLO {found['slo_ms']:g} ms at the client, of which "
-        f"{found['reserve_ms']:g} ms are kept for the network). The example server of that time, which "
-        "`python -m subnetact.serve` has replaced since, is compared "
-        "with LitServe serving one fixed subnet with batches of up to 16 and a timeout of 2 ms; client, "
-        "requests and arrivals are the same. The comparison is between whole servers: HTTP and JSON cost "
-        "more than the model, and LitServe runs its model in a second process, our server in its own. "
+        f"{found['reserve_ms']:g} ms are kept for the network). `python -m subnetact.serve`, with one worker "
+        "that is a thread or a process, is compared with LitServe serving one fixed subnet with batches of "
+        "up to 16 and a timeout of 2 ms; client, requests and arrivals are the same. The comparison is "
+        "between whole servers: the client, HTTP and JSON share the two cores with the model. "
         "Attainment in percent and **effective accuracy** in percent:",
         "",
         "| | " + " | ".join(f"{qps}/s" for qps in rates) + " |",

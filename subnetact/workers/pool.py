@@ -35,16 +35,20 @@ class ProcessRunner:
     Args:
         pool: provides the processes.
         process: the first process.
+
+    Attributes:
+        process: the process, or None if there is none now.
     """
 
     def __init__(self, pool: ProcessPool, process: WorkerProcess) -> None:
         self._pool = pool
-        self._process: WorkerProcess | None = process
+        self.process: WorkerProcess | None = process
 
     @property
     def pid(self) -> int | None:
         """The id of the process, or None if there is none now."""
-        return None if self._process is None else self._process.pid
+        process = self.process
+        return None if process is None else process.pid
 
     def enter_worker(self, threads: int | None) -> None:  # noqa: ARG002
         """Make sure that there is a process, and wait for it.
@@ -55,8 +59,8 @@ class ProcessRunner:
         Raises:
             EngineError: no process can be started.
         """
-        if self._process is None or self._process.ended is not None:
-            self._process = self._pool.take()
+        if self.process is None or self.process.ended is not None:
+            self.process = self._pool.take()
 
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
         """Run one batch in the process, after everything that has changed in the parent's runner.
@@ -73,23 +77,23 @@ class ProcessRunner:
             WorkerDied: the process has died; the next call of `enter_worker` takes another one.
             Exception: what the runner raised.
         """
-        process = self._process
+        process = self.process
         if process is not None and process.ended is not None:
-            process = self._process = self._pool.take_spare()  # It died while it had nothing to do.
+            process = self.process = self._pool.take_spare()  # It died while it had nothing to do.
         if process is None:
             raise WorkerDied("a worker process died while it had nothing to do, and no spare is ready")
         try:
             self._pool.update(process)
             return process.run(subnet, inputs, batch_size)
         except WorkerDied:
-            if self._process is process:
-                self._process = None
+            if self.process is process:
+                self.process = None
             process.kill()
             raise
 
     def abandon(self) -> None:
         """Kill the process, because its batch hangs."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.kill()
 
@@ -136,6 +140,7 @@ class ProcessPool:
         self._ready: list[WorkerProcess] = []
         self._serving: set[WorkerProcess] = set()
         self._waiting = workers
+        self.runners: list[ProcessRunner] = []
         self._failures = 0
         self._failure: BaseException | None = None
         self._next_start = 0.0
@@ -148,7 +153,8 @@ class ProcessPool:
         self._keeper = threading.Thread(target=self._keep, name="subnetact-worker-processes", daemon=True)
         self._keeper.start()
         try:
-            self.runners = [ProcessRunner(self, self._wait(0)) for _ in range(workers)]
+            for _ in range(workers):
+                self.runners.append(ProcessRunner(self, self._wait(0)))
         except BaseException:
             self.close()
             raise
@@ -334,6 +340,9 @@ class ProcessPool:
             self._forget(process)
         self._selector.close()
         os.close(self._wake_out)
+        idle = [*self._starting, *self._ready, *(runner.process for runner in self.runners)]
+        for process in filter(None, idle):  # A thread may still wait for the answer of an abandoned one.
+            process.close()
         with self._changed:
             os.close(self._wake_in)
             self._wake_in = -1

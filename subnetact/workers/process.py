@@ -211,20 +211,19 @@ class WorkerProcess:
             self._popen.wait()
         self.poll()
 
+    def close(self) -> None:
+        """Close the descriptors of a process that has ended. No thread may wait for its answer any more."""
+        self.pipe.close()
+        for memory in (self._requests.memory, self._answers.memory):
+            memory.close()
+
     def __del__(self) -> None:
-        pipe = self.__dict__.get("pipe")  # Only now no thread can wait for an answer any more.
-        if pipe is not None:
-            pipe.close()
+        if "pipe" in self.__dict__:
+            self.pipe.close()
 
     def _shut(self) -> None:
         with contextlib.suppress(OSError):  # The other end has closed it.
             self.pipe.shutdown(socket.SHUT_RDWR)
-
-    def _forget(self) -> None:
-        """Close what a forked process has of this one, so that it does not look alive because of that."""
-        self.pipe.close()
-        for memory in (self._requests.memory, self._answers.memory):
-            memory.close()
 
 
 def _main_program() -> tuple[str, str]:
@@ -260,7 +259,7 @@ def _error(data: bytes) -> BaseException:
 
 def _note_fork() -> None:
     for process in list(_processes):
-        process._forget()
+        process.close()  # Otherwise it would look alive as long as the forked process lives.
 
 
 if hasattr(os, "register_at_fork"):

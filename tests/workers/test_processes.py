@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_runners import TABLE, CommandRunner, command
-from torch import Tensor, nn
+from process_runners import TABLE, AddressRunner, CommandRunner, command
+from torch import Tensor
 
 import subnetact
 from subnetact import Batcher, Engine, Fixed
@@ -258,50 +258,31 @@ def test_batches_see_former_or_new_weights_and_no_mixture(digits: Supernet) -> N
         pool.close()
 
 
-class Wide(nn.Module):
-    """One large layer, so that its weights stand out in the memory of a process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(4096, 8192)
-        self.fc2 = nn.Linear(8192, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.fc1(x).relu())
-        return y
-
-
-def mappings(pid: int) -> list[tuple[str, int, int]]:
-    """Return name, Pss and private changed bytes of everything that a process maps, in KiB."""
-    found = []
+def shared_bytes(pid: int) -> dict[str, int]:
+    """Return the Pss of every shared memory of a process: a page is split among those that map it."""
+    found: dict[str, int] = {}
     for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
-        sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", block, re.MULTILINE))
-        found.append((block.split("\n", 1)[0], int(sizes["Pss"]), int(sizes["Private_Dirty"])))
+        head = block.split("\n", 1)[0].split()
+        if "memfd:subnetact" in head[-2]:
+            size = 1024 * int(re.findall(r"^Pss:\s+(\d+) kB", block, re.MULTILINE)[0])
+            found[head[4]] = found.get(head[4], 0) + size
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
-def test_the_weights_exist_once_for_all_processes() -> None:
-    from subnetact.insertion.insert import insert_
-
-    torch.manual_seed(0)
-    example = torch.randn(4096)
-    supernet = insert_(Wide().eval(), example=example[None])
-    engine = Engine(supernet, [supernet.space.largest()], example=example, check=False)
-    expected = engine(example[None], subnet=0)
-    weights = engine.stats().weights / 2**20
-    assert weights > 120
-    pool = ProcessPool(engine, 2, threads=1, batch_sizes=(1,), spares=0)
+def test_the_weights_exist_once_for_all_processes(digits: Supernet) -> None:
+    engine = engine_of(digits)
+    weights = engine.stats().weights + engine.stats().norm_table
+    pool = ProcessPool(AddressRunner(engine), 2, threads=1, batch_sizes=(1,), spares=0)
     try:
         for runner in pool.runners:
-            assert torch.equal(runner.run(0, [example], 1)[0], expected[0])
-        workers = workers_of(os.getpid())
-        assert len(workers) == 2
-        everything = [mapping for pid in (os.getpid(), *workers) for mapping in mappings(pid)]
-        shared = sum(pss for name, pss, _ in everything if "memfd:subnetact" in name)
-        assert shared / 1024 == pytest.approx(weights, abs=2.0)  # Pss splits a page among those that map it.
-        private = [size for pid in workers for name, _, size in mappings(pid) if "memfd" not in name]
-        assert max(private) / 1024 < weights / 2
+            [[shared, total]] = runner.run(0, [EXAMPLE], 1)
+            assert shared == total == len(digits.tensors())
+        first, second = map(shared_bytes, workers_of(os.getpid()))
+        here = shared_bytes(os.getpid())
+        both = first.keys() & second.keys() & here.keys()
+        total = sum(sizes[inode] for inode in both for sizes in (first, second, here))
+        assert weights <= total < 1.1 * weights
     finally:
         pool.close()
 
