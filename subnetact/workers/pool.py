@@ -24,7 +24,7 @@ __all__ = ["ProcessPool", "ProcessRunner"]
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 5.0
 TICK_S = 0.2
-NICENESS = 10
+NICENESS = 5
 LONGEST_PAUSE_S = 60.0
 _log = logging.getLogger("subnetact.workers")
 

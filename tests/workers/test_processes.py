@@ -128,7 +128,7 @@ def test_faults_stay_with_their_request_and_the_process_is_replaced(
 
 
 def test_a_request_that_kills_twice_fails_alone(opened: Callable[..., Batcher]) -> None:
-    batcher = opened(workers=2, spares=0)
+    batcher = opened(spares=0)
     gate = [ask(batcher, "double", float(i)) for i in range(8)]
     killer = ask(batcher, "crash", -1.0)
     others = [ask(batcher, "double", float(i)) for i in range(8)]
