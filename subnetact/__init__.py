@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from subnetact.costs.model import Cost, CostModel, cost
     from subnetact.engine.engine import Engine
     from subnetact.insertion.description import Description
-    from subnetact.insertion.hugging_face import as_pretrained
+    from subnetact.insertion.hugging_face import as_pretrained, heterogeneous
     from subnetact.insertion.insert import describe, insert_
     from subnetact.insertion.reorder import ReorderReport, reorder_
     from subnetact.latency.pareto import hypervolume, pareto_front
@@ -114,6 +114,7 @@ _HOME = {
     "SearchResult": "nas.search",
     "cost": "costs.model",
     "as_pretrained": "insertion.hugging_face",
+    "heterogeneous": "insertion.hugging_face",
     "describe": "insertion.insert",
     "evaluate": "nas.evaluation",
     "hypervolume": "latency.pareto",
@@ -190,6 +191,7 @@ __all__ = [
     "describe",
     "errors",
     "evaluate",
+    "heterogeneous",
     "hypervolume",
     "insert_",
     "pareto_front",

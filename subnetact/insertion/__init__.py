@@ -10,5 +10,6 @@ Which file answers which question:
 - `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores;
   `channel_groups.py` and `probe.py`: which weights have to move together, and in which units.
 - `proof.py`: what is tried on copies before the model is touched.
+- `layer_vocabulary.py`: subnets of language models as `per_layer_config` of transformers.
 - `hugging_face.py`: an extracted subnet of a Hugging Face model as a model that `from_pretrained` loads.
 """

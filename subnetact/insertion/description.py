@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from subnetact import operators
 from subnetact.errors import FileFormatError, InsertError
 from subnetact.files.documents import DocumentFormat, parse_json
+from subnetact.insertion.layer_vocabulary import LayerConfigReader, LayerConfigWriter, LayerVocabulary
 from subnetact.operators import Elastic, LayerSelect, Operator
 from subnetact.operators.segments import Segments
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace
@@ -190,6 +191,8 @@ class Description:
         refused: name of what cannot be elastic -> the reason.
         overrides: name of a module -> a hand-written entry of the elastic description, which replaces the
             found one. If an entry is None, the module stays as it is.
+        vocabulary: how transformers names the sizes of the layers. The space then reads and writes
+            `per_layer_config`. If None, its notation is the values of its axes.
 
     Attributes:
         name: as given.
@@ -197,6 +200,7 @@ class Description:
         stages: as given, by name.
         refused: as given.
         overrides: as given.
+        vocabulary: as given.
 
     Raises:
         InsertError: two groups or stages have the same name, or a part of a module follows two groups.
@@ -215,6 +219,7 @@ class Description:
         stages: Iterable[Stage] = (),
         refused: Mapping[str, str] | None = None,
         overrides: Mapping[str, Elastic | None] | None = None,
+        vocabulary: LayerVocabulary | None = None,
     ) -> None:
         found, kept = list(groups), list(stages)
         names = [group.name for group in found] + [stage.name for stage in kept]
@@ -226,6 +231,7 @@ class Description:
         self.stages = {stage.name: stage for stage in kept}
         self.refused = dict(refused or {})
         self.overrides = dict(overrides or {})
+        self.vocabulary = vocabulary
         self._check_parts()
 
     @property
@@ -243,7 +249,11 @@ class Description:
             for axis in AXES
             if any(slot.axis == axis for slot in slots)
         ]
-        return SubnetSpace(self.name, axes, _Sizes(tuple(slots)))
+        sizes, words = _Sizes(tuple(slots)), self.vocabulary
+        if words is None:
+            return SubnetSpace(self.name, axes, sizes)
+        reader, writer = LayerConfigReader(words, tuple(slots)), LayerConfigWriter(words, tuple(slots))
+        return SubnetSpace(self.name, axes, sizes, reader, writer)
 
     @property
     def elastic(self) -> dict[str, Elastic]:
@@ -306,7 +316,8 @@ class Description:
         stages = {**self.stages, **other.stages}
         refused = {n: why for n, why in {**self.refused, **other.refused}.items() if n not in groups}
         overrides = {**self.overrides, **other.overrides}
-        return Description(self.name, groups.values(), stages.values(), refused, overrides)
+        same = self.vocabulary if self.vocabulary == other.vocabulary else None
+        return Description(self.name, groups.values(), stages.values(), refused, overrides, same)
 
     def override(self, elastic: Mapping[str, Elastic | None]) -> Description:
         """Return a description in which hand-written entries replace found ones.
@@ -318,8 +329,14 @@ class Description:
         Example:
             >>> description.override({"layer1.0.conv1": WeightSlice.on(out="layer1.0.conv1.width")})
         """
+        overrides = {**self.overrides, **elastic}
         return Description(
-            self.name, self.groups.values(), self.stages.values(), self.refused, {**self.overrides, **elastic}
+            self.name,
+            self.groups.values(),
+            self.stages.values(),
+            self.refused,
+            overrides,
+            self.vocabulary,
         )
 
     def matching(self, pattern: str) -> list[str]:
@@ -372,6 +389,7 @@ class Description:
                 ],
                 document["refused"],
                 {module: _entry(facts) for module, facts in document["overrides"].items()},
+                _vocabulary(document.get("vocabulary")),
             )
 
     def __str__(self) -> str:
@@ -419,7 +437,8 @@ class Description:
     def _edited(self, edit: Callable[[Any], Any], refused: Mapping[str, str] | None = None) -> Description:
         groups = [g for g in map(edit, self.groups.values()) if g is not None]
         stages = [s for s in map(edit, self.stages.values()) if s is not None]
-        return Description(self.name, groups, stages, {**self.refused, **(refused or {})}, self.overrides)
+        why = {**self.refused, **(refused or {})}
+        return Description(self.name, groups, stages, why, self.overrides, self.vocabulary)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -447,6 +466,7 @@ class Description:
                 module: None if e is None else [e.operator.__name__, _written(e)]
                 for module, e in self.overrides.items()
             },
+            "vocabulary": None if self.vocabulary is None else asdict(self.vocabulary),
         }
 
 
@@ -511,6 +531,16 @@ def _operator(name: str) -> type[Operator]:
 
 def _read_sizes(pairs: Iterable[Sequence[float]]) -> dict[float, int]:
     return {choice: int(size) for choice, size in pairs}
+
+
+def _vocabulary(facts: Mapping[str, Any] | None) -> LayerVocabulary | None:
+    if facts is None:
+        return None
+    fields = [None if facts[f] is None else (str(facts[f][0]), int(facts[f][1])) for f in _FIELDS]
+    return LayerVocabulary(str(facts["stack"]), int(facts["layers"]), *fields)
+
+
+_FIELDS = ("neurons", "queries", "pairs")
 
 
 def _group(facts: Mapping[str, Any]) -> Group:

@@ -16,6 +16,7 @@ from subnetact.insertion.analysis import LAYERS, TracedModel
 from subnetact.insertion.blocks import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
+from subnetact.insertion.layer_vocabulary import vocabulary_of
 from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
@@ -65,7 +66,8 @@ def describe(
             `refused`.
 
     Returns:
-        The description. `refused` has what cannot be elastic, with the reasons.
+        The description. `refused` has what cannot be elastic, with the reasons. The space of a language
+        model of Hugging Face reads and writes subnets as `per_layer_config` (`parse` and `format`).
 
     Raises:
         InsertError: the example does not run, the model cannot be traced, is in training mode, already has
@@ -85,7 +87,8 @@ def describe(
     expected = _runs(model, example)
     found = _found(model, example, axes, each_block)
     kept, stages, refused = _selected(model, found, axes, *patterns)
-    description = Description(type(model).__name__, kept, stages, refused)
+    words = vocabulary_of(model, [*kept, *stages])
+    description = Description(type(model).__name__, kept, stages, refused, vocabulary=words)
     if not description.slots:
         raise InsertError(_nothing(model, description))
     if isinstance(choices, Mapping):

@@ -32,7 +32,7 @@ from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.space import CacheLayer, CacheRules, CacheSignature
 
-__all__ = ["CacheLayout", "CacheWriter", "layout_of", "note_skipped", "recompute"]
+__all__ = ["CacheLayout", "CacheWriter", "layout_of", "note_skipped", "note_skipped_layer", "recompute"]
 
 _NAMES = ("past_key_values", "past_key_value", "layer_past")
 _QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
@@ -242,12 +242,22 @@ def note_skipped(stack: LayerSelect, view: nn.Module) -> None:
         return  # Layers of a Sequential take one tensor, and no cache.
     for name in stack.dims:
         layer, bound = stack._modules.get(name), view._modules.get(name)
-        if layer is None or not isinstance(bound, SkippedLayer):
-            continue
-        argument = _cache_argument(layer)
-        entries = [int(m.layer_idx) for _, m in _attentions(layer) if _writes(m)]
-        if argument is not None and entries:
-            bound.register_forward_pre_hook(_Skipping(*argument, entries[0]), with_kwargs=True)
+        if layer is not None and isinstance(bound, SkippedLayer):
+            note_skipped_layer(layer, bound)
+
+
+def note_skipped_layer(layer: nn.Module, bound: nn.Module) -> nn.Module:
+    """Let the identity in the place of a skipped layer note the number of its tokens in caches.
+
+    Args:
+        layer: the layer.
+        bound: the identity in its place, which is returned.
+    """
+    argument = _cache_argument(layer)
+    entries = [int(m.layer_idx) for _, m in _attentions(layer) if _writes(m)]
+    if argument is not None and entries:
+        bound.register_forward_pre_hook(_Skipping(*argument, entries[0]), with_kwargs=True)
+    return bound
 
 
 @dataclass(frozen=True)
