@@ -12,7 +12,7 @@ import sys
 import torch
 
 from ofa_adapters.checkpoint import match, read
-from ofa_adapters.registry import families, family_of, identify
+from ofa_adapters.registry import families, family_of, identify, language_models
 from subnetact.command import run_command
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.space import SubnetSpace
@@ -34,6 +34,11 @@ def list_families() -> None:
         print(f"  calibration  {family.calibration if _has_norms(network) else 'none needed'}")
         if family.encodings:
             print(f"  encodings    {', '.join(family.encodings)}")
+        print(f"  checkpoints  {', '.join(family.checkpoints)}")
+    for name in language_models():
+        family = family_of(name)
+        print(f"{name}: a language model, built by transformers (pip install 'subnetact[hf]')")
+        print(f"  source       {family.source} ({family.licence})")
         print(f"  checkpoints  {', '.join(family.checkpoints)}")
 
 

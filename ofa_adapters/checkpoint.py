@@ -20,10 +20,12 @@ from subnetact.files.atomic import read_regular, require_regular
 from subnetact.files.documents import parse_json
 from subnetact.files.tensors import read_tensors
 
-__all__ = ["fill", "match", "read", "settings", "unwrap"]
+__all__ = ["fill", "match", "parsed_config", "read", "settings", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
+INDEX = "model.safetensors.index.json"
+"""The file that says which part of a checkpoint a tensor is in."""
 _SHOWN = 12
 DEEPEST = 8
 """Most mappings around a state_dict. A damaged or hostile file may hold a mapping that contains itself."""
@@ -45,8 +47,8 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
     """Read the state_dict in a file, and take it out of its wrappers.
 
     Args:
-        path: a `.pth`, `.pt` or `.safetensors` file, or a directory that contains `model.safetensors` or
-            `pytorch_model.bin`.
+        path: a `.pth`, `.pt` or `.safetensors` file, or a directory that contains `model.safetensors`,
+            `pytorch_model.bin`, or the parts that `model.safetensors.index.json` names.
 
     Returns:
         The tensors by name, on the CPU.
@@ -60,6 +62,8 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.Engine.load reads it")
     if file.is_file() and _is_program(file):
         raise CheckpointError(f"{path}: is a TorchScript program; load the checkpoint that it was made from")
+    if file.is_dir() and (file / INDEX).is_file():
+        return _parts(file)
     if file.is_dir():
         found = [file / name for name in _IN_DIRECTORY if (file / name).is_file()]
         if not found:
@@ -90,6 +94,22 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
             f"{path}: its tensors claim {claimed:,} bytes, the file has {size:,}; save contiguous tensors"
         )
     return tensors
+
+
+def _parts(directory: Path) -> dict[str, Tensor]:
+    """Read the state_dict that lies in several files of a directory."""
+    try:
+        names = dict(parse_json(read_regular(directory / INDEX))["weight_map"])
+        files = sorted({str(name) for name in names.values()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{directory / INDEX}: not a readable index ({error})") from error
+    outside = [name for name in files if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside:
+        raise CheckpointError(f"{directory / INDEX}: {outside[0]!r} is no .safetensors file beside it")
+    found: dict[str, Tensor] = {}
+    for name in files:
+        found.update(read(directory / name))
+    return found
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
@@ -166,10 +186,21 @@ def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str,
     Raises:
         CheckpointError: there is no readable `config.json`.
     """
+    return {key: value for key, value in parsed_config(directory).items() if key in known}
+
+
+def parsed_config(directory: str | PathLike[str]) -> dict[str, Any]:
+    """Return what `config.json` in a directory holds.
+
+    Args:
+        directory: a directory that the `transformers` library saved.
+
+    Raises:
+        CheckpointError: there is no readable `config.json`.
+    """
     path = Path(directory) / "config.json"
     try:
-        content = parse_json(read_regular(path))
-        return {key: value for key, value in content.items() if key in known}
+        return dict(parse_json(read_regular(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -47,6 +48,10 @@ class Family:
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         infer: takes the tensors and the constructor arguments that were given; returns the arguments
             completed with what the tensors reveal. If None, nothing is inferred.
+        settings: takes a directory that transformers saved; returns the constructor arguments that its
+            `config.json` states. If None, its entries of the same names are taken.
+        complete: takes the tensors of a checkpoint; returns them with those that upstream leaves out. If
+            None, nothing is left out.
         calibration: how upstream averages BatchNorm statistics, one of `CALIBRATION_RULES`.
         listed_statistics: whether a checkpoint holds own BatchNorm statistics per subnet (Slimmable).
         image_sizes: the input sizes in pixels that upstream serves, if the size is not an axis of the space.
@@ -64,6 +69,8 @@ class Family:
     checkpoints: tuple[str, ...] = ()
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
+    settings: Callable[[str | PathLike[str]], dict[str, Any]] | None = None
+    complete: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     calibration: str = WEIGHTED_BIASED
     listed_statistics: bool = False
     image_sizes: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from subnetact.supernet.insert import insert_
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["encode", "families", "family_of", "identify", "load"]
+__all__ = ["encode", "families", "family_of", "identify", "language_models", "load"]
 
 _MODULES = (
     "ofa_resnet50",
@@ -36,21 +36,27 @@ _MODULES = (
     "us_mobilenet_v2",
     "hydravit",
 )
+_LANGUAGE_MODELS = ("gemma3n",)
 LARGEST = 2**22
 """No whole number in constructor arguments, such as a number of classes or of tokens, may be larger."""
 _ALIASES = {"alphanet": "attentivenas"}
 
 
 def families() -> tuple[str, ...]:
-    """Return the names of all families that `load` can build."""
+    """Return the names of all families that `load` can build with torch alone."""
     return _MODULES
+
+
+def language_models() -> tuple[str, ...]:
+    """Return the names of all families of language models, which `load` builds with transformers."""
+    return _LANGUAGE_MODELS
 
 
 def family_of(name: str) -> Family:
     """Return the description of a family.
 
     Args:
-        name: one of `families()`, or the other name of one (`alphanet`).
+        name: one of `families()` or `language_models()`, or the other name of one (`alphanet`).
 
     Returns:
         The description.
@@ -59,8 +65,9 @@ def family_of(name: str) -> Family:
         SpecError: the family is unknown.
     """
     name = _ALIASES.get(name, name)
-    if name not in _MODULES:
-        raise SpecError(f"unknown family {name!r}; choose from {', '.join(_MODULES)}")
+    known = (*_MODULES, *_LANGUAGE_MODELS)
+    if name not in known:
+        raise SpecError(f"unknown family {name!r}; choose from {', '.join(known)}")
     found: Family = import_module(f"ofa_adapters.networks.{name}").FAMILY
     return found
 
@@ -75,7 +82,7 @@ def identify(tensors: Mapping[str, Any]) -> str | None:
         The name of the family, or None if the names match no family.
     """
     keys = Keys(key.removeprefix("module.") for key in tensors)
-    return next((name for name in _MODULES if family_of(name).recognises(keys)), None)
+    return next((name for name in (*_MODULES, *_LANGUAGE_MODELS) if family_of(name).recognises(keys)), None)
 
 
 def load(
@@ -88,7 +95,7 @@ def load(
     """Build the supernet of a family and fill it with a checkpoint.
 
     Args:
-        family: one of `families()`.
+        family: one of `families()` or `language_models()`.
         checkpoint: a path (`.pth`, `.pt`, `.safetensors`, or a directory that `transformers` saved) or a
             state_dict with upstream's names. If None, the weights are random. Files are read without running
             code from them.
@@ -104,6 +111,7 @@ def load(
         CheckpointError: the file is unreadable, its tensors are not exactly those of the family, or weights
             are NaN or infinite.
         SpecError: the family is unknown, has no such constructor argument, or cannot take its value.
+        MissingExtra: the family is a language model, and transformers (the extra `hf`) is not installed.
 
     Example:
         >>> supernet = load("ofa_resnet50", "ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0")
@@ -122,10 +130,13 @@ def load(
         subject = f"{family}: {checkpoint}"
         tensors = read(checkpoint)
         if Path(checkpoint).is_dir():
-            constructor = {**settings(checkpoint, known), **constructor}
+            stated = settings(checkpoint, known) if found.settings is None else found.settings(checkpoint)
+            constructor = {**stated, **constructor}
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)
+    if tensors is not None and found.complete is not None:
+        tensors = found.complete(tensors)
     if tensors is not None and found.infer is not None:
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)
@@ -167,7 +178,9 @@ def _hint(looks_like: str | None, family: str, own_names: bool) -> str:
     if looks_like is None and own_names:
         return "Check the family, the constructor arguments it was made with, and that the file is complete"
     if looks_like is None:
-        return f"It looks like none of the known families, which are {', '.join(_MODULES)}"
+        return (
+            f"It looks like none of the known families, which are {', '.join((*_MODULES, *_LANGUAGE_MODELS))}"
+        )
     return f"It looks like {looks_like}: load it as that family"
 
 

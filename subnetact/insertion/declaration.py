@@ -635,6 +635,9 @@ def _blocks(trials: _Trials, elastic: Sequence[str], refused: dict[str, str]) ->
             refused[f"{blocks[0]}.depth"] = (
                 "the position of a token is read from the cache of the first block, so it stays"
             )
+        for block in [b for b in kept if _stores(observed.modules[b])]:
+            kept = [b for b in kept if b != block]
+            refused[f"{block}.depth"] = "it stores keys and values that later blocks read, so it stays"
         reason = trials.skipped(kept) if kept else "there is one block only"
         if reason:
             refused[f"{stack}.depth"] = reason
@@ -657,6 +660,11 @@ def _unskippable(observed: _Observation, block: str) -> str:
     if given is None or given.shape != call.output.shape or given.dtype != call.output.dtype:
         return f"{block} ({kind}) changes the shape of its input"
     return ""
+
+
+def _stores(block: nn.Module) -> bool:
+    """Tell whether an attention in a block stores keys and values for others, as in Gemma 3n."""
+    return any(getattr(m, "store_full_length_kv", False) for m in block.modules())
 
 
 def _is_cache(value: Any) -> bool:

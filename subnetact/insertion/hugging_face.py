@@ -29,7 +29,7 @@ __all__ = ["as_pretrained", "heterogeneous"]
 
 DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads")
-PER_LAYER = ("layer_types",)
+PER_LAYER = ("layer_types", "activation_sparsity_pattern", *NEURONS)
 """Fields of configurations, under their common names; models map other names to these."""
 
 
@@ -67,6 +67,7 @@ def as_pretrained(model: nn.Module, example: Any) -> nn.Module:
     with torch.device("meta"):
         full = _shapes(cls(copy.deepcopy(old)).state_dict(), _renamed(model))
     weights = {_new_name(name, renamed): t for name, t in model.state_dict().items()}
+    _drop_inputs(weights, old, model)
     _narrow(config, full, _shapes(weights, {}), model)
     found: Any = _built(cls, config).to(next(model.parameters()).dtype).eval()
     expected = _shapes(found.state_dict(), {})
@@ -192,10 +193,26 @@ def _shorten(config: Any, model: nn.Module) -> None:
         fields = [f for f in fields if _side(f) and _side(f) in path] or [f for f in fields if not _side(f)]
         for field in PER_LAYER:
             values = getattr(config, field, None)
-            if isinstance(values, list) and len(values) == len(stack):
+            if isinstance(values, list | tuple) and len(values) == len(stack):
                 setattr(config, field, [values[i] for i in kept])
+        shared = _number(config, "num_kv_shared_layers")
+        if shared:
+            first = len(stack) - shared
+            config.num_kv_shared_layers = sum(i >= first for i in kept)
         if fields:
             setattr(config, fields[0], len(kept))
+
+
+def _drop_inputs(weights: dict[str, Tensor], config: Any, model: nn.Module) -> None:
+    """Drop what the tables of per-layer embeddings hold for skipped layers, in place (Gemma 3n)."""
+    width = _number(config, "hidden_size_per_layer_input")
+    for _, stack in _stacks(model) if width else ():
+        kept = [i for i, m in enumerate(stack) if not isinstance(m, SkippedLayer)]
+        for name, weight in weights.items():
+            if name.endswith("embed_tokens_per_layer.weight"):
+                weights[name] = weight.reshape(len(weight), -1, width)[:, kept].flatten(1)
+            elif name.endswith("per_layer_model_projection.weight"):
+                weights[name] = weight.reshape(-1, width, weight.shape[1])[kept].flatten(0, 1)
 
 
 def _narrow(
@@ -205,6 +222,7 @@ def _narrow(
     model: nn.Module,
 ) -> None:
     """Set the numbers of neurons and heads that follow from the shapes of weights."""
+    lists: dict[str, dict[int, int]] = {}
     found: dict[str, dict[str, set[float]]] = {}  # field or "heads" -> layer -> shares of the full size
     stack = next((f"{path}." for path, _ in _layers(model)), None)
     for name, shape in given.items():
@@ -216,10 +234,19 @@ def _narrow(
                 key = f"the number of heads ({re.sub(r'[0-9]+', '*', name)}, axis {axis})"
                 found.setdefault(key, {}).setdefault(layer, set()).add(new / old)
             else:
-                fields = (f for f in NEURONS if _side(f) in name and _neurons(config, f) in (old, old / 2))
+                fields = (
+                    f for f in NEURONS if _side(f) in name and _neurons(config, f, layer) in (old, old / 2)
+                )
                 field = next(fields, "")
-                if field:
+                if field and isinstance(getattr(config, field), list):
+                    lists.setdefault(field, {})[int(layer)] = round(
+                        _neurons(config, field, layer) * new / old
+                    )
+                elif field:
                     found.setdefault(field, {}).setdefault(layer, set()).add(new / old)
+    for field, numbers in lists.items():
+        given_before = enumerate(getattr(config, field))
+        setattr(config, field, [numbers.get(i, number) for i, number in given_before])
     differing = {what for what, layers in found.items() if len(set.union(*layers.values())) > 1}
     if differing and stack is None:
         what = min(differing)
@@ -277,8 +304,11 @@ def _side(field: str) -> str:
     return next((side for side in ("encoder", "decoder") if field.startswith(side)), "")
 
 
-def _neurons(config: Any, field: str) -> int:
+def _neurons(config: Any, field: str, layer: str = "") -> int:
     """Return the number of neurons that a field states; GPT-2 has four per feature if the field is None."""
+    value = getattr(config, field, None)
+    if isinstance(value, list):
+        return int(value[int(layer)]) if layer.isdigit() and int(layer) < len(value) else 0
     if field == "n_inner" and getattr(config, field, 0) is None:
         return 4 * int(config.hidden_size)
     return _number(config, field)

@@ -56,7 +56,8 @@ class LayerSelect(Operator):
         """Check that the template is a stack and that the described layers exist.
 
         Raises:
-            InsertError: the template is another module, or it has no layer of a described name.
+            InsertError: the template is another module, it has no layer of a described name, or a described
+                layer cannot be skipped.
         """
         own = [*self.template._parameters, *self.template._buffers]
         if own or not (self._modules or isinstance(self.template, nn.Sequential | nn.ModuleList)):
@@ -69,6 +70,11 @@ class LayerSelect(Operator):
             raise self.refuse(f"it has no layers {missing}; choose from {list(self._modules)}")
         for name in self.dims:
             layer = self._modules[name]
+            if layer is not None and any(getattr(m, "store_full_length_kv", False) for m in layer.modules()):
+                raise self.refuse(
+                    f"layer {name} ({type(layer).__name__}) stores keys and values that later layers read, "
+                    "so no subnet can skip it; keep it in every subnet"
+                )
             if layer is not None and returns_tuple(layer):
                 raise self.refuse(
                     f"layer {name} ({type(layer).__name__}) returns a tuple, and the identity in its place "

@@ -91,7 +91,7 @@ def test_a_uniform_subnet_is_a_model_of_its_own(
         (
             ("BartForConditionalGeneration", "BartConfig"),
             {"ffn": [0.5] + [1.0] * 5},
-            r"encoder_ffn_dim is one number .* differ here, 0\.4, 1",
+            r"intermediate_size is one number .* differ here, 0\.4, 1",
         ),
         (
             ("BertForSequenceClassification", "BertConfig"),

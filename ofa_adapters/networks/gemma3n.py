@@ -1,0 +1,263 @@
+"""Gemma 3n, a MatFormer: the first neurons of a feed-forward network are a smaller one; layers are skipped.
+
+transformers builds the network, of the language model alone. Only the feed-forward widths are sliced;
+attention, LAuReL, AltUp, the norms and the gates of the per-layer embeddings are whole in every subnet. The
+activation sparsity of the first layers takes mean and deviation over the width of the subnet, as its forward
+reads them off the narrowed projection.
+
+A skipped layer is the identity in its place, for all AltUp inputs, so the per-layer embeddings of other
+layers stay where they are. The last layers own no keys and values. They read those of the last layer of
+their type in front of them, and these layers cannot be skipped.
+
+Source: Gemma 3n (google/gemma-3n-E4B, transformers/models/gemma3n), the MatFormer Lab of
+google-gemini/gemma-cookbook, and google/gemma3n-slicing-configs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ofa_adapters.checkpoint import parsed_config
+from ofa_adapters.family import Family, Keys
+from subnetact.errors import CheckpointError, IllegalChoice, MissingExtra, SpecError
+from subnetact.operators import Elastic, LayerSelect, WeightSlice
+from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
+from subnetact.spec import shown
+
+DIMS, SKIPPED = "FFN Hidden Dims", "Layers Skipped"
+"""The columns of the published slices that identify a subnet."""
+
+
+@dataclass(frozen=True)
+class Gemma3nLayout:
+    """What the choices of a subnet mean.
+
+    Attributes:
+        widths: the widths to choose from, per layer, ascending.
+        storing: the layers whose keys and values later layers read.
+    """
+
+    widths: tuple[tuple[int, ...], ...]
+    storing: tuple[int, ...]
+
+    def __call__(self, values: AxisValues) -> dict[str, int]:
+        """Return the size of every dimension for the values of the axes."""
+        kept = {f"layers.{i}.keep": int(k) for i, k in enumerate(values["keep"])}
+        widths = {f"layers.{i}.ffn": int(w or self.widths[i][0]) for i, w in enumerate(values["ffn"])}
+        return kept | widths
+
+    def space(self) -> SubnetSpace:
+        """Return the search space, which reads and writes the two columns of the published slices."""
+        keep, ffn = [], []
+        for i, widths in enumerate(self.widths):
+            fixed = i in self.storing
+            name = f"layer {i}, whose keys and values later layers read" if fixed else f"layer {i}"
+            keep.append(Slot(name, (1,) if fixed else (0, 1)))
+            ffn.append(Slot(f"layer {i}", widths, UsedWhen("keep", i, (1,))))
+        axes = [Axis("ffn", tuple(ffn)), Axis("keep", tuple(keep))]
+        return SubnetSpace("gemma3n", axes, self, _Reader(self), _Writer(self))
+
+
+@dataclass(frozen=True)
+class _Writer:
+    layout: Gemma3nLayout
+
+    def __call__(self, values: AxisValues) -> dict[str, list[int]]:
+        kept = [i for i, keep in enumerate(values["keep"]) if keep]
+        skipped = [i for i, keep in enumerate(values["keep"]) if not keep]
+        return {DIMS: [int(values["ffn"][i]) for i in kept], SKIPPED: skipped}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    layout: Gemma3nLayout
+
+    def __call__(self, config: Any) -> Any:
+        """Return axis values of a published slice, or what is no slice as it is."""
+        if not isinstance(config, Mapping) or DIMS not in config:
+            return config
+        count = len(self.layout.widths)
+        skipped, widths = _numbers(SKIPPED, config.get(SKIPPED)), _numbers(DIMS, config[DIMS])
+        for i in skipped:
+            if not 0 <= i < count:
+                raise SpecError(f"gemma3n: {SKIPPED}: layer {i} does not exist; choose 0 to {count - 1}")
+            if i in self.layout.storing:
+                raise IllegalChoice(
+                    f"gemma3n: layer {i} cannot be skipped, because later layers read its keys and values; "
+                    f"skip none of {', '.join(map(str, self.layout.storing))}"
+                )
+        kept = [i for i in range(count) if i not in skipped]
+        if len(set(skipped)) < len(skipped) or len(widths) != len(kept):
+            raise SpecError(
+                f"gemma3n: {DIMS} has {len(widths)} numbers and {SKIPPED} {shown(skipped)}; give one number "
+                f"for each of the {count} layers that are not skipped, and every layer once"
+            )
+        given = dict(zip(kept, widths, strict=True))
+        return {
+            "ffn": [given.get(i, self.layout.widths[i][0]) for i in range(count)],
+            "keep": [int(i in given) for i in range(count)],
+        }
+
+
+def _numbers(column: str, value: Any) -> list[int]:
+    """Read a list of whole numbers, which may be a text of products: "[2_048 * 4, 2_048 * 8]"."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        text = value.strip()
+        listed = re.fullmatch(r"\[([0-9_*,\s]*)\]", text)
+        products = [p.strip() for p in listed[1].split(",")] if listed and listed[1].strip() else []
+        if text.lower() in ("null", "none"):
+            return []
+        if listed is None or not all(re.fullmatch(r"[0-9_]{1,9}(\s*\*\s*[0-9_]{1,9})*", p) for p in products):
+            raise SpecError(f"gemma3n: {column}: expected a list of whole numbers, got {shown(value)}")
+        value = []
+        for product in products:
+            number = 1
+            for factor in product.split("*"):
+                number *= int(factor.strip().strip("_") or 0)
+            value.append(number)
+    whole = isinstance(value, Sequence) and all(type(n) is int for n in value)
+    if not whole or isinstance(value, bytes):
+        raise SpecError(f"gemma3n: {column}: expected a list of whole numbers, got {shown(value)}")
+    return list(value)
+
+
+def storing_layers(layer_types: Sequence[str], shared: int) -> tuple[int, ...]:
+    """Return the layers whose keys and values are read by the last layers, which own none.
+
+    Args:
+        layer_types: the kind of attention of every layer.
+        shared: the number of layers at the end that own no keys and values.
+    """
+    first = len(layer_types) - shared
+    if not shared:
+        return ()
+    return tuple(sorted(max(i for i in range(first) if layer_types[i] == kind) for kind in set(layer_types)))
+
+
+def build(
+    config: Mapping[str, Any] | None = None,
+    widths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    dtype: str = "float32",
+) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
+    """Build the full network, its search space and its elastic description.
+
+    Args:
+        config: the arguments of transformers' `Gemma3nTextConfig`, or its `to_dict()`. If None, the defaults,
+            which are those of E4B. Loading a checkpoint from a directory reads them from its `config.json`.
+        widths: the feed-forward widths to choose from, in every layer or one list per layer. If None, half of
+            the full width of a layer and all of it, as Gemma 3n was trained.
+        dtype: the dtype of the weights, an attribute name of torch.
+
+    Returns:
+        The plain network at full size, its search space, and its elastic description.
+
+    Raises:
+        SpecError: the configuration is none of Gemma 3n, or a width is not between 1 and the full width.
+        MissingExtra: transformers is not installed.
+    """
+    try:
+        from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+    except ImportError as error:
+        raise MissingExtra("Gemma 3n is built by transformers: pip install 'subnetact[hf]'") from error
+    facts, name = dict(config or {}), str(dtype)
+    try:
+        settings: Any = Gemma3nTextConfig(**facts)
+        modes = settings.kv_sharing_modes
+    except Exception as error:  # The checks of transformers raise errors of their own classes.
+        raise SpecError(f"gemma3n: config is no configuration of Gemma 3n: {error}") from error
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise SpecError(
+            f"gemma3n: dtype is a floating-point dtype of torch, got {shown(dtype)}; give 'bfloat16'"
+        )
+    full = list(settings.intermediate_size)
+    layout = Gemma3nLayout(_widths(full, widths), tuple(i for i, mode in enumerate(modes) if mode == "store"))
+    network: nn.Module = Gemma3nForCausalLM(settings)
+    network = network.to(kind).eval()
+    elastic: dict[str, Elastic] = {}
+    for i in range(len(full)):
+        mlp, width = f"model.layers.{i}.mlp", f"layers.{i}.ffn"
+        elastic[f"{mlp}.gate_proj"] = elastic[f"{mlp}.up_proj"] = WeightSlice.on(out=width)
+        elastic[f"{mlp}.down_proj"] = WeightSlice.on(in_=width)
+    skippable = {str(i): f"layers.{i}.keep" for i in range(len(full)) if i not in layout.storing}
+    elastic["model.layers"] = LayerSelect.on(**skippable)
+    return network, layout.space(), elastic
+
+
+def _widths(full: list[int], given: Any) -> tuple[tuple[int, ...], ...]:
+    if given is None:
+        return tuple(tuple(sorted({max(1, n // 2), n})) for n in full)
+    listed = isinstance(given, Sequence) and len(given) > 0 and not isinstance(given, str)
+    each = listed and all(isinstance(w, Sequence) and not isinstance(w, str) for w in given)
+    if not listed or (each and len(given) != len(full)):
+        raise SpecError(f"gemma3n: widths are a list of numbers, or one list per layer, got {shown(given)}")
+    found = []
+    for i, n in enumerate(full):
+        own = given[i] if each else given
+        if not own or any(type(w) is not int or not 1 <= w <= n for w in own):
+            raise SpecError(f"gemma3n: widths of layer {i} are whole numbers from 1 to {n}, got {shown(own)}")
+        found.append(tuple(sorted({*own, n})))
+    return tuple(found)
+
+
+def rename(key: str) -> str:
+    """Return the plain network's name for a name in a checkpoint of the language model or the whole model."""
+    return re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", key).replace(
+        "language_model.lm_head.", "lm_head."
+    )
+
+
+def tied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with the output layer, which published checkpoints leave out as it is tied."""
+    found = dict(tensors)
+    own = {rename(key): tensor for key, tensor in tensors.items()}
+    if "lm_head.weight" not in own and "model.embed_tokens.weight" in own:
+        found["lm_head.weight"] = own["model.embed_tokens.weight"]
+    return found
+
+
+def settings(directory: str | PathLike[str]) -> dict[str, Any]:
+    """Return the constructor arguments that `config.json` in a directory states.
+
+    Args:
+        directory: a directory that transformers saved, of the language model or of the whole model.
+
+    Raises:
+        CheckpointError: there is no readable `config.json`, or it is of another model.
+    """
+    content = parsed_config(directory)
+    text = content.get("text_config", content)
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if kind != "gemma3n_text":
+        raise CheckpointError(f"{Path(directory)}: config.json is of {shown(kind)}, not of gemma3n_text")
+    return {"config": dict(text)}
+
+
+def recognises(keys: Keys) -> bool:
+    """Return whether the names in a state_dict are those of Gemma 3n."""
+    return keys.some(r"\.altup\.prediction_coefs\.") and keys.some(r"embed_tokens_per_layer\.weight$")
+
+
+FAMILY = Family(
+    build,
+    rename,
+    source="huggingface/transformers, google-gemini/gemma-cookbook",
+    licence="Apache-2.0",
+    recognises=recognises,
+    checkpoints=("google/gemma-3n-E4B", "google/gemma-3n-E4B-it"),
+    unused=r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.|\.self_attn\.(k|v)_(proj|norm)\.",
+    settings=settings,
+    complete=tied,
+    input_shape=(8,),
+    input_dtype="int64",
+)

@@ -1,0 +1,165 @@
+"""The published slices of Gemma 3n: a CSV file with one subnet per row.
+
+The columns are those of google/gemma3n-slicing-configs. The widths are listed for the layers that are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ofa_adapters.networks.gemma3n import DIMS, SKIPPED
+from subnetact.errors import FileFormatError, SpecError
+from subnetact.files.atomic import read_regular, replacing
+from subnetact.space import SubnetSpace
+from subnetact.spec import SubnetSpec
+
+__all__ = ["Slice", "read_slices", "write_slices"]
+
+NAME, LAYERS, SIZE, ACCURACY = "name", "# Layers", "# Effective Params (B)", "MMLU PT accuracy"
+COLUMNS = (NAME, LAYERS, SIZE, ACCURACY, DIMS, SKIPPED)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One row of a file of slices.
+
+    Attributes:
+        spec: the subnet.
+        billions: its effective parameters in billions, which are those outside of both embeddings. If None,
+            the file does not state them.
+        accuracy: its accuracy on MMLU in percent. If None, the file does not state it.
+    """
+
+    spec: SubnetSpec
+    billions: float | None = None
+    accuracy: float | None = None
+
+
+def read_slices(path: str | PathLike[str], space: SubnetSpace) -> dict[str, Slice]:
+    """Read a CSV file of slices.
+
+    Args:
+        path: the file.
+        space: the space of a Gemma 3n.
+
+    Returns:
+        The slices by name, in the order of the file.
+
+    Raises:
+        FileFormatError: the file is missing or is no such table.
+        SpecError: a row describes no subnet of the space. The message names the row.
+
+    Example:
+        >>> slices = read_slices("gemma3n-slicing-configs.csv", supernet.space)
+        >>> view = supernet.subnet(slices["Config for official E2B Model"].spec)
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_regular(Path(path)).decode("utf-8-sig"), newline="")))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise FileFormatError(f"{path}: not a CSV file of slices ({error})") from error
+    if not rows or not {NAME, DIMS} <= set(rows[0]):
+        raise FileFormatError(f"{path}: not a CSV file of slices; its columns are {', '.join(COLUMNS)}")
+    found: dict[str, Slice] = {}
+    for number, row in enumerate(rows, 2):
+        where = f"{path}, line {number}"
+        try:
+            spec = space.parse({DIMS: row.get(DIMS), SKIPPED: row.get(SKIPPED)})
+        except SpecError as error:
+            raise type(error)(f"{where}: {error}") from error
+        layers = _number(where, LAYERS, row)
+        kept = len(space.format(spec)[DIMS])
+        if layers is not None and layers != kept:
+            raise FileFormatError(f"{where}: {LAYERS} is {layers:g}, but {kept} layers are kept")
+        name = row[NAME] or ""
+        if name in found:
+            raise FileFormatError(f"{where}: a second slice is called {name!r}")
+        found[name] = Slice(spec, _number(where, SIZE, row), _number(where, ACCURACY, row))
+    return found
+
+
+def write_slices(
+    path: str | PathLike[str],
+    space: SubnetSpace,
+    slices: Mapping[str, Slice],
+    network: nn.Module | None = None,
+) -> None:
+    """Write a CSV file of slices, which `read_slices` and the tools that slice Gemma 3n read.
+
+    Args:
+        path: the file; a former one is replaced as a whole.
+        space: the space of a Gemma 3n.
+        slices: the slices by name.
+        network: the full network, `supernet.network`, from which effective parameters are counted that are
+            not given. If None, they stay empty.
+
+    Raises:
+        SpecError: a slice is not of the space.
+        WriteError: the file cannot be written.
+    """
+    text = io.StringIO(newline="")
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(COLUMNS)
+    for name, given in slices.items():
+        row = space.format(given.spec)
+        billions = given.billions
+        if billions is None and network is not None:
+            billions = effective_parameters(network, space, given.spec) / 1e9
+        table.writerow(
+            [
+                name,
+                len(row[DIMS]),
+                "" if billions is None else f"{billions:.2f}",
+                "" if given.accuracy is None else f"{given.accuracy:.2f}%",
+                str(row[DIMS]),
+                str(row[SKIPPED]) if row[SKIPPED] else "",
+            ]
+        )
+    with replacing(path) as new:
+        new.write_text(text.getvalue())
+
+
+def effective_parameters(network: nn.Module, space: SubnetSpace, spec: SubnetSpec) -> int:
+    """Return the parameters of a subnet outside of both embeddings, as the published slices count them.
+
+    They count projections to keys and values in all layers. Checkpoints have them for the last layers, too,
+    which do not use them.
+
+    Args:
+        network: the full network.
+        space: its space.
+        spec: the subnet.
+    """
+    row = dict(zip(space.dimensions, space.resolve(spec), strict=True))
+    config: Any = network.config
+    sharing = range(config.num_hidden_layers - config.num_kv_shared_layers, config.num_hidden_layers)
+    projections = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
+    count: int = projections * sum(row[f"layers.{i}.keep"] for i in sharing)
+    for name, parameter in network.named_parameters():
+        if name.startswith("model.layers."):
+            layer = int(name.split(".")[2])
+            share = row[f"layers.{layer}.ffn"] / config.intermediate_size[layer] if ".mlp." in name else 1
+            count += round(parameter.numel() * share) * row[f"layers.{layer}.keep"]
+        elif "per_layer_model_projection" in name:
+            kept = sum(row[f"layers.{i}.keep"] for i in range(config.num_hidden_layers))
+            count += parameter.numel() * kept // config.num_hidden_layers
+        elif "embed_tokens" not in name and not name.startswith("lm_head"):
+            count += parameter.numel()
+    return count
+
+
+def _number(where: str, column: str, row: Mapping[str, Any]) -> float | None:
+    text = (row.get(column) or "").strip().removesuffix("%")
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise FileFormatError(f"{where}: {column} is {text!r}, no number") from error

@@ -1,0 +1,381 @@
+"""Gemma 3n: views equal what transformers builds from the sliced configuration; files of slices."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ofa_adapters
+import subnetact
+from ofa_adapters import Slice, read_slices, write_slices
+from ofa_adapters.networks.gemma3n import DIMS, SKIPPED, storing_layers
+from subnetact.errors import (
+    CacheMismatch,
+    CheckpointError,
+    FileFormatError,
+    IllegalChoice,
+    InsertError,
+    MissingExtra,
+    SpecError,
+)
+from subnetact.operators import LayerSelect
+
+transformers = pytest.importorskip("transformers")
+
+TINY: dict[str, Any] = {
+    "vocab_size": 60,
+    "vocab_size_per_layer_input": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": [("full" if i % 3 == 2 else "sliding") + "_attention" for i in range(9)]
+    + ["full_attention"],
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 4,
+    "altup_num_inputs": 3,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.9] * 3 + [0.0] * 7,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}  # Layer 4 stores the keys and values of sliding attention, and layer 5 those of full attention.
+TOKENS = torch.randint(2, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def randomised(network: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator) + float("norm" in name))
+    return network
+
+
+def supernet_of(**changes: Any) -> subnetact.Supernet:
+    supernet = ofa_adapters.load("gemma3n", config={**TINY, **changes}, widths=[8, 12, 24])
+    randomised(supernet.network)
+    return supernet
+
+
+@pytest.fixture(scope="module")
+def supernet() -> subnetact.Supernet:
+    return supernet_of()
+
+
+def sliced(network: Any, row: dict[str, list[int]], config: dict[str, Any]) -> nn.Module:
+    """Return the model that transformers builds from the sliced configuration, sliced by hand."""
+    skipped, count = row[SKIPPED], config["num_hidden_layers"]
+    kept = [i for i in range(count) if i not in skipped]
+    first = count - config["num_kv_shared_layers"]
+    small = transformers.Gemma3nTextConfig(
+        **{
+            **config,
+            "num_hidden_layers": len(kept),
+            "intermediate_size": row[DIMS],
+            "layer_types": [config["layer_types"][i] for i in kept],
+            "activation_sparsity_pattern": [config["activation_sparsity_pattern"][i] for i in kept],
+            "num_kv_shared_layers": sum(i >= first for i in kept),
+        }
+    )
+    model = transformers.Gemma3nForCausalLM(small).eval()
+    own, state = network.state_dict(), {}
+    width = config["hidden_size_per_layer_input"]
+    columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in kept])
+    for name, wanted in model.state_dict().items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(kept[int(parts[2])])
+        tensor = own[".".join(parts)]
+        if "embed_tokens_per_layer" in name:
+            tensor = tensor[:, columns]
+        elif "per_layer_model_projection" in name:
+            tensor = tensor[columns]
+        state[name] = tensor[tuple(slice(0, n) for n in wanted.shape)]
+    model.load_state_dict(state)
+    return model
+
+
+def plain(network: Any) -> Any:
+    """Return the full network as transformers builds it, with the weights of the supernet."""
+    model = transformers.Gemma3nForCausalLM(copy.deepcopy(network.config)).eval()
+    model.load_state_dict(network.state_dict())
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+    return model(tokens, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def test_random_subnets_equal_the_model_of_the_sliced_configuration(supernet: subnetact.Supernet) -> None:
+    space, rng = supernet.space, random.Random(0)
+    full = plain(supernet.network)
+    assert torch.equal(logits(supernet.subnet(space.largest())), logits(full))
+    for spec in (space.smallest(), *(space.sample(rng) for _ in range(19))):
+        row = space.format(spec)
+        expected = logits(sliced(full, row, TINY))
+        assert torch.equal(logits(supernet.subnet(spec)), expected), str(spec)
+        assert torch.equal(logits(supernet.extract(spec)), expected)
+        assert space.parse(row) == space.parse(json.loads(json.dumps(row))) == spec
+        assert space.parse({DIMS: str(row[DIMS]), SKIPPED: str(row[SKIPPED])}) == spec
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_random_configurations(data: Any) -> None:
+    count = data.draw(st.integers(4, 8))
+    shared = data.draw(st.integers(0, count - 3))
+    kinds = ["sliding_attention", "full_attention"]
+    types = kinds + data.draw(st.lists(st.sampled_from(kinds), min_size=count - 2, max_size=count - 2))
+    config = {
+        **TINY,
+        "num_hidden_layers": count,
+        "num_kv_shared_layers": shared,
+        "layer_types": types,
+        "intermediate_size": data.draw(st.lists(st.sampled_from([8, 16]), min_size=count, max_size=count)),
+        "activation_sparsity_pattern": data.draw(
+            st.lists(st.sampled_from([0.0, 0.8]), min_size=count, max_size=count)
+        ),
+        "altup_num_inputs": data.draw(st.integers(2, 3)),
+    }
+    supernet = ofa_adapters.load("gemma3n", config=config)
+    randomised(supernet.network)
+    full = plain(supernet.network)
+    for seed in range(2):
+        spec = supernet.space.sample(data.draw(st.integers(0, 999)) + seed)
+        row = supernet.space.format(spec)
+        if {types[i] for i in range(count) if i not in row[SKIPPED]} != set(types):
+            continue  # transformers builds no model without a layer of a kind.
+        assert torch.equal(logits(supernet.subnet(spec)), logits(sliced(full, row, config)))
+
+
+@torch.no_grad()
+def test_generation_equals_the_sliced_model(supernet: subnetact.Supernet) -> None:
+    full = plain(supernet.network)
+    for seed in (1, 2, 3):
+        spec = supernet.space.sample(seed)
+        alone = sliced(full, supernet.space.format(spec), TINY)
+        expected = alone.generate(TOKENS, max_new_tokens=8, do_sample=False).tolist()
+        assert supernet.subnet(spec).generate(TOKENS, max_new_tokens=8, do_sample=False).tolist() == expected
+
+
+@torch.no_grad()
+def test_switching_every_token_in_the_tail_equals_running_alone(supernet: subnetact.Supernet) -> None:
+    """Layer 5 is the last that writes a cache: what differs from its feed-forward network on is exact."""
+    space, rng = supernet.space, random.Random(0)
+    head = space.format(space.sample(7))
+    base = space.parse(head)
+    specs = []
+    for _ in range(12):
+        keep, ffn = list(base["keep"]), list(base["ffn"])
+        for i in range(6, 10):
+            keep[i] = rng.choice([0, 1])
+        for i in range(5, 10):
+            ffn[i] = rng.choice([8, 12, 24])
+        specs.append(space.spec(keep=keep, ffn=[w or 24 for w in ffn]))
+    assert {space.cache(a, b) for a in specs for b in specs} == {"exact"}
+    other = space.spec(keep=list(base["keep"]), ffn=[8 if w in (None, 12, 24) else 24 for w in base["ffn"]])
+    assert space.cache(base, other) == "approximate"
+    output = supernet.subnet(specs[0])(TOKENS, use_cache=True)
+    tokens, cache = TOKENS, output.past_key_values
+    for spec in specs[1:]:
+        tokens = torch.cat([tokens, output.logits[:, -1:].argmax(-1)], dim=1)
+        output = supernet.switch(cache, spec)(tokens[:, -1:], past_key_values=cache)
+        alone = logits(supernet.subnet(spec), tokens)[:, -1:]
+        torch.testing.assert_close(output.logits, alone, rtol=5e-5, atol=5e-5)
+        assert output.logits.argmax(-1).tolist() == alone.argmax(-1).tolist()
+    with pytest.raises(CacheMismatch):
+        supernet.switch(cache, other)
+    view = supernet.switch(cache, other, recompute=tokens)
+    found = view(TOKENS[:, :1], past_key_values=cache).logits
+    expected = logits(view, torch.cat([tokens, TOKENS[:, :1]], dim=1))[:, -1:]
+    torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)
+
+
+def test_layers_that_store_keys_and_values_cannot_be_skipped(supernet: subnetact.Supernet) -> None:
+    space = supernet.space
+    assert storing_layers(TINY["layer_types"], 4) == (4, 5)
+    published = [("full" if (i + 1) % 5 == 0 else "sliding") + "_attention" for i in range(35)]
+    assert storing_layers(published, 15) == (18, 19)
+    for layer in (4, 5):
+        with pytest.raises(
+            IllegalChoice, match=rf"layer {layer} cannot be skipped, because later layers read"
+        ):
+            space.parse({DIMS: [24] * 9, SKIPPED: [layer]})
+        keep = [int(i != layer) for i in range(10)]
+        with pytest.raises(
+            IllegalChoice, match=rf"keep\[{layer}\] \(layer {layer}, whose keys and values later"
+        ):
+            space.spec(keep=keep, ffn=24)
+    network = plain(supernet.network)
+    with pytest.raises(InsertError, match=r"layer 5 .* stores keys and values that later layers read"):
+        subnetact.supernet.insert_(network, space, {"model.layers": LayerSelect.on(**{"5": "layers.5.keep"})})
+
+
+def test_a_description_of_the_model_keeps_layers_that_store_keys_and_values(
+    supernet: subnetact.Supernet,
+) -> None:
+    network = plain(supernet.network)
+    found = subnetact.describe(network, {"input_ids": TOKENS}, axes=("depth",), each_block=True, proof=False)
+    assert {"model.layers.4.depth", "model.layers.5.depth"} <= set(found.refused)
+    assert len(found.stages) == 7  # All but the first, and the two that store keys and values.
+
+
+def test_a_subnet_is_saved_as_a_model_of_its_own(supernet: subnetact.Supernet, tmp_path: Path) -> None:
+    spec = supernet.space.parse({DIMS: [8, 24, 12, 24, 8, 12, 24], SKIPPED: [2, 7, 8]})
+    small = subnetact.as_pretrained(supernet.extract(spec), {"input_ids": TOKENS})
+    small.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config.intermediate_size == [8, 24, 12, 24, 8, 12, 24]
+    assert (loaded.config.num_hidden_layers, loaded.config.num_kv_shared_layers) == (7, 2)
+    assert torch.equal(logits(loaded), logits(supernet.subnet(spec)))
+
+
+def test_checkpoints_of_the_language_model_and_of_the_whole_model(
+    supernet: subnetact.Supernet, tmp_path: Path
+) -> None:
+    full = plain(supernet.network)
+    full.save_pretrained(tmp_path / "text", max_shard_size="20KB")
+    assert (tmp_path / "text" / "model.safetensors.index.json").exists()
+    loaded = ofa_adapters.load("gemma3n", tmp_path / "text", widths=[8, 12, 24])
+    assert torch.equal(logits(loaded.subnet(loaded.space.largest())), logits(full))
+    assert loaded.space.id == supernet.space.id
+    whole = {n.replace("model.", "model.language_model.", 1): t for n, t in full.state_dict().items()}
+    del whole["lm_head.weight"]
+    whole["model.vision_tower.x"] = whole["model.audio_tower.x"] = torch.zeros(1)
+    whole["model.language_model.layers.9.self_attn.k_proj.weight"] = torch.zeros(8, 16)
+    assert ofa_adapters.identify(whole) == "gemma3n"
+    again = ofa_adapters.load("gemma3n", whole, config=TINY, dtype="bfloat16")
+    assert again.network.model.norm.weight.dtype == torch.bfloat16
+    (tmp_path / "text" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=r"config.json is of 'llama', not of gemma3n_text"):
+        ofa_adapters.load("gemma3n", tmp_path / "text")
+    index = tmp_path / "text" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"is no \.safetensors file beside it"):
+        ofa_adapters.checkpoint.read(tmp_path / "text")
+
+
+def test_slices_are_read_and_written(supernet: subnetact.Supernet, tmp_path: Path) -> None:
+    path, space = tmp_path / "slices.csv", supernet.space
+    dims = ", ".join(["4 * 6"] * 4 + ["1_2"] * 4)
+    path.write_text(
+        "name,# Layers,# Effective Params (B),MMLU PT accuracy,FFN Hidden Dims,Layers Skipped\n"
+        f'Main model,10,3.98,62.30%,"[{", ".join(["4 * 6"] * 10)}]",\n'
+        f'Small,8,1.91,50.90%,"[{dims}]","[6, 8]"\n'
+        f'Bare,,,,"[{", ".join(["8"] * 10)}]",null\n'
+    )
+    found = read_slices(path, space)
+    assert list(found) == ["Main model", "Small", "Bare"]
+    assert found["Main model"] == Slice(space.largest(), 3.98, 62.3)
+    assert space.format(found["Small"].spec) == {DIMS: [24] * 4 + [12] * 4, SKIPPED: [6, 8]}
+    assert (found["Bare"].billions, found["Bare"].accuracy) == (None, None)
+    write_slices(tmp_path / "again.csv", space, found, supernet.network)
+    again = read_slices(tmp_path / "again.csv", space)
+    assert [s.spec for s in again.values()] == [s.spec for s in found.values()]
+    assert again["Small"] == found["Small"]
+    assert (tmp_path / "again.csv").read_text().startswith("name,# Layers,# Effective Params (B),MMLU PT acc")
+
+
+def test_effective_parameters_are_the_published_ones() -> None:
+    with torch.device("meta"):
+        network, space, _ = ofa_adapters.registry.family_of("gemma3n").build()
+    count = ofa_adapters.slices.effective_parameters
+    small = space.parse({DIMS: [8192] * 30, SKIPPED: [20, 21, 22, 23, 24]})
+    assert (
+        space.parse({DIMS: "[" + ", ".join(["2_048 * 4"] * 30) + "]", SKIPPED: "[20, 21, 22, 23, 24]"})
+        == small
+    )
+    assert count(network, space, space.largest()) / 1e9 == pytest.approx(3.98, abs=0.005)
+    assert count(network, space, small) / 1e9 == pytest.approx(1.91, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "message"),
+    [
+        ({DIMS: [24] * 9}, SpecError, "FFN Hidden Dims has 9 numbers"),
+        ({DIMS: [24] * 9, SKIPPED: [10]}, SpecError, "layer 10 does not exist; choose 0 to 9"),
+        ({DIMS: [24] * 8, SKIPPED: [1, 1]}, SpecError, "every layer once"),
+        ({DIMS: [25] * 10}, IllegalChoice, "25 is not a choice"),
+        ({DIMS: "[24, __import__('os')]"}, SpecError, "expected a list of whole numbers"),
+        ({DIMS: [24.0] * 10}, SpecError, "expected a list of whole numbers"),
+        ({DIMS: None}, SpecError, "has 0 numbers"),
+        ([1], SpecError, "expected a mapping of axes"),
+    ],
+)
+def test_rows_that_are_no_subnet_are_refused(
+    supernet: subnetact.Supernet, row: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        supernet.space.parse(row)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("", FileFormatError, "not a CSV file of slices"),
+        ("a,b\n1,2\n", FileFormatError, "its columns are name, # Layers"),
+        ('name,FFN Hidden Dims\nx,"[1]"\n', SpecError, "line 2: gemma3n: FFN Hidden Dims has 1"),
+        (
+            'name,# Layers,FFN Hidden Dims\nx,9,"[' + ", ".join(["24"] * 10) + ']"\n',
+            FileFormatError,
+            "line 2: # Layers is 9, but 10 layers are kept",
+        ),
+        (
+            'name,MMLU PT accuracy,FFN Hidden Dims\nx,good,"[' + ", ".join(["24"] * 10) + ']"\n',
+            FileFormatError,
+            "MMLU PT accuracy is 'good', no number",
+        ),
+    ],
+)
+def test_files_that_hold_no_slices_are_refused(
+    supernet: subnetact.Supernet, tmp_path: Path, text: str, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "slices.csv"
+    path.write_text(text)
+    with pytest.raises(error, match=message):
+        read_slices(path, supernet.space)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {**TINY, "layer_types": ["sliding_attention"]}}, "no configuration of Gemma 3n"),
+        ({"config": {**TINY, "intermediate_size": [24]}}, "no configuration of Gemma 3n"),
+        ({"config": TINY, "widths": [25]}, "widths of layer 0 are whole numbers from 1 to 24"),
+        ({"config": TINY, "widths": [[8]]}, "or one list per layer"),
+        ({"config": TINY, "widths": 8}, "widths are a list of numbers"),
+        ({"config": TINY, "dtype": "int8"}, "dtype is a floating-point dtype of torch, got 'int8'"),
+    ],
+)
+def test_constructor_arguments_that_fit_no_gemma_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        ofa_adapters.load("gemma3n", **arguments)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'subnetact\[hf\]'"):
+        ofa_adapters.load("gemma3n", config=TINY)
+    assert ofa_adapters.language_models() == ("gemma3n",)
+
+
+def test_supernets_and_spaces_are_pickled(supernet: subnetact.Supernet) -> None:
+    again = pickle.loads(pickle.dumps(supernet))
+    spec = supernet.space.sample(3)
+    assert torch.equal(logits(again.subnet(spec)), logits(supernet.subnet(spec)))
+    assert again.space.format(spec) == supernet.space.format(spec)
