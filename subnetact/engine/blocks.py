@@ -53,6 +53,8 @@ class Block:
         """
         if self.shape is None and isinstance(state, Tensor):
             self.shape = tuple(state.shape[1:])
+        if torch.is_inference_mode_enabled():
+            return self._call(state)
         with torch.inference_mode():
             return self._call(state)
 

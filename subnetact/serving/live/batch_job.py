@@ -27,12 +27,14 @@ class BatchJob:
         beneath: the job that is suspended while this one runs; None if this one preempted no other.
         paused_ms: time that the current part was suspended, in ms.
         suspended_ms: when the job was suspended last, in ms on the same clock.
+        accuracy: measured accuracy in percent, if the part went over to the tail of another subnet.
         left_ms: how long the part was expected to run on at that time, in ms.
     """
 
     __slots__ = (
         "_todo",
         "abandoned",
+        "accuracy",
         "beneath",
         "expected_ms",
         "left_ms",
@@ -63,6 +65,7 @@ class BatchJob:
         self.started_ms = self.expected_ms = self.limit_ms = 0.0
         self.abandoned = False
         self.beneath: BatchJob | None = None
+        self.accuracy: float | None = None
         self.paused_ms = self.suspended_ms = self.left_ms = 0.0
 
     def split(self, requests: Sequence[Request], most: int) -> None:

@@ -343,6 +343,49 @@ class Core:
             job.suspended_ms, job.left_ms = now, taken_ms * (1.0 - done) / done
             return self._job_of(batch, job.worker, now, job), self.outcomes.owe(outcomes)
 
+    def tails_of(self, job: BatchJob, done: float) -> list[tuple[int, float]]:
+        """Return the subnets on whose remaining blocks a job that would be late could go on.
+
+        Args:
+            job: the job; nothing is returned if it meets all deadlines that are still ahead.
+            done: share of its blocks that have run, > 0.
+
+        Returns:
+            Subnets with which it is in time, each with the accuracy that was measured for it, the most
+            accurate first.
+        """
+        tails: Any = getattr(self._dispatcher.policy_of(job.shape), "tails", None)
+        if not tails or job.accuracy is not None:
+            return []
+        with self.lock:
+            now, part = self.clock_ms(), [request for request in job.part if request.open]
+            taken_ms = now - job.started_ms - job.paused_ms
+            due_ms = min((r.deadline_ms for r in part if r.deadline_ms >= now), default=math.inf)
+            if now + taken_ms * (1.0 - done) / done <= due_ms:
+                return []
+            floor = max((request.floor for request in part), default=0.0)
+            slower = taken_ms / (done * job.expected_ms) if job.expected_ms > 0 else 1.0
+            found = [
+                (to, accuracy)
+                for (subnet, to), accuracy in tails.items()
+                if subnet == job.subnet
+                and accuracy >= floor
+                and now + (1.0 - done) * slower * self._dispatcher.expected_ms(to, len(job.part), job.shape)
+                <= due_ms
+            ]
+            return sorted(found, key=lambda tail: -tail[1])
+
+    def went_over(self, job: BatchJob, subnet: int, accuracy: float) -> None:
+        """Note that a job goes on with the remaining blocks of another subnet.
+
+        Args:
+            job: the job.
+            subnet: id of the other subnet.
+            accuracy: measured accuracy of such batches, in percent.
+        """
+        with self.lock:
+            job.subnet, job.accuracy = subnet, accuracy
+
     def assign(self, workers: Collection[int]) -> None:
         """Let only some workers take batches; the others finish theirs and wait.
 
@@ -392,8 +435,10 @@ class Core:
         with self.lock:
             if job.abandoned:
                 return []
-            outcomes = self.outcomes.answer(job, outputs, self._accuracy[job.subnet], now)
-            self.learner.observe(job, now - job.started_ms - job.paused_ms)
+            accuracy = self._accuracy[job.subnet] if job.accuracy is None else job.accuracy
+            outcomes = self.outcomes.answer(job, outputs, accuracy, now)
+            if job.accuracy is None:
+                self.learner.observe(job, now - job.started_ms - job.paused_ms)
             self.worker_states.succeeded(job.worker)
             self._ran.add((job.worker, job.subnet, job.size))
             self._advance(job, now)
@@ -660,8 +705,12 @@ class Core:
             dispatcher.remove_expired(now)
         if not len(self._queue):
             return None
-        preempt: Any = getattr(dispatcher.policy_of(job.shape), "preempt", None)
+        policy: Any = dispatcher.policy_of(job.shape)
+        preempt: Any = getattr(policy, "preempt", None)
         if preempt is None:
+            return None
+        context = dispatcher.look(now, job.worker)
+        if hasattr(policy, "wants") and not policy.wants(context):
             return None
         running = [
             RunningBatch(
@@ -675,7 +724,7 @@ class Core:
             for worker, other in self._jobs.items()
             if other.beneath is None
         ]
-        if preempt(dispatcher.look(now, job.worker), running) != job.worker:
+        if preempt(context, running) != job.worker:
             return None
         return dispatcher.next_batch(now, job.worker)
 
@@ -715,7 +764,7 @@ class Core:
             known = (job.worker, job.subnet, job.size) in self._ran
             patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
         job.limit_ms = now + patience_ms
-        job.paused_ms = 0.0
+        job.paused_ms, job.accuracy = 0.0, None
         ends_ms = now + job.expected_ms
         if job.beneath is not None:
             ends_ms += job.beneath.left_ms

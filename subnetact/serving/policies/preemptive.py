@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from subnetact.errors import PolicyError
@@ -33,6 +33,11 @@ class Preemptive:
             If `policy` estimates its co-runners (`Veltair`), that number falls as the estimate grows, down to
             1 beside the largest measured number.
 
+        tails: pairs of subnets (from, to): a running batch of the first one that would miss a deadline may
+            continue on the remaining blocks of the second one, where both fit together. The value is the
+            accuracy of such batches, percent, which has to be measured: the mixture was never trained. The
+            simulator does not do this.
+
     Raises:
         PolicyError: an argument is out of range, or the policy preempts itself.
 
@@ -44,7 +49,13 @@ class Preemptive:
         `Batcher(engine, policy=Preemptive(SlackFit(table, slo_ms=36.0)))`
     """
 
-    def __init__(self, policy: Policy, factor: float = 1.0, longest: int = 1) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        factor: float = 1.0,
+        longest: int = 1,
+        tails: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
         check_policy(policy)
         if hasattr(policy, "preempt"):
             raise PolicyError(f"policy: {type(policy).__name__} preempts by itself; use it as it is")
@@ -57,6 +68,12 @@ class Preemptive:
         for name in ("slo_ms", "switch_ms"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
+        for pair, percent in (tails or {}).items():
+            if not all(0 <= subnet < len(self.table.subnets) for subnet in pair) or not 0 <= percent <= 100:
+                raise PolicyError(
+                    f"tails: {pair} -> {percent} is no pair of subnets with an accuracy in percent"
+                )
+        self.tails = dict(tails or {})
         self._latency: list[list[float]] = self.table.latency_ms.tolist()
         self._fastest = self.table.fastest_ms
         accuracy = self.table.known_accuracy()
@@ -83,7 +100,8 @@ class Preemptive:
     def retabled(self, table: Any) -> Preemptive:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         retabled: Any = getattr(self.policy, "retabled", None)
-        return Preemptive(self.policy if retabled is None else retabled(table), self.factor, self.longest)
+        policy = self.policy if retabled is None else retabled(table)
+        return Preemptive(policy, self.factor, self.longest, self.tails)
 
     def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
         """Pass the latency of a batch on to the policy, if it wants to know; see `Policy`."""
@@ -104,6 +122,14 @@ class Preemptive:
         least, most = self.table.co_runners[0], self.table.co_runners[-1]
         share = min(1.0, max(0.0, (estimate - least) / max(most - least, 1e-9)))
         return max(1, round(longest - share * (longest - 1)))
+
+    def wants(self, context: Context) -> bool:
+        """Return whether any request is urgent, so that `preempt` has to be asked; this is quicker.
+
+        Args:
+            context: the state of the server while no worker is idle.
+        """
+        return context.queue.deadline() < max(context.now_ms, min(context.free_at_ms)) + self._fastest
 
     def preempt(self, context: Context, running: Sequence[RunningBatch]) -> int | None:
         """Choose the running batch that gives way to the urgent requests of the queue.

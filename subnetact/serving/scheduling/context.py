@@ -180,6 +180,7 @@ class Policy(Protocol):
     * `reset()`: forgets all state; called before a simulation.
     * `preempt(context, running)`: may interrupt a running batch; see `Flex.preempt`. The live batcher and,
       with `resume=True`, the simulator ask between two blocks of a batch, and continue it afterwards.
+    * `wants(context)`: whether `preempt` has to be asked at all; a quick answer keeps blocks cheap.
     * `block_length(blocks)`: after how many blocks of a batch they ask; 1 without this method.
     """
 
