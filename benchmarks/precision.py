@@ -1,0 +1,246 @@
+"""Compares int8 subnets with float32 and with the quantisation of torch and torchao; memory and switching.
+
+    python benchmarks/precision.py [--families dynabert ofa_resnet50 ofa_mbv3] [--batch-sizes 1 8]
+        [--parts forward memory switch] [--out benchmarks/results/precision.json]
+
+All contenders of a cell run in one process, in turns, in random order. A ratio is the median, over all
+passes, of a contender's time divided by that of the extracted float32 network in eager mode. Measured cells
+are written after each cell, and cells that the file has already are not measured again: a run may be split.
+torchao is measured if it is installed. `--report` prints the table of a measured file and draws its plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import random
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import subnetact
+from ofa_adapters import load
+from subnetact.device import machine
+from subnetact.supernet.supernet import Supernet
+
+BASE = "eager_float32"
+ROOMY_MB = 2048.0
+TOKENS, PIXELS = 128, 224
+
+
+def supernet_of(family: str) -> Supernet:
+    torch.manual_seed(0)
+    supernet = load(family)
+    for name, weight in supernet.named_parameters():
+        if weight.dim() == 4:  # The default initialisation leaves deep networks without a signal.
+            nn.init.kaiming_normal_(weight)
+        elif weight.dim() == 2 and "embed" not in name and family == "dynabert":
+            nn.init.normal_(weight, std=0.04)
+    supernet.refresh()
+    return supernet.eval()
+
+
+def inputs_of(family: str, batch: int) -> Tensor:
+    torch.manual_seed(1)
+    if family == "dynabert":
+        return torch.randint(0, 30_000, (batch, TOKENS))
+    return torch.randn(batch, 3, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
+
+
+def engine_of(supernet: Supernet, spec: Any, x: Tensor, budget: float) -> subnetact.Engine:
+    return subnetact.Engine(
+        supernet, [spec], example=x[0], memory_budget_mb=budget, allow_uncalibrated=True, check=False
+    )
+
+
+def contenders(
+    supernet: Supernet, spec: subnetact.SubnetSpec, x: Tensor, precisions: list[str]
+) -> dict[str, Callable[[], Any]]:
+    space = supernet.space
+    exact = space.at_precision(spec, "float32")
+    extracted: Any = supernet.extract(exact)
+    runs: dict[str, Callable[[], Any]] = {BASE: lambda: extracted(x)}
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(extracted), {nn.Linear}, torch.qint8)
+    runs["quantize_dynamic"] = lambda: quantised(x)
+    torchao = torchao_network(extracted)
+    if torchao is not None:
+        runs["torchao_eager"] = lambda: torchao(x)
+    for precision in ("float32", *precisions):
+        low = space.at_precision(spec, precision)
+        runs[f"view_{precision}"] = partial(engine_of(supernet, low, x, 0.0), x, subnet=0)
+        engine = engine_of(supernet, low, x, ROOMY_MB)
+        if engine.pin(0):
+            runs[f"fused_{precision}"] = partial(engine, x, subnet=0)
+    return runs
+
+
+def torchao_network(network: nn.Module) -> Any:
+    """Return the network with torchao's dynamic int8 quantisation, or None if torchao is not installed."""
+    try:
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    except ImportError:
+        return None
+    made = copy.deepcopy(network)
+    quantize_(made, Int8DynamicActivationInt8WeightConfig())
+    return made
+
+
+def timed(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    error = {}
+    with torch.inference_mode():
+        expected = runs[BASE]()
+        for name, run in list(runs.items()):
+            run(), run()
+            error[name] = float((run() - expected).norm() / expected.norm())
+        order, end = list(runs), time.perf_counter() + seconds
+        rng = random.Random(0)
+        while len(times[BASE]) < 7 or time.perf_counter() < end:
+            rng.shuffle(order)
+            for name in order:
+                start = time.perf_counter()
+                runs[name]()
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {
+        "passes": len(times[BASE]),
+        "median_ms": {name: median(taken) for name, taken in times.items()},
+        "ratio": {
+            name: median(a / b for a, b in zip(taken, times[BASE], strict=True))
+            for name, taken in times.items()
+        },
+        "relative_error": error,
+    }
+
+
+def forward(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    cells = result.setdefault("forward", [])
+    for family in args.families:
+        for batch in args.batch_sizes:
+            if any(cell["family"] == family and cell["batch"] == batch for cell in cells):
+                continue
+            supernet = supernet_of(family)
+            supernet.enable_precision(*args.precisions)
+            runs = contenders(supernet, supernet.space.largest(), inputs_of(family, batch), args.precisions)
+            cells.append({"family": family, "batch": batch, **timed(runs, args.seconds)})
+            ratios = "  ".join(f"{name} {ratio:.3f}" for name, ratio in cells[-1]["ratio"].items())
+            print(f"{family} batch {batch}: {cells[-1]['median_ms'][BASE]:.1f} ms  {ratios}", flush=True)
+            save(args, result)
+
+
+def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Count the resident memory of 1000 subnets at each precision, beyond the weights and the int8 copy."""
+    found = result.setdefault("memory", {})
+    for family in args.families:
+        for precision in ("float32", "int8"):
+            if precision in found.setdefault(family, {}):
+                continue
+            supernet = supernet_of(family)
+            space = supernet.enable_precision("int8")
+            specs = [space.at_precision(spec, precision) for spec in supernet.space.base.sample(1, 1000)]
+            engine = subnetact.Engine(supernet, [space.at_precision(space.largest(), precision)],
+                                      allow_uncalibrated=True)  # fmt: skip
+            before = resident_mb()
+            for spec in specs:
+                engine.register(spec)
+            found[family][precision] = {
+                "subnets": len(engine) - 1,
+                "beyond_MiB": resident_mb() - before,
+                "lowered_MiB": supernet.lowered_bytes() / 2**20,
+                "weights_MiB": engine.stats().weights / 2**20,
+            }
+            print(family, precision, found[family][precision], flush=True)
+            save(args, result)
+
+
+def resident_mb() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure how long choosing another subnet takes, which differs in the precision only."""
+    found = result.setdefault("switch_us", {})
+    for family in args.families:
+        supernet = supernet_of(family)
+        space = supernet.enable_precision("int8")
+        specs = [space.at_precision(space.largest(), name) for name in ("float32", "int8")]
+        engine = subnetact.Engine(supernet, specs, allow_uncalibrated=True)
+        taken = []
+        for i in range(20_000):
+            start = time.perf_counter_ns()
+            engine.ready(i % 2)
+            taken.append((time.perf_counter_ns() - start) / 1e3)
+        found[family] = median(taken)
+        print(family, found[family], flush=True)
+    save(args, result)
+
+
+def report(result: dict[str, Any], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"]))
+    print(f"| network | ms | {' | '.join(names[1:])} |\n|{'---|' * (len(names) + 1)}")
+    for cell in result["forward"]:
+        ratios = (f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names[1:])
+        ms = cell["median_ms"][BASE]
+        print(f"| {cell['family']}, batch {cell['batch']} | {ms:.1f} | {' | '.join(ratios)} |")
+    figure, axis = plt.subplots(figsize=(11, 4.2))
+    for i, name in enumerate(names):
+        at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(result["forward"]))]
+        height = [cell["ratio"].get(name, 0.0) for cell in result["forward"]]
+        axis.bar(at, height, 0.8 / len(names), label=name)
+    axis.axhline(1.0, color="black", linewidth=0.6)
+    axis.set_xticks(
+        range(len(result["forward"])), [f"{c['family']}\nbatch {c['batch']}" for c in result["forward"]]
+    )
+    axis.set_ylabel("time / eager float32")
+    axis.set_ylim(0, 1.6)
+    on = result["machine"]
+    axis.set_title(f"largest subnets, {on['device_name']}, {on['threads']} thread(s)", fontsize=10)
+    axis.legend(ncol=5, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+
+
+def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+PARTS = {"forward": forward, "memory": memory, "switch": switch}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--families", nargs="+", default=["dynabert", "ofa_resnet50", "ofa_mbv3"])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--precisions", nargs="+", default=["int8"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=30.0, help="of timed running per cell")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="only print and plot what was measured")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/precision.json"))
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    result = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if not args.report:
+        torch.set_num_threads(args.threads)
+        result["machine"] = machine(torch.device("cpu"))
+        for part in args.parts:
+            PARTS[part](args, result)
+    report(result, args.out)
+
+
+if __name__ == "__main__":
+    main()
