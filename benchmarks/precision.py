@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +47,9 @@ def supernet_of(family: str) -> Supernet:
         elif weight.dim() == 2 and "embed" not in name and family == "dynabert":
             nn.init.normal_(weight, std=0.04)
     supernet.refresh()
+    if supernet.norm_operators():  # Statistics of its own, so that activations have the usual sizes.
+        batches = list(torch.randn(2, 4, 3, PIXELS, PIXELS))
+        subnetact.calibrate(supernet, [supernet.space.largest()], batches, progress=False, check=False)
     return supernet.eval()
 
 
@@ -69,7 +73,8 @@ def contenders(
     exact = space.at_precision(spec, "float32")
     extracted: Any = supernet.extract(exact)
     runs: dict[str, Callable[[], Any]] = {BASE: lambda: extracted(x)}
-    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(extracted), {nn.Linear}, torch.qint8)
+    torchs: Any = torch.ao.quantization
+    quantised = torchs.quantize_dynamic(copy.deepcopy(extracted), {nn.Linear}, torch.qint8)
     runs["quantize_dynamic"] = lambda: quantised(x)
     torchao = torchao_network(extracted)
     if torchao is not None:
@@ -86,11 +91,11 @@ def contenders(
 def torchao_network(network: nn.Module) -> Any:
     """Return the network with torchao's dynamic int8 quantisation, or None if torchao is not installed."""
     try:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+        torchao = import_module("torchao.quantization")
     except ImportError:
         return None
     made = copy.deepcopy(network)
-    quantize_(made, Int8DynamicActivationInt8WeightConfig())
+    torchao.quantize_(made, torchao.Int8DynamicActivationInt8WeightConfig())
     return made
 
 

@@ -4,6 +4,7 @@
             accuracies are kept in results/search_digits_accuracy.json, and an unfinished file is continued
   digits    compares the fronts that evolution and random search find with a tenth of these evaluations
             with the front of all subnets
+  precision compares the Pareto front of the digits supernet with and without int8 subnets, on this machine
   families  compares evolution with random search on large spaces, with made-up accuracies and latencies
   ablation  compares evolution with and without its surrogate, and random search, at equal evaluations
   costs     measures how many subnets per second the cost model computes
@@ -172,6 +173,59 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def precision(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the fronts of true accuracy and measured latency with and without an axis of precisions.
+
+    The candidates are the first two fronts of true accuracy and multiply-accumulates, at both precisions.
+    """
+    supernet, accuracy, macs, _ = true_digits(args.truth)
+    layers = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
+    rest = {spec: accuracy[spec] for spec in accuracy if spec not in layers}
+    layers += pareto_front(rest, cost=macs.__getitem__, gain=accuracy.__getitem__)
+    space = supernet.enable_precision("int8")
+    specs = [space.at_precision(spec, name) for spec in layers for name in ("float32", "int8")]
+    training, held_out = read_digits()
+    generator = torch.Generator().manual_seed(0)
+    pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
+    generator = torch.Generator().manual_seed(1)
+    loader = [(distort(held_out.images, generator), held_out.labels) for _ in range(COPIES)]
+    percent = subnetact.evaluate(supernet, specs, loader, calibration=pool)
+    engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, SIDE, SIDE), memory_budget_mb=512.0)
+    for i in range(len(specs)):
+        engine.pin(i)
+    table = subnetact.profile_latency(
+        engine, batch_sizes=[args.batch], windows=3, max_windows=3, min_time_ms=30.0
+    )
+    found = [
+        {"key": spec.key, "precision": spec.precision, "accuracy": one, "ms": float(ms[0])}
+        for spec, one, ms in zip(specs, percent, table.latency_ms, strict=True)
+    ]
+    exact, low = ([one for one in found if one["precision"] == name] for name in ("float32", "int8"))
+    reference = min(percent), max(one["ms"] for one in found)
+
+    def front(among: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return pareto_front(among, cost=lambda one: one["ms"], gain=lambda one: one["accuracy"])
+
+    def volume(among: list[dict[str, Any]]) -> float:
+        return subnetact.hypervolume([(one["accuracy"], one["ms"]) for one in front(among)], reference)
+
+    differences = [b["accuracy"] - a["accuracy"] for a, b in zip(exact, low, strict=True)]
+    return {
+        "machine": machine(torch.device("cpu")),
+        "batch": args.batch,
+        "subnets": len(layers),
+        "int8_accuracy_minus_float32": {
+            "mean": float(np.mean(differences)),
+            "lowest": min(differences),
+            "highest": max(differences),
+        },
+        "int8_on_the_front": sum(one["precision"] == "int8" for one in front(found)),
+        "front": front(found),
+        "front_float32": front(exact),
+        "hypervolume_with_over_without": volume(found) / volume(exact),
+    }
+
+
 def made_up_accuracy(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], float]:
     """Return a made-up accuracy: a saturating function of depth, widths and kernels, block by block.
 
@@ -311,6 +365,8 @@ def report(result: dict[str, Any], out: Path) -> None:
             for name, e in result["latency"].items()
             if isinstance(e, dict) and "mean_percent" in e
         ]
+    if "precision" in result:
+        lines += precisions(result["precision"])
     if "costs" in result:
         lines += ["", "**Costs** of subnets not seen before, one thread, processor time:", ""]
         lines += ["| | construction, s | subnets per second |", "|---|---|---|"]
@@ -322,6 +378,21 @@ def report(result: dict[str, Any], out: Path) -> None:
     head, _, rest = readme.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def precisions(found: dict[str, Any]) -> list[str]:
+    """Return what the axis of precisions brings on the digits, as lines of Markdown."""
+    off = found["int8_accuracy_minus_float32"]
+    on = found["machine"]
+    return [
+        "",
+        f"**Precision**, {found['subnets']} subnets of the first two fronts of the digits at float32 and "
+        f"int8, fused, batch {found['batch']}, latency measured on {on['device_name']}, "
+        f"{on['threads']} thread(s): int8 changes the accuracy by {off['mean']:+.2f} points on average "
+        f"({off['lowest']:+.2f} to {off['highest']:+.2f}); {found['int8_on_the_front']} of the "
+        f"{len(found['front'])} subnets on the common front are int8; its hypervolume is "
+        f"{found['hypervolume_with_over_without']:.3f} times that of the front without int8.",
+    ]
 
 
 def fronts(result: dict[str, Any]) -> list[str]:
@@ -394,6 +465,7 @@ def main() -> None:
     parts = {
         "truth": truth,
         "digits": digits,
+        "precision": precision,
         "families": families,
         "ablation": ablation,
         "costs": costs,
@@ -405,6 +477,7 @@ def main() -> None:
     parser.add_argument(
         "--evaluations", type=int, default=1000, help="evaluations per search of a large space"
     )
+    parser.add_argument("--batch", type=int, default=8, help="the batch size of part precision")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/search.json"))
     parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")

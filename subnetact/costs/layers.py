@@ -15,8 +15,9 @@ __all__ = ["FEATURES", "KINDS", "MEASURES", "MULTIPLYING", "Vector", "feature", 
 Vector: TypeAlias = npt.NDArray[np.int64]
 """One count per entry of `FEATURES`."""
 
-KINDS = ("convolution", "pointwise", "depthwise", "linear", "norm", "product", "other")
-"""What a module computes. `product` is a matrix product outside any layer, as in attention."""
+KINDS = ("convolution", "pointwise", "depthwise", "linear", "low", "norm", "product", "other")
+"""What a module computes. `product` is a matrix product outside any layer, as in attention; `low` is a linear
+layer or 1x1 convolution at a lower precision."""
 MEASURES = ("modules", "macs", "activation_bytes", "weight_bytes")
 FEATURES = ("parameters", *(f"{kind}.{measure}" for kind in KINDS for measure in MEASURES))
 

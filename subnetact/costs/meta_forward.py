@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_of
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
+from subnetact.operators.precision import FLOAT_BITS
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import bind_module
@@ -56,6 +57,9 @@ _MOVES_DATA = (
     "zeros",
 )
 """Parts of the names of operators that only move data. Operators that return views are not counted either."""
+
+_AS = {torch.ops.aten._int_mm: torch.ops.aten.mm}
+"""ATen operators that multiply as others do."""
 
 _NAMES = {"_native_batch_norm_legit_no_training": "batch_norm"}
 """ATen operators that are reported under a shorter name."""
@@ -88,11 +92,13 @@ class _View:
         module: the plain module on the meta device.
         held: counts that do not depend on inputs: modules, parameters and weight bytes, those of
             submodules included.
+        kind: which of `KINDS` the module is in this subnet.
         calls: the calls of the module so far.
     """
 
     module: nn.Module
     held: Vector
+    kind: str
     calls: Calls = field(default_factory=dict)
 
 
@@ -202,13 +208,17 @@ class MetaForward:
             if name in site.counted:
                 held += view.held
         if any(view.module is bound for view in views.values()):
-            return _View(bound, held)  # a switch is replaced by the module that it chooses
-        tensors = [t for t in bound._parameters.values() if t is not None]
+            return _View(bound, held, site.kind)  # a switch is replaced by the module that it chooses
+        own = {name: t for name, t in bound._parameters.items() if t is not None}
+        tensors = list(own.values())
+        kind = site.kind
+        if isinstance(site.module, Operator) and site.module.bits(row) != FLOAT_BITS:
+            kind = "low" if getattr(site.module.mixin(), "reads_copy", False) else site.kind
         if tensors:
-            held[0] += sum(t.numel() for t in tensors)
-            held[feature(site.kind, "modules")] += 1
-            held[feature(site.kind, "weight_bytes")] += sum(t.numel() * t.element_size() for t in tensors)
-        made = _View(bound, held)
+            held[0] += sum(t.numel() for name, t in own.items() if not name.endswith("weight_scale"))
+            held[feature(kind, "modules")] += 1
+            held[feature(kind, "weight_bytes")] += sum(t.numel() * t.element_size() for t in tensors)
+        made = _View(bound, held, kind)
         forward = bound.forward
         object.__setattr__(bound, "forward", partial(self._call, made, site, bool(tensors), forward))
         return made
@@ -227,13 +237,13 @@ class MetaForward:
         def run(counts: Counts) -> Any:
             outputs = forward(*args, **kwargs)
             if counts.own_macs:
-                kind = site.kind if site.multiplies else "product"
+                kind = view.kind if site.multiplies else "product"
                 counts.vector[feature(kind, "macs")] += counts.own_macs
                 counts.vector[feature("product", "modules")] += not site.multiplies
                 counts.own_macs = 0
             if has_tensors:
                 elements = sum(leaf.numel() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-                counts.vector[feature(site.kind, "activation_bytes")] += elements * self._item_bytes
+                counts.vector[feature(view.kind, "activation_bytes")] += elements * self._item_bytes
             return outputs
 
         return self._mode.remembered(view.calls, (args, kwargs), run)
@@ -295,7 +305,8 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Counts) -> Any:
-        formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        counted = _AS.get(func._overloadpacket, func._overloadpacket)
+        formula: Callable[..., int] | None = flop_registry.get(counted)
         if formula is None:
             with self:
                 parts = func.decompose(*args, **kwargs)

@@ -52,6 +52,8 @@ from subnetact.supernet.supernet import Supernet, as_supernet, stale_weights
 
 __all__ = ["Engine"]
 
+FUSING = (FLOAT32, "int8")
+"""The precisions at which subnets can become fused programs."""
 KERNEL_BYTES = 2**25
 """Bytes of a budget that stay free on the CPU for the kernels that oneDNN compiles and keeps."""
 
@@ -554,7 +556,7 @@ class Engine:
             elif self._cache.budget:
                 why = "the engine was made with fuse=False"
             return PinResult(False, why)
-        if chosen.spec.precision != FLOAT32:
+        if chosen.spec.precision not in FUSING:
             return PinResult(False, f"a subnet at {chosen.spec.precision} runs as a view")
         result = self._promoter.pin(chosen, bound, self.example)
         self.changes += 1
@@ -787,7 +789,7 @@ class Engine:
                 x = x.contiguous(memory_format=torch.channels_last)
             if self._compiler is not None:
                 call = self._compiler.of(subnet.id, bound)
-            elif self._promoter is None or subnet.spec.precision != FLOAT32:
+            elif self._promoter is None or subnet.spec.precision not in FUSING:
                 call = bound.view
             else:
                 call = self._promoter.program(subnet, bound, self._example) or bound.view

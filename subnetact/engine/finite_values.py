@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from subnetact.engine.packed_conv import plain_conv
+from subnetact.operators.precision import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
 
 __all__ = ["LIMIT", "overflows", "stays_finite"]
@@ -68,7 +69,7 @@ def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
 def _is_known(module: nn.Module) -> bool:
     cls = module_class(module)
     norm = issubclass(cls, _BatchNorm) and cls.forward is _BatchNorm.forward
-    return cls in _LAYERS or norm or plain_conv(module)
+    return cls in _LAYERS or norm or plain_conv(module) or isinstance(module, LowConv | LowLinear)
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:

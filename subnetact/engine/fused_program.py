@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from subnetact.engine.constants import fold_constants
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
+from subnetact.engine.int8_conv import Int8Conv, int8_pays
 from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.engine.packed_linear import (
     PackedLinear,
@@ -32,6 +33,7 @@ from subnetact.engine.packed_linear import (
     pack_linear_,
     pack_linears_,
 )
+from subnetact.operators.precision import LowConv
 from subnetact.operators.view_module import module_class, owned
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.elementwise import Elementwise, elementwise, has_hooks
@@ -133,7 +135,7 @@ class FusedProgram:
         for node in list(graph.nodes):
             if node.op == "call_module" and _is_plain_conv(leaves[node.target]) and len(node.args) == 1:
                 name, path = f"fused_{order[node]}", str(node.target)
-                fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge))
+                fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge, modules))
                 modules[name] = fused
                 self.paths[name] = path
                 self._convs.append(fused.conv)
@@ -224,7 +226,7 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, 
 
 
 def _is_plain_conv(module: nn.Module) -> bool:
-    return plain_conv(module) and not has_hooks(module)
+    return (plain_conv(module) or isinstance(module, LowConv)) and not has_hooks(module)
 
 
 def _is_derived_norm(module: nn.Module) -> bool:
@@ -291,6 +293,7 @@ def _fuse(
     name: str,
     dtype: torch.dtype | None,
     merge: bool,
+    fused_convs: Mapping[str, Any],
 ) -> PackedConv:
     """Replace a convolution, and the operations that alone use its output, by one node of the given name."""
     conv: Any = leaves[str(node.target)]
@@ -323,8 +326,12 @@ def _fuse(
         graph.erase_node(last)
         last = before
     graph.erase_node(node)
-    dtype = dtype or conv.weight.dtype
     bias = _bias(conv, norm)
+    if merge and dtype is None and int8_pays(conv):
+        factor = None if norm is None else _scale(norm)
+        unsigned = _never_negative(inputs[0], fused_convs)
+        return Int8Conv(conv, factor, bias, *(activation or ("none", ())), unsigned=unsigned)
+    dtype = dtype or (torch.float32 if conv.weight.dtype == torch.int8 else conv.weight.dtype)
     return PackedConv(
         conv,
         lambda: _weight(conv, norm).to(dtype),
@@ -391,6 +398,14 @@ def _overwrite_output(graph: fx.Graph, node: fx.Node, modules: dict[str, Any], p
         node = over
 
 
+def _never_negative(node: Any, modules: Mapping[str, Any]) -> bool:
+    """Tell whether a value of a graph comes from a fused convolution with a ReLU, or a pooling of it."""
+    module = modules.get(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+        return _never_negative(node.args[0], modules)
+    return isinstance(module, _FusedConv) and module.conv.never_negative
+
+
 def _overwrite(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
     """Let an addition write its result over its second operand, if nothing reads that operand later."""
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -421,8 +436,10 @@ def _scale(norm: Any) -> Tensor:
     return scale if norm.weight is None else scale * norm.weight
 
 
-def _weight(conv: nn.Conv2d, norm: nn.Module | None) -> Tensor:
-    weight = conv.weight.detach()
+def _weight(conv: Any, norm: nn.Module | None) -> Tensor:
+    weight: Tensor = conv.weight.detach()
+    if weight.dtype == torch.int8:
+        weight = weight * conv.weight_scale.reshape(-1, 1, 1, 1)
     return weight if norm is None else weight * _scale(norm).reshape(-1, 1, 1, 1)
 
 

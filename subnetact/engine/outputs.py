@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from subnetact.errors import EngineError
 
-__all__ = ["agree", "unstack"]
+__all__ = ["agree", "is_near", "unstack"]
 
 
 def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
@@ -50,6 +51,32 @@ def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) ->
         ValueError,
     ):  # The values hold arrays, whose comparison is no single bool.
         return False
+
+
+def is_near(output: Any, expected: Any, share: float) -> bool:
+    """Tell whether two outputs are nearly equal.
+
+    Args:
+        output: a tensor, or a tuple, list or dictionary of tensors.
+        expected: what the output should be.
+        share: the largest norm of the difference of two tensors, as a share of the norm of the expected one.
+
+    Returns:
+        Whether structure, shapes and dtypes are equal, and all tensors are near enough.
+    """
+    pairs = tree_leaves(output), tree_leaves(expected)
+    if len(pairs[0]) != len(pairs[1]):
+        return False
+    for one, other in zip(*pairs, strict=True):
+        if not isinstance(other, Tensor) or not other.is_floating_point():
+            if not agree(one, other):
+                return False
+            continue
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not bool((one - other).norm() <= share * other.norm() + 1e-6):
+            return False
+    return True
 
 
 def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:

@@ -76,7 +76,7 @@ class PackedConv:
         self.reserve: Callable[[int], bool] = lambda _: True
         self._activation = activation
         self._scalars = tuple(scalars)
-        self._onednn = can_pack(conv.weight) and dtype == torch.float32
+        self._onednn = _ONEDNN and conv.weight.device.type == "cpu" and dtype == torch.float32
         self._merged = (activation, self._scalars) if merge else ("none", ())
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
@@ -117,6 +117,11 @@ class PackedConv:
         return y if name == self._activation else self._activate(y)
 
     @property
+    def never_negative(self) -> bool:
+        """Whether no result is ever negative."""
+        return self._activation == "relu" or (self._activation == "hardtanh" and self._scalars[0] >= 0)
+
+    @property
     def swallows_nan(self) -> bool:
         """Whether the result can be a number although the convolution gives NaN."""
         return self._onednn and self._merged[0] in ("relu", "hardtanh")
@@ -129,9 +134,7 @@ class PackedConv:
 
     def _pack(self, shape: torch.Size) -> Tensor:
         if self._onednn:
-            packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(
-                self._source(), *self._settings, shape
-            )
+            packed = self._reorder(shape)
             layout = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
         else:
             packed, layout = self._source().contiguous(memory_format=torch.channels_last), b""
@@ -144,6 +147,10 @@ class PackedConv:
             self._by_shape = {}
         self._by_shape[shape] = found
         return found
+
+    def _reorder(self, shape: torch.Size) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_convolution_weight(self._source(), *self._settings, shape)
+        return packed
 
     def _nbytes(self, weight: Tensor) -> int:
         if self._onednn:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from subnetact.device import synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.outputs import agree
+from subnetact.engine.outputs import agree, is_near
 from subnetact.engine.packed_linear import can_pack_linear
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.spec import FLOAT32
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
@@ -41,6 +42,8 @@ SLOWER = 1.03
 """A program is discarded if it takes this many times as long as the view, in every turn."""
 NOTICEABLE_S = 1e-4
 """Differences of fewer seconds are not noticed: they are those of Python, not of the layers."""
+NEAR = 0.25
+"""The largest difference between a program and a view at int8, which quantise other tensors, by the norm."""
 
 _log = logging.getLogger("subnetact.engine")
 
@@ -242,17 +245,19 @@ class Promoter:
                 except Exception as error:  # The first one says why the network cannot be traced.
                     causes.append(error)
                     continue
-                cause = self._compare(program, bound.view, x)
+                cause = self._compare(program, bound.view, x, subnet.spec.precision)
             if cause is None:
                 return program
             causes.insert(0, cause)
         raise causes[0]
 
-    def _compare(self, program: FusedProgram, view: nn.Module, x: Any) -> Exception | None:
+    def _compare(self, program: FusedProgram, view: nn.Module, x: Any, precision: str) -> Exception | None:
         """Compare a program with the view. Return why it cannot be used, or None if it can be used."""
         tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
         try:
-            if not agree(program(x), call_with(view, x), *tolerance):
+            output, expected = program(x), call_with(view, x)
+            low = precision != FLOAT32
+            if not (is_near(output, expected, NEAR) if low else agree(output, expected, *tolerance)):
                 return ValueError("the outputs of the fused program differ from those of the view")
         except Exception as error:
             return error

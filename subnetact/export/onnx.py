@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -50,7 +51,8 @@ def to_onnx(
     input `input` (N, ...) and the output `output`. Several inputs are called as in the example of the
     engine, a dictionary, or `input_0`, `input_1`, ... for a tuple. Several outputs have the keys of the
     network's dictionary of tensors as names, or `output_0`, `output_1`, ... The exporter folds BatchNorm
-    into convolutions, so outputs equal the supernet's up to rounding.
+    into convolutions, so outputs equal the supernet's up to rounding. The layers of int8 subnets have
+    int8 weights and quantise their inputs in the file, as the subnet does (`MatMulInteger`).
 
     Args:
         engine: the engine with the subnets and the example input.
@@ -91,7 +93,13 @@ def to_onnx(
             with _silent(), blamed(view, name, "torch.onnx"):
                 names = _names(call_with(traced, x))
                 made = torch.onnx.export(
-                    program, (), input_names=_inputs(x), output_names=names, dynamo=True, verbose=False
+                    program,
+                    (),
+                    input_names=_inputs(x),
+                    output_names=names,
+                    dynamo=True,
+                    verbose=False,
+                    custom_translation_table=_translations(),
                 )
                 if made is None:
                     raise ExportError(f"subnet {name}: torch.onnx made no program")
@@ -106,6 +114,16 @@ def to_onnx(
                 }
             )
     return Path(directory)
+
+
+def _translations() -> dict[Any, Any]:
+    """Return how the operators of int8 subnets are written: dynamically quantised, without a zero point."""
+    opset = import_module("onnxscript").opset18
+
+    def int_mm(a: Any, b: Any) -> Any:
+        return opset.MatMulInteger(a, b)
+
+    return {torch.ops.aten._int_mm.default: int_mm}
 
 
 def _inputs(x: Any) -> list[str]:

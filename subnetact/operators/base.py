@@ -534,10 +534,11 @@ class Operator(nn.Module):
             SpecError: a size in the row is not legal.
         """
         sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
-        if bits == FLOAT_BITS:
-            given, mixin = self.parameters_of(sizes, trainable), None
+        mixin = None if bits == FLOAT_BITS else self.mixin()
+        if getattr(mixin, "reads_copy", False):
+            given = self.low_parameters_of(sizes, bits)
         else:
-            given, mixin = self.low_parameters_of(sizes, bits), self.mixin()
+            given = self.parameters_of(sizes, trainable)
         return view_module(self.template, parameters=given, mixin=mixin, **self.attributes(sizes))
 
     def packed_copies(self) -> list[PackedCopy]:

@@ -36,6 +36,7 @@ __all__ = [
     "LowConv",
     "LowConv1D",
     "LowLinear",
+    "LowWideConv",
     "lowered",
     "product",
     "quantise_rows",
@@ -151,11 +152,9 @@ def _scaled(acc: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None) 
     count = max(1, CHUNK // acc.shape[1])
     for i in range(0, len(acc), count):
         part = out[i : i + count]
-        part.copy_(acc[i : i + count]).mul_(row_scale[i : i + count])
-        if bias is None:
-            part.mul_(scale)
-        else:
-            torch.addcmul(bias, part, scale, out=part)
+        part.copy_(acc[i : i + count]).mul_(row_scale[i : i + count]).mul_(scale)
+        if bias is not None:
+            part.add_(bias)
     return out
 
 
@@ -169,6 +168,9 @@ def _in_one_piece(x: Tensor) -> bool:
 class _Low:
     """The base of mixins that let a module compute with a weight of a lower precision."""
 
+    reads_copy = True
+    """Whether the module reads the copy at the lower precision. Otherwise it reads the full weight."""
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickle an extracted module; its class is made from two that have names."""
         return _remade, type(self).__bases__, dict(self.__dict__)
@@ -176,6 +178,12 @@ class _Low:
     def extra_repr(self: Any) -> str:
         """Return what the plain class returns, and the dtype of the weight."""
         return f"{super().extra_repr()}, {str(self.weight.dtype).removeprefix('torch.')}"  # type: ignore[misc]
+
+
+class LowWideConv(_Low):
+    """Marks a convolution with a kernel of several positions: it is float32 in views, int8 when fused."""
+
+    reads_copy = False
 
 
 class LowLinear(_Low):

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.precision import LowConv, LowConv1D, LowLinear
+from subnetact.operators.precision import LowConv, LowConv1D, LowLinear, LowWideConv
 from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.space import SizeRow
 
@@ -212,7 +212,9 @@ class WeightSlice(Operator):
         if isinstance(module, nn.Conv2d):
             own = forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
             pointwise = module.kernel_size == (1, 1) and module.padding in ((0, 0), "valid", "same")
-            return LowConv if own and pointwise and module.groups == 1 else None
+            if not own or module.groups > 1:
+                return None
+            return LowConv if pointwise else LowWideConv if module.padding_mode == "zeros" else None
         known = forward.__module__ == "transformers.pytorch_utils" and not isinstance(module, nn.Embedding)
         return LowConv1D if known else None
 

@@ -73,7 +73,7 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
         if not _read_by_parent(named, name):
             operator.precision_dim = dims[slot]
             chosen[name] = operator
-    if not chosen:
+    if not any(getattr(operator.mixin(), "reads_copy", True) for operator in chosen.values()):
         raise PrecisionError(
             "the network has no linear layer and no 1x1 convolution, apart from the first and the last "
             "layer, that could run at a lower precision; its subnets are float32 only"
@@ -135,6 +135,8 @@ def weight_errors(network: nn.Module, bits: int) -> dict[str, float]:
     found = {}
     for module in network.modules():
         if not isinstance(module, Operator) or module.precision_dim is None:
+            continue
+        if not getattr(module.mixin(), "reads_copy", True):
             continue
         axis, weight = module.out_axis(), module._parameters[module.lowers[0]]
         if weight is None:

@@ -633,3 +633,20 @@ def test_impossible_numbers_are_refused_at_once(
     assert run(tmp_path, "--subnets", "random:2", *option) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_precisions_are_profiled_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "subnets.json"
+    choices = {"depth": 1, "expand": 0.25, "width": 0.125}
+    file.write_text(json.dumps([choices, {**choices, "precision": "int8"}]))
+    bundle = tmp_path / "bundle"
+    given = ["--subnets", file, "--batch-sizes", "1", "--calibrate-on", "random:8", "--save-bundle", bundle]
+    assert run(tmp_path, *given, "--precision", "float32", "int8") == 0
+    table = subnetact.LatencyTable.load(tmp_path / "t.json")
+    assert [key.count("precision=int8") for key in table.subnets] == [0, 1]
+    engine = subnetact.Engine.load(bundle)
+    assert [spec.precision for spec in engine.specs] == ["float32", "int8"]
+    assert run(tmp_path, "--bundle", bundle, "--precision", "float32", "--batch-sizes", "1") == 2
+    assert "precision: the supernet has int8, float32" in capsys.readouterr().err
+    assert run(tmp_path, *given) == 2
+    assert "precision" in capsys.readouterr().err

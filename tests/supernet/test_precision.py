@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.digits import load_digits_supernet
+from subnetact.engine.int8_conv import Int8Conv, int8_pays
 from subnetact.errors import (
     ForeignSpec,
     InsertError,
@@ -349,16 +350,15 @@ def test_engines_serve_both_precisions_and_bundles_keep_them(digits: Supernet, t
         digits, specs, example=x[0], allow_uncalibrated=True, memory_budget_mb=256, check=False
     )
     torch.testing.assert_close(engine(x, 1), digits(x, subnet=specs[1]), rtol=1e-4, atol=1e-4)
+    before = engine(x, 1)
     assert engine.pin(0)
-    answer = engine.pin(1)
-    assert not answer
-    assert "int8" in answer.reason
+    assert engine.pin(1)
     assert engine.stats().lowered_bytes == digits.lowered_bytes() > 0
     engine.save(tmp_path / "bundle")
     loaded = subnetact.Engine.load(tmp_path / "bundle")
     assert loaded.specs == engine.specs
     assert loaded.supernet.precision == digits.precision
-    torch.testing.assert_close(loaded(x, 1), engine(x, 1))
+    torch.testing.assert_close(loaded(x, 1), before)
     with pytest.raises(InvalidRequest, match=r"bfloat16 and torch\.float32 in one batch"):
         engine.run(1, [x[0], x[1].bfloat16()], 2)
 
@@ -452,3 +452,74 @@ def test_an_int8_copy_that_is_ruined_fails_the_check() -> None:
     with pytest.raises(InsertError, match=r"precision=int8.*precision_errors"):
         supernet.check(x)
     assert space.smallest().precision == "int8"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_fused_int8_programs_are_near_the_exact_subnet(digits: Supernet, batch: int) -> None:
+    space, x = digits.space, torch.randn(batch, 1, 16, 16)
+    low = space.at_precision(space.largest(), "int8")
+    engine = subnetact.Engine(
+        digits, [low], example=x[0], allow_uncalibrated=True, memory_budget_mb=256, check=False
+    )
+    assert engine.pin(0), engine.pin(0).reason
+    exact = digits(x, subnet=space.largest())
+    fused, view = engine(x, 0), digits(x, subnet=low)
+    assert 0 < (fused - exact).norm() < 0.05 * exact.norm()
+    assert not torch.equal(fused, view)
+    program = engine._promoter.program(engine.ready(0), engine.ready(0).bound, x[0]).program
+    kinds = [type(conv).__name__ for conv in program._convs]
+    assert kinds[0] == "PackedConv", "the first layer stays at float32"
+    assert kinds.count("Int8Conv") > len(kinds) // 2
+    x[0, 0, 0, 0] = float("nan")
+    assert engine(x, 0)[0].isnan().all()
+    engine.supernet.load_state_dict({n: 2 * t for n, t in digits.state_dict().items()})
+    torch.testing.assert_close(engine(x[:, :, 1:-1], 0).shape, fused.shape)
+
+
+def test_int8_convolutions_with_negative_factors_equal_dequantised_ones() -> None:
+    torch.manual_seed(0)
+    for kernel, unsigned in ((1, False), (1, True), (3, False), (3, True)):
+        supernet = load_digits_supernet()
+        space = supernet.enable_precision("int8")
+        view = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
+        conv = view.get_submodule("stages.1.0.conv3" if kernel == 1 else "stages.1.1.conv2")
+        assert int8_pays(conv)
+        factor, bias = torch.randn(conv.out_channels), torch.randn(conv.out_channels)
+        packed = Int8Conv(conv, factor, bias, "relu", unsigned=unsigned)
+        full = kernels.lowered(conv.weight, 8, 0, "") if kernel == 3 else (conv.weight, conv.weight_scale)
+        weight = full[0] * full[1][:, None, None, None] * factor[:, None, None, None]
+        for n, scale in ((1, 1.0), (4, 30.0)):
+            x = torch.randn(n, conv.in_channels, 8, 8) * scale
+            x = (x.abs() if unsigned else x).contiguous(memory_format=torch.channels_last)
+            expected = torch.relu(nn.functional.conv2d(x, weight, bias, conv.stride, conv.padding))
+            got = packed(x)
+            assert (got - expected).norm() < 0.01 * expected.norm()
+            other = torch.randn_like(expected)
+            plain = nn.functional.conv2d(x, weight, bias, conv.stride, conv.padding)
+            total = packed(x, other.clone(), overwrite=True)
+            assert (total - torch.relu(plain + other)).norm() < 0.02 * expected.norm()
+
+
+def test_costs_tell_precisions_apart(digits: Supernet) -> None:
+    space = digits.space
+    model = subnetact.CostModel(digits, (1, 16, 16))
+    exact = space.sample(3)
+    exact, low = (space.at_precision(exact, name) for name in ("float32", "int8"))
+    one, other = model(exact), model(low)
+    assert (one.parameters, one.macs) == (other.parameters, other.macs)
+    assert one.not_counted == other.not_counted or set(other.not_counted) > set(one.not_counted)
+    assert other.weight_bytes < one.weight_bytes
+    assert not (model.vector(exact) == model.vector(low)).all()
+
+
+def test_searches_choose_precisions(digits: Supernet) -> None:
+    model = subnetact.CostModel(digits, (1, 16, 16))
+    found = subnetact.search(
+        digits,
+        lambda spec: model(spec).macs / 1e6,
+        lambda spec: model(spec).weight_bytes / 1e3,
+        evaluations=60,
+        size=8,
+        progress=False,
+    )
+    assert {candidate.spec.precision for candidate in found} == {"int8"}, "fewer bytes at equal arithmetic"

@@ -31,7 +31,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.operators.base import Operator
 from subnetact.serving.policies.slackfit import SlackFit
 from subnetact.space import SizeRow
-from subnetact.spec import SubnetSpec
+from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.supernet import Supernet, as_supernet
 
 __all__ = ["engines_table", "to_torchscript"]
@@ -131,6 +131,13 @@ def to_torchscript(
             "export with an older Python: the file runs anywhere"
         )
     supernet, specs = _registered(source, subnets)
+    low = [spec for spec in specs if spec.precision != FLOAT32]
+    if low:
+        raise ExportError(
+            f"{low[0]}: a TorchScript file slices the full weights while it runs, and has no copy of them at "
+            f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
+            "or to_onnx"
+        )
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise ExportError(f"path: {path} is not a file in a folder that exists; create the folder first")
     keys = [spec.key for spec in specs]

@@ -1,0 +1,148 @@
+"""Int8Conv: a packed convolution that computes in int8, for fused programs of int8 subnets.
+
+The input is quantised in every call, with one scale for the whole batch, and the weight per output channel.
+oneDNN's int8 convolution then adds the bias, applies the activation and writes float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.engine.packed_conv import PackedConv
+from subnetact.operators.precision import CHUNK, TINY, LowConv, LowWideConv, lowered
+
+__all__ = ["Int8Conv", "int8_pays"]
+
+LEVELS = 255
+"""The largest uint8 number."""
+WORTHWHILE = 64
+"""Quantising one number takes as long as int8 saves in this many products with it."""
+
+
+def int8_pays(conv: nn.Module) -> bool:
+    """Tell whether a convolution of an int8 view is faster in int8, the quantisation of its input included.
+
+    Every number of the input is quantised once, and multiplied with one weight per output channel and
+    position of the kernel. Convolutions with few output channels, and depthwise ones, stay at float32.
+
+    Args:
+        conv: a module of a view.
+    """
+    if not isinstance(conv, LowConv | LowWideConv) or not _available():
+        return False
+    module: Any = conv
+    height, width = module.kernel_size
+    down, right = module.stride
+    on_cpu = module.weight.device.type == "cpu" and module.groups == 1
+    return bool(on_cpu and module.out_channels * height * width >= WORTHWHILE * down * right)
+
+
+def _available() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
+        torch.ops.onednn, "qconv2d_pointwise"
+    )
+
+
+class Int8Conv(PackedConv):
+    """A convolution with its weight packed for oneDNN's int8 kernels.
+
+    Args:
+        conv: the convolution of an int8 view.
+        factor: a factor per output channel that the weight is multiplied with, that of a BatchNorm. If None,
+            the weight is used as it is.
+        bias: of shape (out,), or None.
+        activation: as for `PackedConv`.
+        scalars: as for `PackedConv`.
+        unsigned: whether no input is ever negative.
+    """
+
+    def __init__(
+        self,
+        conv: nn.Conv2d,
+        factor: Tensor | None,
+        bias: Tensor | None,
+        activation: str = "none",
+        scalars: Sequence[float] = (),
+        unsigned: bool = False,
+    ) -> None:
+        super().__init__(conv, lambda: conv.weight, bias, torch.float32, activation, scalars)
+        self._onednn = True
+        self._unsigned = unsigned
+        self._numbers, self._scales = _quantised(conv, factor)
+        self._zeros = torch.zeros(len(self._scales), dtype=torch.int32)
+
+    @property
+    def swallows_nan(self) -> bool:
+        """Whether the result can be a number although the convolution gives NaN: always."""
+        return True
+
+    def _reorder(self, shape: torch.Size) -> Tensor:
+        padding, stride, dilation, groups = self._settings
+        numbers, zero = self._numbers(), 0 if self._unsigned else 1
+        packed: Tensor = torch.ops.onednn.qconv_prepack(
+            numbers, self._scales, 1.0, zero, stride, padding, dilation, groups, list(shape)
+        )
+        return packed
+
+    def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
+        """Run the convolution, as `PackedConv` does."""
+        weight = self._by_shape.get(x.shape)
+        if weight is None:
+            weight = self.prepare(x.shape)
+        short, scale, zero = _short(x, self._unsigned)
+        padding, stride, dilation, groups = self._settings
+        name, scalars = self._merged
+        given = (short, scale, zero, weight, self._scales, self._zeros)
+        settings = (self._bias, stride, padding, dilation, groups, 1.0, 0, torch.float32)
+        convolve = torch.ops.onednn.qconv2d_pointwise
+        if other is None:
+            y: Tensor = convolve(*given, *settings, name, list(scalars), "")
+            return y
+        total = other if overwrite else other.clone()
+        unary = None if name == "none" else name
+        accumulated = (1.0, 0, "sum", 1.0, unary, list(scalars), "")
+        added: Tensor = convolve.binary(*given, total, *settings, *accumulated)
+        return added
+
+
+def _quantised(conv: Any, factor: Tensor | None) -> tuple[Callable[[], Tensor], Tensor]:
+    """Return a function that makes the int8 weight, and the scales with the factor in them.
+
+    A negative factor changes the sign of the weights of its channel, because scales are positive.
+    """
+    if conv.weight.dtype == torch.int8:
+        scales: Tensor = conv.weight_scale
+    else:
+        scales = lowered(conv.weight, 8, 0, "conv")[1]  # type: ignore[assignment]
+    factor = torch.ones_like(scales) if factor is None else factor
+    negative = factor < 0
+
+    def numbers() -> Tensor:
+        short = conv.weight if conv.weight.dtype == torch.int8 else lowered(conv.weight, 8, 0, "conv")[0]
+        flipped = torch.where(negative[:, None, None, None], -short, short)
+        return flipped.contiguous()
+
+    return numbers, (scales * factor.abs()).detach().clamp_min(TINY)
+
+
+def _short(x: Tensor, unsigned: bool) -> tuple[Tensor, float, int]:
+    """Quantise a tensor in channels_last to uint8; return the scale and the number that stands for zero."""
+    n, c, h, w = x.shape
+    flat = x.permute(0, 2, 3, 1).reshape(-1)
+    low, high = (float(t) for t in torch.aminmax(flat))
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = max((high - low) / LEVELS, TINY)
+    zero = 0 if unsigned else min(max(round(-low / scale), 1), LEVELS)
+    out = torch.empty(flat.shape, dtype=torch.uint8)
+    buffer = torch.empty(min(CHUNK, len(flat)))
+    for i in range(0, len(flat), CHUNK):
+        part = flat[i : i + CHUNK]
+        between = torch.mul(part, 1 / scale, out=buffer[: len(part)])
+        if zero:
+            between.add_(zero).clamp_(max=LEVELS)
+        out[i : i + CHUNK].copy_(between.round_())
+    return out.view(n, h, w, c).permute(0, 3, 1, 2), scale, zero

@@ -1,0 +1,63 @@
+"""Exports of int8 subnets: what can be written equals the view, and what cannot is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import subnetact
+from subnetact.digits import load_digits_supernet
+from subnetact.errors import ExportError
+from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+
+@pytest.fixture(scope="module")
+def engine() -> subnetact.Engine:
+    supernet = load_digits_supernet()
+    space = supernet.enable_precision("int8")
+    small = space.spec(depth=1, expand=0.25, width=0.5, precision="int8")
+    specs = [small, space.at_precision(small, "float32")]
+    return subnetact.Engine(
+        supernet, specs, example=torch.zeros(1, 16, 16), allow_uncalibrated=True, check=False
+    )
+
+
+def test_exported_programs_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tmp_path: Path) -> None:
+    to_exported_programs(engine, tmp_path / "programs", progress=False)
+    exported = load_exported(tmp_path / "programs")
+    x = torch.randn(2, 1, 16, 16)
+    assert exported.keys == engine.keys
+    for i in range(2):
+        torch.testing.assert_close(exported(x, subnet=i), engine(x, subnet=i), rtol=1e-4, atol=1e-4)
+    stored = torch.cat([exported(x, 0), exported(x, 1)])
+    assert not torch.equal(stored[:2], stored[2:])
+
+
+def test_onnx_files_of_int8_subnets_equal_the_views(engine: subnetact.Engine, tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    to_onnx(engine, tmp_path / "onnx", subnets=[0], progress=False)
+    import onnx
+
+    graph = onnx.load(tmp_path / "onnx" / "subnet-0.onnx").graph
+    kinds = [node.op_type for node in graph.node]
+    assert kinds.count("MatMulInteger") == 9, "three 1x1 convolutions per stage"
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "subnet-0.onnx")
+    x = torch.randn(2, 1, 16, 16)
+    got = torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+    expected = engine(x, subnet=0)
+    assert (got - expected).norm() < 0.02 * expected.norm(), "halves may round the other way"
+
+
+def test_torchscript_has_float32_subnets_only(engine: subnetact.Engine, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"precision=int8.*to_exported_programs or to_onnx"):
+        to_torchscript(engine, tmp_path / "model.pt", allow_uncalibrated=True, progress=False)
+    exact = engine.specs[1]
+    written = to_torchscript(
+        engine, tmp_path / "model.pt", subnets=[exact], allow_uncalibrated=True, progress=False
+    )
+    x = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(written(x, torch.tensor([0])), engine(x, subnet=1), rtol=1e-4, atol=1e-4)
