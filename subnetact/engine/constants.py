@@ -35,34 +35,46 @@ def fold_constants(graph: fx.Graph, tensors: dict[str, Tensor]) -> dict[str, int
     Returns:
         The names of the results that own memory, with their bytes.
     """
-    values: dict[fx.Node, Tensor] = {}
+    known: dict[fx.Node, bool] = {}  # Whether the node is a constant.
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        called = node.op in ("call_function", "call_method")
+        foldable = node.target in (_FUNCTIONS if node.op == "call_function" else _METHODS)
+        known[node] = node.op == "get_attr" or (
+            called and foldable and bool(inputs) and all(known[one] for one in inputs)
+        )
+        if called and _writes(node) and node.args and known.get(node.args[0], False):
+            return {}  # The network changes its own state, so nothing here is constant.
+    values: dict[fx.Node, Any] = {}
     held = {storage_id(tensor) for tensor in tensors.values()}
     owning: dict[str, int] = {}
     for node in list(graph.nodes):
         if node.op == "get_attr":
             values[node] = tensors[str(node.target)]
-            continue
-        known = node.target in (_FUNCTIONS if node.op == "call_function" else _METHODS)
-        inputs = node.all_input_nodes
-        if node.op not in ("call_function", "call_method") or not known or not inputs:
-            continue
-        if not all(one in values for one in inputs):
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        result: Any = (
-            getattr(args[0], node.target)(*args[1:], **kwargs)
-            if isinstance(node.target, str)
-            else node.target(*args, **kwargs)
-        )
-        if not isinstance(result, Tensor):
-            continue
-        name = f"constant_{len(tensors)}"
-        tensors[name] = result
-        if storage_id(result) not in held:
-            owning[name] = result.nbytes
-        with graph.inserting_before(node):
-            constant = graph.get_attr(name)
-        values[constant] = result
-        node.replace_all_uses_with(constant)
-        graph.erase_node(node)
+        elif known[node] and all(one in values for one in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            target: Any = node.target
+            result = (
+                getattr(args[0], target)(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else target(*args, **kwargs)
+            )
+            if not isinstance(result, Tensor):
+                continue
+            name = f"constant_{len(tensors)}"
+            tensors[name] = result
+            if storage_id(result) not in held:
+                owning[name] = result.nbytes
+            with graph.inserting_before(node):
+                constant = graph.get_attr(name)
+            values[constant] = result
+            node.replace_all_uses_with(constant)
+            graph.erase_node(node)
     return owning
+
+
+def _writes(node: fx.Node) -> bool:
+    if "out" in node.kwargs or node.target in (operator.setitem, operator.iadd, operator.imul, operator.isub):
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))

@@ -240,7 +240,7 @@ def _is_identity(module: nn.Module) -> bool:
 
 
 def _is_no_dropout(node: fx.Node) -> bool:
-    if node.target not in (F.dropout, F.dropout2d) or not isinstance(node.args[0], fx.Node):
+    if node.target not in (F.dropout, F.dropout2d) or not node.args:
         return False
     given = inspect.signature(F.dropout).bind(*node.args, **node.kwargs).arguments
     return given.get("training") is False and given.get("inplace", False) is False

@@ -183,6 +183,27 @@ def test_what_the_network_overwrites_itself_is_overwritten() -> None:
     assert packed.nbytes < 3 * WIDTH * WIDTH * 4  # first and second, but not attention.out_proj
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and adds the count to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.view(-1).add_(1)
+        return self.layer(x) + self.calls.mul(2)
+
+
+def test_state_that_the_network_changes_is_no_constant() -> None:
+    network = Counting().eval()
+    with torch.inference_mode():
+        program = FusedProgram(network, probe=torch.randn(2, WIDTH))
+        first, second = (program(torch.zeros(1, WIDTH)) for _ in range(2))
+    torch.testing.assert_close(second - first, torch.full((1, WIDTH), 2.0))
+
+
 def test_a_program_that_is_slower_than_the_view_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "SLOWER", 1.03)
     monkeypatch.setattr(promotion, "taken", lambda functions, x: [[0.0025, 0.003], [0.002, 0.0029]])
