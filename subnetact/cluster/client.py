@@ -227,8 +227,8 @@ class ReplicaClient:
 
 
 def _answer(fields: Sequence[Any], spent_ms: float, deadline_ms: float) -> Answer:
-    output, subnet, accuracy, _, _, batch_size = fields
-    return Answer(to_tensors(output), subnet, accuracy, spent_ms, spent_ms <= deadline_ms, batch_size)
+    answer = Answer(*fields)
+    return answer._replace(output=to_tensors(answer.output), latency_ms=spent_ms, met=spent_ms <= deadline_ms)
 
 
 def _error(reply: Reply) -> Exception:

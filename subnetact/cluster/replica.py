@@ -30,7 +30,7 @@ class Reply(NamedTuple):
     """The reply to one request.
 
     Attributes:
-        answers: for every row the output as arrays and the other fields of `Answer`.
+        answers: for every row the fields of `Answer`, with the output as arrays.
         error: name of the error if there is no answer; otherwise empty.
         message: its message.
     """
@@ -101,7 +101,7 @@ class EngineReplica:
             return Reply(error=type(error).__name__, message=str(error))
         finally:
             self._finished[sender] += len(xs)
-        return Reply([(to_arrays(answer.output), *answer[1:]) for answer in answers])
+        return Reply([tuple(answer._replace(output=to_arrays(answer.output))) for answer in answers])
 
     async def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
         """Run one batch of a central queue.

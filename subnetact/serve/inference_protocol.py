@@ -43,7 +43,8 @@ NUMPY = {
     "FP64": "<f8",
 }
 """The dtype of raw tensors by datatype; bfloat16 travels as the bits of 16-bit numbers."""
-REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs"}
+REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
+"""KServe's client repeats the name of the model in the body."""
 
 
 class InferenceProtocol:
@@ -117,8 +118,10 @@ class InferenceProtocol:
         value = read_json(text)
         if not isinstance(value, dict) or "inputs" not in value or not value.keys() <= REQUEST_FIELDS:
             raise InvalidRequest(
-                "body: give a JSON object with inputs, and no more than id, parameters, outputs"
+                "body: give a JSON object with inputs, and no more than id, model_name, outputs, parameters"
             )
+        if value.get("model_name", service.name) != service.name:
+            raise InvalidRequest(f"model_name: not the model of this address, {service.name}")
         parameters = _parameters(value, "request")
         fields = {k: v for k, v in parameters.items() if k in ("deadline_ms", "min_accuracy", "priority")}
         ask = read_ask(fields, query, headers, service.slo_ms, service.limits.deadline_ms)

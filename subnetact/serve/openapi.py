@@ -161,6 +161,7 @@ def _tensors(service: Service) -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {
             "id": {"type": "string"},
+            "model_name": {"const": service.name},
             "parameters": parameters,
             "inputs": {
                 "type": "array",

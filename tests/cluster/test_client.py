@@ -9,9 +9,12 @@ import time
 import pytest
 import torch
 
+from subnetact import Answer
 from subnetact.cluster.client import ReplicaClient
 from subnetact.cluster.replica import Reply
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, QueueFull
+
+ANSWER = Answer(output=None, subnet=1, accuracy=70.0, latency_ms=5.0, met=True, batch_size=8)
 
 
 class Lost(Exception):
@@ -37,7 +40,7 @@ class Replicas:
             outcome = self.outcomes.pop(0) if self.outcomes else None
         if isinstance(outcome, BaseException):
             raise outcome
-        return outcome or Reply([(x + 1, 1, 70.0, 5.0, True, 8) for x in request["xs"]])
+        return outcome or Reply([tuple(ANSWER._replace(output=x + 1)) for x in request["xs"]])
 
 
 def client_of(replicas, **settings):

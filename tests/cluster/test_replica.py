@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from subnetact import Batcher, Engine, LatencyTable, SlackFit, calibrate
+from subnetact import Answer, Batcher, Engine, LatencyTable, SlackFit, calibrate
 from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.central import RemoteRunner
 from subnetact.cluster.deadline import Deadline
@@ -52,10 +52,11 @@ def test_answers_are_the_engines(replica):
     reply = ask(replica, min_accuracy=80.0)
     assert not reply.error
     expected = replica.engine(IMAGES, subnet=1)
-    for row, (output, subnet, accuracy, _, met, _) in zip(expected, reply.answers, strict=True):
-        assert isinstance(output, np.ndarray)
-        assert np.allclose(output, row.numpy(), atol=5e-4)
-        assert (subnet, accuracy, met) == (1, 82.0, True)
+    for row, fields in zip(expected, reply.answers, strict=True):
+        answer = Answer(*fields)
+        assert isinstance(answer.output, np.ndarray)
+        assert np.allclose(answer.output, row.numpy(), atol=5e-4)
+        assert (answer.subnet, answer.accuracy, answer.met) == (1, 82.0, True)
 
 
 @pytest.mark.parametrize(

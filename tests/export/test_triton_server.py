@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -85,7 +86,7 @@ class Server:
                     "--allow-metrics=false",
                     "--model-control-mode=explicit",
                     "--disable-auto-complete-config",
-                    *(f"--load-model={name}" for name in ("coded", "whole", "deadlines")),
+                    *(f"--load-model={name}" for name in ("coded", "whole", "deadlines", "example")),
                 ],
                 stdout=log,
                 stderr=log,
@@ -142,6 +143,13 @@ def server(engine: subnetact.Engine, tmp_path_factory: pytest.TempPathFactory) -
     to_triton(engine, repository, name="coded", max_batch_size=8, queue_delay_us=20_000)
     to_triton(engine, repository, name="whole", external_scheduler=True)
     to_triton(engine, repository, "python", name="deadlines", table=table, slo_ms=20_000)
+    saved = tmp_path_factory.mktemp("saved") / "bundle"
+    engine.tables["scheduler"] = table
+    engine.save(saved)
+    options = ["--bundle", saved, "--repository", repository, "--name", "example", "--slo-ms", "20000"]
+    example = [sys.executable, "examples/triton_repository.py", *options]
+    root = HERE.parent.parent
+    subprocess.run(example, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=True, timeout=120)
     config = repository / "deadlines" / "config.pbtxt"
     text = config.read_text()
     assert '"learn" value: { string_value: "true" }' in text
@@ -188,6 +196,13 @@ def test_the_server_accepts_the_configs_and_would_refuse_others(server: Server) 
     with pytest.raises(urllib.error.HTTPError):
         server.get("repository/models/broken/load", post=True)
     assert "'broken': model input 'INPUT__1' dimension must be integer" in server.log.read_text()
+
+
+def test_the_examples_repository_is_served(server: Server, engine: subnetact.Engine) -> None:
+    asked = {**deadlines(IMAGES[:3], deadline_ms=20_000, min_accuracy=79), "model": "example"}
+    [answer] = server.ask([asked], "http")
+    assert answer["SUBNET"].ravel().tolist() == [2, 2, 2]
+    assert close(answer, engine(IMAGES[:3], subnet=2))
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

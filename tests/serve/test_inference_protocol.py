@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,3 +160,26 @@ def test_tritons_client_gets_right_answers(server, digits, images, binary):
             client.infer("digits", [given], parameters={"min_accuracy": 99})
     finally:
         client.close()
+
+
+def test_the_name_of_the_model_may_be_repeated_in_the_body(server, images):
+    """KServe's client does so; another name is a mistake."""
+    request = {"inputs": [tensor(images[:1], data=images[:1].tolist())], "model_name": "digits"}
+    assert infer(server, request)[0] == 200
+    for wrong in ("letters", 7, None):
+        assert infer(server, {**request, "model_name": wrong})[0] == 400
+
+
+KSERVE = os.environ.get("SUBNETACT_KSERVE_ENV", "")
+"""An environment with kserve, whose dependencies contradict ours."""
+
+
+@pytest.mark.skipif(not KSERVE, reason="needs an environment with kserve: SUBNETACT_KSERVE_ENV=DIR")
+def test_kserves_client_gets_right_answers(server, digits, images, tmp_path):
+    given, written = tmp_path / "x.npy", tmp_path / "y.npy"
+    np.save(given, images[:4].numpy())
+    client = [Path(KSERVE) / "bin" / "python", Path(__file__).parent / "kserve_client.py"]
+    subprocess.run([*client, f"{server.url}", given, written], check=True, timeout=120)
+    expected = digits[0](images[:4], subnet=2).numpy()
+    for output in np.load(written):
+        assert np.allclose(output.reshape(4, 10), expected, atol=1e-3)

@@ -1,0 +1,345 @@
+"""Compares ways to serve pages of 16 digits from several replicas, kills replicas, and simulates many.
+
+    python benchmarks/cluster.py --sections live --seeds 0     (needs the extra `ray`; minutes per seed)
+    python benchmarks/cluster.py --sections faults
+    python benchmarks/cluster.py --sections model
+    python benchmarks/cluster.py --report
+
+Every run adds its results to `--out`; `--report` prints medians over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cluster_model import model_section
+
+from subnetact import profile_latency
+from subnetact.device import machine
+from subnetact.loadtest.arrivals import trace
+from subnetact.loadtest.http_client import HttpClient
+from subnetact.loadtest.open_loop import Refused, Reply, Sent, run_open_loop
+from subnetact.loadtest.server_client import refusal
+from subnetact.serve.digits_engine import digits_engine, unseen_digits
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PAGE = 16
+SIZES = (1, 4, 16, 32, 64)
+SLO_MS = 250.0
+RESERVE_MS = 10.0
+CV2 = 4.0
+RATES = (10.0, 20.0, 40.0)
+SECONDS = 12.0
+KILL_S = 10.0
+OURS = ("cluster_server.py", "ours", "--slo-ms", f"{SLO_MS - RESERVE_MS:g}")
+SERVERS: dict[str, tuple[str, ...]] = {
+    "ours, 2 threads": ("-m", "subnetact.serve", "--workers", "2", "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"),
+    "ours, Ray, 1 replica of 2 threads": (*OURS, "--replicas", "1", "--threads", "2"),
+    "ours, Ray, 2 replicas, SlackRouter": OURS,
+    "ours, Ray, 2 replicas, Ray's router": (*OURS, "--router", "ray"),
+    "ours, Ray, 2 replicas, central queue": (*OURS, "--queue", "central"),
+    "plain Ray Serve, subnet 0": ("cluster_server.py", "plain", "--subnet", "0"),
+    "plain Ray Serve, subnet 3": ("cluster_server.py", "plain", "--subnet", "3"),
+    "plain Ray Serve, subnet 5": ("cluster_server.py", "plain", "--subnet", "5"),
+}
+FAULTY = "ours, Ray, 2 replicas, SlackRouter"
+
+
+class Pages:
+    """Digits that no subnet has seen, 16 per page, as bodies of requests."""
+
+    def __init__(self) -> None:
+        data = unseen_digits()
+        count = len(data.images) // PAGE
+        images = data.images[: count * PAGE].numpy().reshape(count, PAGE, 1, 16, 16)
+        self.labels = data.labels[: count * PAGE].numpy().reshape(count, PAGE)
+        self.npy = [_npy(page) for page in images]
+        tensor = {"name": "input", "shape": [PAGE, 1, 16, 16], "datatype": "FP32"}
+        tensor["parameters"] = {"binary_data_size": PAGE * 1024}
+        head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        self.head = len(head)
+        self.protocol = [head + page.astype("<f4").tobytes() for page in images]
+
+
+def _npy(page: npt.NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, page)
+    return file.getvalue()
+
+
+async def ask_pages(
+    url: str, ours: bool, pages: Pages, arrivals: Sequence[float], slo_ms: float
+) -> list[tuple[Sent, int]]:
+    """Send pages in an open loop; return what became of each, and how many of its digits were right."""
+    client = HttpClient(f"{url}/v2/models/digits/infer" if ours else f"{url}/")
+    right: dict[int, int] = {}
+
+    async def send(i: int, left_ms: float) -> Reply:
+        k = i % len(pages.npy)
+        if ours:
+            headers = f"x-deadline-ms: {left_ms:.3f}\r\nInference-Header-Content-Length: {pages.head}\r\n"
+            status, body = await client.post(pages.protocol[k], headers)
+        else:
+            status, body = await client.post(pages.npy[k])
+        if status != 200:
+            raise Refused(refusal(status, body))
+        if ours:
+            size = PAGE * 10 * 4
+            facts = json.loads(body[: len(body) - size])["parameters"]
+            scores = np.frombuffer(body[len(body) - size :], "<f4").reshape(PAGE, 10)
+            reply = Reply(0, 0, facts["accuracy"])
+        else:
+            scores = np.load(io.BytesIO(body), allow_pickle=False)
+            reply = Reply(0, 0, 0.0)
+        right[i] = int((scores.argmax(1) == pages.labels[k]).sum())
+        return reply
+
+    try:
+        await client.open(16)
+        sent = await run_open_loop(arrivals, send, slo_ms - RESERVE_MS)
+    finally:
+        client.close()
+    return [(one, right.get(i, 0)) for i, one in enumerate(sent)]
+
+
+def summarise(found: Sequence[tuple[Sent, int]], slo_ms: float) -> dict[str, Any]:
+    """Return attainment, the digits that were right among the pages in time, and among all pages."""
+    met = [n for sent, n in found if sent.reply is not None and sent.latency_ms <= slo_ms]
+    outcomes = Counter(sent.outcome for sent, _ in found)
+    latencies = [sent.latency_ms for sent, _ in found if sent.reply is not None]
+    return {
+        "pages": len(found),
+        "attainment": 100 * len(met) / len(found),
+        "right": 100 * sum(met) / (PAGE * max(1, len(met))),
+        "right_in_time": 100 * sum(met) / (PAGE * len(found)),
+        "latency_p50_ms": float(np.percentile(latencies, 50)) if latencies else None,
+        "latency_p99_ms": float(np.percentile(latencies, 99)) if latencies else None,
+        "outcomes": dict(outcomes),
+    }
+
+
+@contextmanager
+def running(command: Sequence[str], bundle: str) -> Iterator[tuple[str, int]]:
+    """Start a server; yield its address and its process id."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    program = [str(HERE / command[0]), *command[1:]] if command[0].endswith(".py") else list(command)
+    named = ["--name", "digits"] if command[0] == "-m" else []
+    process = subprocess.Popen(
+        [sys.executable, *program, "--bundle", bundle, "--port", str(port), *named],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("listening on"):
+                break
+        else:
+            raise RuntimeError(f"{command}: the server did not start")
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def saved_bundle() -> Iterator[str]:
+    """Profile the digits engine for batches up to four pages and save the bundle."""
+    torch.set_num_threads(1)
+    engine = digits_engine()
+    engine.prepare(SIZES)
+    accuracy = [float("nan") if known is None else known for known in engine.accuracy]
+    engine.tables["cpu"] = profile_latency(
+        engine, SIZES, accuracy, statistic="p90", warmup_ms=5, min_time_ms=60
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = str(Path(folder) / "digits")
+        engine.save(bundle)
+        yield bundle
+
+
+def live_section(seeds: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Measure every server at every rate, one server at a time."""
+    pages, results = Pages(), []
+    with saved_bundle() as bundle:
+        order = list(names)
+        random.Random(seeds[0]).shuffle(order)
+        for name in order:
+            with running(SERVERS[name], bundle) as (url, _):
+                ours = name.startswith("ours")
+                warm = trace("poisson", 15, 2.0).tolist()
+                asyncio.run(ask_pages(url, ours, pages, warm, 1e4))
+                for seed in seeds:
+                    for rate in RATES:
+                        arrivals = trace("bursty", rate, SECONDS, CV2, seed).tolist()
+                        found = summarise(asyncio.run(ask_pages(url, ours, pages, arrivals, SLO_MS)), SLO_MS)
+                        results.append({"server": name, "rate": rate, "seed": seed, **found})
+                        print(name, rate, {k: v for k, v in found.items() if k != "pages"}, flush=True)
+    return results
+
+
+def faults_section(seed: int, rate: float = 10.0, seconds: float = 60.0) -> dict[str, Any]:
+    """Kill a replica every 10 s for 60 s; every page has to be answered once, or refused by a typed error."""
+    pages = Pages()
+    found: dict[str, Any] = {"rate": rate, "seconds": seconds, "deadline_ms": 1000.0, "every_s": KILL_S}
+    with saved_bundle() as bundle, running(SERVERS[FAULTY], bundle) as (url, pid):
+        asyncio.run(ask_pages(url, True, pages, trace("poisson", 15, 2.0).tolist(), 1e4))
+        arrivals = trace("poisson", rate, seconds, seed=seed).tolist()
+        for name, kills in (("without", False), ("with", True)):
+            killed: list[int] = []
+
+            async def run(kills: bool = kills, killed: list[int] = killed) -> list[tuple[Sent, int]]:
+                task = asyncio.create_task(_kill_replicas(pid, killed)) if kills else None
+                try:
+                    return await ask_pages(url, True, pages, arrivals, 1000.0)
+                finally:
+                    if task is not None:
+                        task.cancel()
+
+            found[name] = {**summarise(asyncio.run(run()), 1000.0), "killed": len(killed)}
+            print(name, found[name], flush=True)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=20) as response:
+            lines = response.read().decode().splitlines()
+        found["retried"] = sum(
+            float(line.split()[-1]) for line in lines if line.startswith("subnetact_retried_total")
+        )
+    return found
+
+
+async def _kill_replicas(pid: int, killed: list[int]) -> None:
+    rng = random.Random(0)
+    while True:
+        await asyncio.sleep(KILL_S / 2 if not killed else KILL_S)
+        alive = [child for child in _children(pid) if _title(child).startswith("ray::ServeReplica")]
+        if alive:
+            victim = rng.choice(alive)
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+
+
+def _children(pid: int) -> list[int]:
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        waiting += (below := parents.get(waiting.pop(), []))
+        found += below
+    return found
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def facts() -> dict[str, Any]:
+    """Return the machine and the versions."""
+    versions = {}
+    for package in ("torch", "ray", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"machine": machine(torch.device("cpu")), "python": platform.python_version(), **versions}
+
+
+def report(results: dict[str, Any]) -> str:
+    """Return tables of the results in Markdown."""
+    lines: list[str] = []
+    live = results.get("live", [])
+    rates = sorted({run["rate"] for run in live})
+    if live:
+        lines += [
+            "| server | " + " | ".join(f"{rate:g} pages/s" for rate in rates) + " |",
+            "|---" * (len(rates) + 1) + "|",
+        ]
+        for name in SERVERS:
+            cells = []
+            for rate in rates:
+                runs = [run for run in live if run["server"] == name and run["rate"] == rate]
+                cells.append(_cell(runs))
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(runs: Sequence[dict[str, Any]]) -> str:
+    if not runs:
+        return "-"
+    middle: Callable[[str], float] = lambda key: median(run[key] for run in runs)  # noqa: E731
+    return f"{middle('attainment'):.1f} / {middle('right'):.1f} / **{middle('right_in_time'):.1f}**"
+
+
+def main() -> None:
+    """Run sections and add their results to the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", nargs="*", default=[], choices=("live", "faults", "model"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=list(SERVERS))
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "cluster.json")
+    parser.add_argument("--report", action="store_true")
+    args = parser.parse_args()
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.sections:
+        results["machine"] = facts()
+        results["taken"] = time.strftime("%Y-%m-%d")
+    if "live" in args.sections:
+        kept = [
+            run
+            for run in results.get("live", [])
+            if run["server"] not in args.servers or run["seed"] not in args.seeds
+        ]
+        results["live"] = kept + live_section(args.seeds, args.servers)
+    if "faults" in args.sections:
+        results["faults"] = faults_section(args.seeds[0])
+    if "model" in args.sections:
+        results["model"] = model_section()
+    if args.sections:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    if args.report:
+        print(report(results))
+
+
+if __name__ == "__main__":
+    main()

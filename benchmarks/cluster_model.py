@@ -1,0 +1,226 @@
+"""A model of many replicas behind routers that know the queues only from old reports.
+
+Every replica has a deadline queue and a policy, the same code as the live batcher's. Requests reach one of
+several routers at random, and the router sends each to one replica at once. A replica reports its queue and
+when it is free every `period_ms`; the reports of the replicas are not aligned. Between two reports a router
+knows of a replica only what it has itself sent there and which of these requests were answered.
+
+* `central`: one queue for all workers, as in the paper; the routers know everything.
+* `finish`: the replica with the earliest predicted finish, as `SlackRouter` ranks them.
+* `two`: the one with fewer requests of two replicas that are drawn at random.
+* `random`: any replica.
+"""
+
+from __future__ import annotations
+
+import heapq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from subnetact import LatencyTable, SlackFit, simulate
+from subnetact.serving.scheduling.dispatch import Dispatcher
+
+TABLE = (
+    Path(__file__).resolve().parents[1]
+    / "profiling"
+    / "tables"
+    / "nvidia-a40_torch2.9.1_ofa_resnet50_224px.json"
+)
+SLO_MS = 36.0
+BUCKETS = 16
+WORKERS = (1, 4, 16, 64, 256, 1024)
+PERIODS_MS = (0.0, 5.0, 20.0, 100.0)
+ROUTERS = (1, 64)
+LOADS = (0.5, 0.8)
+MOST = 400_000
+
+
+class Fleet:
+    """Replicas with a queue each, and routers.
+
+    Args:
+        table: the latency table of every replica.
+        workers: number of replicas.
+        routing: `finish`, `two` or `random`.
+        routers: number of routers.
+        period_ms: time between two reports of a replica; 0 if routers always know the present state.
+        seed: of the choices of the routers.
+    """
+
+    def __init__(
+        self, table: LatencyTable, workers: int, routing: str, routers: int, period_ms: float, seed: int = 0
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._routing, self._period_ms = routing, period_ms
+        self._workers, self._routers = workers, routers
+        self._latency = table.latency_ms
+        self._accuracy = np.array(table.accuracy)
+        self._per_input_ms = float(np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+        self._free = [[0.0] for _ in range(workers)]
+        policy = SlackFit(table, SLO_MS, BUCKETS)
+        self._dispatchers: list[Dispatcher[tuple[float, int]]] = [
+            Dispatcher(policy, free, SLO_MS, "drop", table=table) for free in self._free
+        ]
+        self._busy = [False] * workers
+        self._count = [0] * workers
+        self._queued = np.zeros(workers)  # as last reported
+        self._running = np.zeros(workers)
+        self._free_ms = np.zeros(workers)
+        self._sent = np.zeros((routers, workers))  # since the last report
+        self._done = np.zeros((routers, workers))
+        self._order = self._rng.random((routers, workers)) * 1e-3  # breaks ties, differently per router
+        self._ends: list[tuple[float, int, int, float, Any]] = []
+        self.met = 0
+        self.accuracy = 0.0
+
+    def run(self, arrivals_ms: np.ndarray[Any, Any]) -> dict[str, float]:
+        """Serve arrivals; return attainment and accuracies in percent.
+
+        Args:
+            arrivals_ms: arrival times, ms, ascending.
+        """
+        period, workers = self._period_ms, self._workers
+        phases = self._rng.random(workers) * period
+        reports = [(phase, worker) for worker, phase in enumerate(phases.tolist())] if period else []
+        heapq.heapify(reports)
+        at = self._rng.integers(0, self._routers, len(arrivals_ms)).tolist()
+        pairs = self._rng.integers(0, workers, (len(arrivals_ms), 2)).tolist()
+        for now, router, pair in zip(arrivals_ms.tolist(), at, pairs, strict=True):
+            while self._ends and self._ends[0][0] <= now:
+                self._end(reports)
+            while reports and reports[0][0] <= now:
+                _, replica = heapq.heapreplace(reports, (reports[0][0] + period, reports[0][1]))
+                self._report(replica)
+            worker = self._choose(router, pair, now)
+            self._sent[router, worker] += 1
+            dispatcher = self._dispatchers[worker]
+            dispatcher.queue.push(now + SLO_MS, (now, router))
+            dispatcher.arrivals.append(now)
+            if not self._busy[worker]:
+                self._start(worker, now)
+        while self._ends:
+            self._end([])
+        count = len(arrivals_ms)
+        return {
+            "attainment": 100 * self.met / count,
+            "accuracy": self.accuracy / max(1, self.met),
+            "effective": self.accuracy / count,
+        }
+
+    def _choose(self, router: int, pair: list[int], now: float) -> int:
+        if self._routing == "random" or self._workers == 1:
+            return pair[0]
+        if self._routing == "two":
+            a, b = pair
+            return a if self._known(router, a) <= self._known(router, b) else b
+        if not self._period_ms:
+            waiting = self._queued
+        else:
+            lost = np.maximum(self._done[router] - self._running, 0.0)
+            waiting = np.maximum(self._queued + self._sent[router] - lost, 0.0)
+        finish = np.maximum(self._free_ms - now, 0.0) + waiting * self._per_input_ms + self._order[router]
+        return int(finish.argmin())
+
+    def _known(self, router: int, worker: int) -> float:
+        own = self._sent[router, worker] - self._done[router, worker] if self._period_ms else 0.0
+        return float(self._queued[worker] + self._running[worker] + own)
+
+    def _report(self, worker: int) -> None:
+        self._queued[worker] = len(self._dispatchers[worker])
+        self._running[worker] = self._count[worker] if self._busy[worker] else 0.0
+        self._free_ms[worker] = self._free[worker][0]
+        self._sent[:, worker] = self._done[:, worker] = 0.0
+
+    def _start(self, worker: int, now: float) -> None:
+        batch = self._dispatchers[worker].next_batch(now, 0)
+        self._busy[worker] = batch is not None
+        if batch is not None:
+            end = now + batch.expected_ms
+            self._free[worker][0] = end
+            self._count[worker] = len(batch.items)
+            accuracy = float(self._accuracy[batch.subnet])
+            heapq.heappush(self._ends, (end, worker, len(batch.items), accuracy, batch.items))
+        if not self._period_ms:
+            self._report(worker)
+
+    def _end(self, reports: list[tuple[float, int]]) -> None:
+        """Finish the batch that ends first; reports due before are sent first."""
+        end, worker, _, accuracy, items = heapq.heappop(self._ends)
+        while reports and reports[0][0] <= end:
+            _, other = heapq.heapreplace(reports, (reports[0][0] + self._period_ms, reports[0][1]))
+            self._report(other)
+        for arrived, router in items:
+            self._done[router, worker] += 1
+            if end <= arrived + SLO_MS + 1e-9:
+                self.met += 1
+                self.accuracy += accuracy
+        self._busy[worker] = False
+        self._start(worker, end)
+
+
+def central(table: LatencyTable, workers: int, arrivals_ms: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Serve arrivals with one queue for all workers, by the simulator.
+
+    Args:
+        table: the latency table.
+        workers: number of workers.
+        arrivals_ms: arrival times, ms, ascending.
+    """
+    policy = SlackFit(table, SLO_MS, BUCKETS)
+    found = simulate(arrivals_ms, table, policy, SLO_MS, workers=workers, progress=False)
+    return {
+        "attainment": 100 * found.attainment,
+        "accuracy": found.mean_accuracy,
+        "effective": found.effective_accuracy,
+    }
+
+
+def arrivals_of(table: LatencyTable, workers: int, load: float, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Return Poisson arrivals at a share of the rate that the fastest subnet can answer.
+
+    Args:
+        table: the latency table.
+        workers: number of workers.
+        load: the share.
+        seed: of the arrivals.
+    """
+    rate_per_ms = load * workers / float(np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+    count = int(np.clip(3000 * workers, 20_000, MOST))
+    gaps = np.random.default_rng(seed).exponential(1.0 / rate_per_ms, count)
+    return np.asarray(np.cumsum(gaps))
+
+
+def model_section(workers: tuple[int, ...] = WORKERS) -> dict[str, Any]:
+    """Return attainment and accuracy of every routing, number of workers, of routers, period and load.
+
+    Args:
+        workers: numbers of workers.
+    """
+    table = LatencyTable.load(TABLE)
+    cells: list[dict[str, Any]] = []
+
+    def add(found: dict[str, float], **settings: Any) -> None:
+        cells.append({**settings, **{name: round(value, 3) for name, value in found.items()}})
+        print(cells[-1], flush=True)
+
+    for load in LOADS:
+        for count in workers:
+            arrivals = arrivals_of(table, count, load)
+            same = {"load": load, "workers": count}
+            one = central(table, count, arrivals)
+            add(one, routing="central", **same)
+            found = Fleet(table, count, "random", 1, 20.0).run(arrivals)
+            add(found, routing="random", **same)
+            if count == 1 and abs(found["effective"] - one["effective"]) > 1e-6:
+                raise AssertionError(f"one replica is not the simulator: {found}, {one}")
+            if count == 1:
+                continue
+            for routing in ("finish", "two"):
+                for period in PERIODS_MS:
+                    for routers in ROUTERS if period else ROUTERS[:1]:
+                        fleet = Fleet(table, count, routing, routers, period)
+                        add(fleet.run(arrivals), routing=routing, period_ms=period, routers=routers, **same)
+    rate = float(1e3 / np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+    return {"slo_ms": SLO_MS, "table": TABLE.name, "capacity_per_worker": rate, "cells": cells}
