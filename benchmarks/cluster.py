@@ -52,7 +52,7 @@ SIZES = (1, 4, 16, 32, 64)
 SLO_MS = 250.0
 RESERVE_MS = 10.0
 CV2 = 4.0
-RATES = (10.0, 20.0, 40.0)
+RATES = (10.0, 20.0, 40.0, 80.0)
 SECONDS = 12.0
 KILL_S = 10.0
 OURS = ("cluster_server.py", "ours", "--slo-ms", f"{SLO_MS - RESERVE_MS:g}")
@@ -190,7 +190,7 @@ def saved_bundle() -> Iterator[str]:
         yield bundle
 
 
-def live_section(seeds: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
+def live_section(seeds: Sequence[int], names: Sequence[str], rates: Sequence[float]) -> list[dict[str, Any]]:
     """Measure every server at every rate, one server at a time."""
     pages, results = Pages(), []
     with saved_bundle() as bundle:
@@ -202,7 +202,7 @@ def live_section(seeds: Sequence[int], names: Sequence[str]) -> list[dict[str, A
                 warm = trace("poisson", 15, 2.0).tolist()
                 asyncio.run(ask_pages(url, ours, pages, warm, 1e4))
                 for seed in seeds:
-                    for rate in RATES:
+                    for rate in rates:
                         arrivals = trace("bursty", rate, SECONDS, CV2, seed).tolist()
                         found = summarise(asyncio.run(ask_pages(url, ours, pages, arrivals, SLO_MS)), SLO_MS)
                         results.append({"server": name, "rate": rate, "seed": seed, **found})
@@ -316,6 +316,7 @@ def main() -> None:
     )
     parser.add_argument("--sections", nargs="*", default=[], choices=("live", "faults", "model"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="pages per second")
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=list(SERVERS))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "cluster.json")
     parser.add_argument("--report", action="store_true")
@@ -328,9 +329,13 @@ def main() -> None:
         kept = [
             run
             for run in results.get("live", [])
-            if run["server"] not in args.servers or run["seed"] not in args.seeds
+            if (
+                run["server"] not in args.servers
+                or run["seed"] not in args.seeds
+                or run["rate"] not in args.rates
+            )
         ]
-        results["live"] = kept + live_section(args.seeds, args.servers)
+        results["live"] = kept + live_section(args.seeds, args.servers, args.rates)
     if "faults" in args.sections:
         results["faults"] = faults_section(args.seeds[0])
     if "model" in args.sections:

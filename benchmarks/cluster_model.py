@@ -35,6 +35,8 @@ PERIODS_MS = (0.0, 5.0, 20.0, 100.0)
 ROUTERS = (1, 64)
 LOADS = (0.5, 0.8)
 MOST = 400_000
+PACE = 0.2
+"""Weight of the newest batch in the time per input."""
 
 
 class Fleet:
@@ -55,9 +57,10 @@ class Fleet:
         self._rng = np.random.default_rng(seed)
         self._routing, self._period_ms = routing, period_ms
         self._workers, self._routers = workers, routers
-        self._latency = table.latency_ms
         self._accuracy = np.array(table.accuracy)
-        self._per_input_ms = float(np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+        best_ms = float(np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+        self._pace = np.full(workers, best_ms)  # time per input of recent batches
+        self._per_input_ms = np.full(workers, best_ms)  # as last reported
         self._free = [[0.0] for _ in range(workers)]
         policy = SlackFit(table, SLO_MS, BUCKETS)
         self._dispatchers: list[Dispatcher[tuple[float, int]]] = [
@@ -100,6 +103,8 @@ class Fleet:
             dispatcher.arrivals.append(now)
             if not self._busy[worker]:
                 self._start(worker, now)
+            elif not period:
+                self._queued[worker] += 1
         while self._ends:
             self._end([])
         count = len(arrivals_ms)
@@ -131,6 +136,7 @@ class Fleet:
         self._queued[worker] = len(self._dispatchers[worker])
         self._running[worker] = self._count[worker] if self._busy[worker] else 0.0
         self._free_ms[worker] = self._free[worker][0]
+        self._per_input_ms[worker] = self._pace[worker]
         self._sent[:, worker] = self._done[:, worker] = 0.0
 
     def _start(self, worker: int, now: float) -> None:
@@ -140,6 +146,7 @@ class Fleet:
             end = now + batch.expected_ms
             self._free[worker][0] = end
             self._count[worker] = len(batch.items)
+            self._pace[worker] += PACE * (batch.expected_ms / len(batch.items) - self._pace[worker])
             accuracy = float(self._accuracy[batch.subnet])
             heapq.heappush(self._ends, (end, worker, len(batch.items), accuracy, batch.items))
         if not self._period_ms:

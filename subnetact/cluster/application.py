@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from subnetact.serve.limits import Limits
 from subnetact.serve.rows import Answerer
 from subnetact.serve.source import Source
 
-__all__ = ["Autoscaling", "Front", "ReplicaCount", "answerer", "build_app", "replicas_of"]
+__all__ = ["Autoscaling", "Front", "ReplicaCount", "answerer", "app_from", "build_app", "replicas_of"]
 
 QUEUES = ("replicas", "central")
 ROUTERS = {"slack": "subnetact.cluster.slack_router.SlackRouter", "ray": None}
@@ -99,7 +100,7 @@ def build_app(
         >>> ray.serve.run(subnetact.cluster.build_app("bundle/", replicas=2, slo_ms=250.0))
     """
     source = bundle if isinstance(bundle, Source) else Source(bundle=os.path.abspath(bundle))
-    source = replace(source, **settings)
+    source = replace(source, **settings).pinned()
     if queue == "central" and fronts != 1:
         raise ServeError(f"fronts: {fronts}, but a central queue has one front")
     workers = replicas_of(source, replicas, autoscaling, queue, router, cpus, report_s)
@@ -113,6 +114,47 @@ def build_app(
     wanted = replicas if autoscaling is None else autoscaling.least
     shown = {"name": name or os.path.basename(str(source.bundle)), "limits": asdict(limits or Limits())}
     return front.bind(workers, source, queue, wanted, {**shown, "tokens": tokens, "hosts": allowed_hosts})
+
+
+def app_from(args: dict[str, Any]) -> Any:
+    """Make the application from a configuration file of Ray Serve, which names this function.
+
+    Args:
+        args: the arguments of `build_app`; `autoscaling` is an object with the attributes of `Autoscaling`.
+            Values that a command line gives as text are read as JSON.
+
+    Returns:
+        The application.
+
+    Raises:
+        ServeError: an argument is not known.
+        SubnetActError: as `build_app`.
+
+    Example:
+        >>> # serve run subnetact.cluster.application:app_from bundle=/models/digits replicas=2
+    """
+    given = {name: _value(text) for name, text in args.items()}
+    if "bundle" not in given:
+        raise ServeError("bundle: not given; name the folder of a saved engine")
+    for name, kind in (("autoscaling", Autoscaling), ("limits", Limits)):
+        if isinstance(given.get(name), dict):
+            try:
+                given[name] = kind(**given[name])
+            except TypeError as error:
+                raise ServeError(f"{name}: {error}") from error
+    try:
+        return build_app(**given)
+    except TypeError as error:
+        raise ServeError(f"args: {error}; give arguments of subnetact.cluster.build_app") from error
+
+
+def _value(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def replicas_of(
@@ -147,6 +189,7 @@ def replicas_of(
         )
     if source.bundle is None or not os.path.isdir(source.bundle):
         raise MissingFile(f"bundle: {source.bundle} is no folder; give a saved engine, on every node")
+    source = source if source.checksum else source.pinned()
     central = queue == "central"
     if central and scaling is not None:
         raise ServeError("autoscaling: a central queue has a fixed number of replicas; give replicas=N")

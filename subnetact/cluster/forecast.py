@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 __all__ = ["ReplicaForecast", "ReplicaReport"]
 
 
+RECENT = 0.2
+"""Weight of the newest report in the rates."""
 QUIET_MS = 1000.0
 """After so long without requests and with an idle replica, both sides have counted the same inputs."""
 
@@ -22,6 +24,7 @@ class ReplicaReport(NamedTuple):
         running: inputs that workers run.
         free_ms: time until a worker is expected to be free, in ms; 0 if one is idle.
         per_input_ms: shortest time per input with full batches, in ms, all workers together; learned.
+        pace_ms: time per input of recent batches, in ms, all workers together.
         one_ms: shortest latency of a batch of one input, in ms; learned.
         received: inputs received so far per sender.
         finished: inputs answered or refused so far per sender.
@@ -32,6 +35,7 @@ class ReplicaReport(NamedTuple):
     running: int
     free_ms: float
     per_input_ms: float
+    pace_ms: float
     one_ms: float
     received: Mapping[str, int]
     finished: Mapping[str, int]
@@ -53,7 +57,8 @@ class ReplicaForecast:
 
     A report is old when it arrives. It counts the inputs of every sender that the replica had received and
     finished by then, so the sender knows which of its own inputs the report does not contain, without
-    comparing clocks.
+    comparing clocks. Other senders have the same old report and are drawn to the same replica; they are
+    taken to have sent since then in the proportion of the last reports.
 
     Args:
         sender: name of the process that asks.
@@ -67,6 +72,7 @@ class ReplicaForecast:
         self._sent = 0
         self._completed = 0
         self._chosen = 0
+        self._own_rate = self._rate = 0.0
 
     @property
     def outstanding(self) -> int:
@@ -82,11 +88,25 @@ class ReplicaForecast:
         """
         if report is None or (self._report is not None and report.number == self._report.number):
             return
+        if self._report is not None:
+            self._learn_shares(self._report, report)
         self._report, self._seen_ms = report, now_ms
         idle = not (report.queued or report.running or self.outstanding)
         if idle and now_ms - self._changed_ms > QUIET_MS:  # forget inputs that were lost on the way
             self._sent = report.received.get(self._sender, 0)
             self._completed = report.finished.get(self._sender, 0)
+
+    def _learn_shares(self, old: ReplicaReport, new: ReplicaReport) -> None:
+        own = new.received.get(self._sender, 0) - old.received.get(self._sender, 0)
+        every = sum(new.received.values()) - sum(old.received.values())
+        if every > 0:
+            self._own_rate += RECENT * (own - self._own_rate)
+            self._rate += RECENT * (every - self._rate)
+
+    @property
+    def senders(self) -> float:
+        """How many inputs all senders together send while this one sends one, from 1 to 100."""
+        return min(max(1.0, self._rate / self._own_rate), 100.0) if self._own_rate > 0 else 1.0
 
     def chosen(self, inputs: int) -> None:
         """Count inputs for which the replica was chosen and which it has not accepted yet.
@@ -117,7 +137,7 @@ class ReplicaForecast:
         self._changed_ms = now_ms
 
     def waiting(self) -> float:
-        """Return how many inputs are expected to wait at the replica or to be on their way."""
+        """Return how many inputs wait at the replica or are on their way, as far as this sender knows."""
         report = self._report
         if report is None:
             return float(self.outstanding + self._chosen)
@@ -139,6 +159,25 @@ class ReplicaForecast:
             return self.waiting() + inputs
         free = max(0.0, report.free_ms - (now_ms - self._seen_ms))
         return free + (self.waiting() + inputs - 1) * report.per_input_ms + report.one_ms
+
+    def rank_ms(self, now_ms: float, inputs: int = 1) -> float:
+        """Return the time by which replicas are ranked, in ms: that of `finish_ms` at the pace of late.
+
+        The number of inputs counts, not when a worker is free: a replica that reported that it is idle may be
+        at work on what others have sent it since.
+
+        Args:
+            now_ms: the time by a monotonic clock, in ms.
+            inputs: inputs of the request.
+        """
+        report = self._report
+        if report is None:
+            return self.finish_ms(now_ms, inputs)
+        own = self._sent - report.received.get(self._sender, 0)
+        unseen = min(max(0, own), self.outstanding) + self._chosen
+        done = max(0, self._completed - report.finished.get(self._sender, 0))
+        held = max(0.0, report.queued + report.running + (unseen - done) * self.senders)
+        return (held + inputs - 1) * report.pace_ms + report.one_ms
 
     @property
     def reported(self) -> bool:

@@ -58,7 +58,7 @@ class RaySession:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count: ReplicaCount | None = None
         try:
-            source = self._on_disk(source)
+            source = self._on_disk(source).pinned()
             app = replicas_of(source, replicas, None, queue, router, cpus, report_s)
             self.engine = source.engine(mapped=True)
             self._start(address, replicas * (cpus or source.workers * source.threads_per_worker))

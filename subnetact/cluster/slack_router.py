@@ -25,10 +25,10 @@ CHOSEN_MS = 1000.0
 class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Ranks the replicas by the time at which they would answer one more request.
 
-    The time follows from the last report of the replica (`record_routing_stats`: its queue, when a worker is
-    free, learned latencies), corrected by what this router has sent to the replica since. A request that no
-    replica can answer before its deadline, even with the fastest subnet, is refused with `QueueFull` before
-    it is sent.
+    The time follows from the last report of the replica (`record_routing_stats`: its queue, its pace, learned
+    latencies), corrected by what this router has sent to the replica since, and by what other routers have
+    probably sent. A request that no replica can answer before its deadline, even with the fastest subnet, is
+    refused with `QueueFull` before it is sent.
 
     Ray makes one router in every process that has a handle.
     """
@@ -59,8 +59,8 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         for replica in candidate_replicas:
             forecast = self._forecast(replica.replica_id, sender)
             forecast.learn(ReplicaReport.read(replica.routing_stats), now)
-            finish = forecast.finish_ms(now, inputs)
-            ranked.append((round(finish / EQUAL_MS), random.random(), finish, forecast.reported, replica))
+            rank, finish = forecast.rank_ms(now, inputs), forecast.finish_ms(now, inputs)
+            ranked.append((round(rank / EQUAL_MS), random.random(), finish, forecast.reported, replica))
         ranked.sort(key=lambda entry: entry[:2])
         if pending_request is None:
             return [[entry[-1]] for entry in ranked]

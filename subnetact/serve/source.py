@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from subnetact.engine.bundle import BUNDLE, INDEX
 from subnetact.engine.engine import Engine
+from subnetact.errors import FileFormatError
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.source import build_model
 from subnetact.serve.service import load_engine, scheduler_table
@@ -33,6 +36,7 @@ class Source:
         threads_per_worker: number of CPU threads of every worker.
         max_queue: number of waiting requests beyond which further requests are refused.
         fair: whether clients share the workers' time.
+        checksum: checksum of the bundle. If given, another bundle at the same place is refused.
     """
 
     bundle: str | None = None
@@ -46,6 +50,15 @@ class Source:
     threads_per_worker: int = 1
     max_queue: int = 2000
     fair: bool = False
+    checksum: str | None = None
+
+    def pinned(self) -> Source:
+        """Return a source of the bundle as it is now, so that processes that start later serve the same.
+
+        Raises:
+            FileFormatError: the folder is no bundle.
+        """
+        return replace(self, checksum=_checksum(self.bundle))
 
     def engine(self, mapped: bool = False) -> Engine:
         """Load the engine.
@@ -61,7 +74,12 @@ class Source:
 
             return digits_engine()
         supernet = build_model(self.model, dict(self.constructor)) if self.model else None
-        return load_engine(self.bundle, supernet, mapped=mapped)
+        engine = load_engine(self.bundle, supernet, mapped=mapped)
+        if self.checksum is not None and _checksum(self.bundle) != self.checksum:
+            raise FileFormatError(
+                f"bundle {self.bundle}: it was replaced after the service began; start the service again"
+            )
+        return engine
 
     def latency_table(self, engine: Engine) -> LatencyTable:
         """Return the table to schedule by; an engine that has none is profiled.
@@ -105,3 +123,10 @@ class Source:
             shares=FairShares() if self.fair else None,
             **settings,
         )
+
+
+def _checksum(bundle: str | None) -> str | None:
+    if bundle is None:
+        return None
+    checksum: str = BUNDLE.read(Path(bundle) / INDEX)["checksum"]
+    return checksum

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from subnetact.cluster.deadline import Deadline
 from subnetact.cluster.forecast import ReplicaReport
 from subnetact.cluster.replica import SENDERS, EngineReplica
 from subnetact.digits import load_digits_supernet
+from subnetact.errors import FileFormatError
 from subnetact.serve.source import Source
 
 
@@ -152,3 +155,19 @@ def test_trees_of_tensors_travel_as_arrays():
     assert back["b"][1][0].dtype == torch.bfloat16
     back["b"][0].add_(1)
     assert sent["b"][0].tolist() == [1.0, 1.0]
+
+
+def test_a_replica_refuses_a_bundle_that_was_replaced(source, tmp_path):
+    """A replica that starts later, after a crash for example, must not serve other weights."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(source.bundle, bundle)
+    pinned = replace(source, bundle=str(bundle)).pinned()
+    EngineReplica(pinned).close()
+    engine = pinned.engine()
+    with torch.no_grad():
+        engine.supernet.network.classifier.bias.add_(1.0)
+    engine.verify(refresh=True)
+    engine.save(bundle)
+    with pytest.raises(FileFormatError, match="replaced"):
+        EngineReplica(pinned)
+    EngineReplica(pinned.pinned()).close()

@@ -1,0 +1,121 @@
+"""The example for Kubernetes: what can be checked of it without a cluster."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+from subnetact.serve.source import Source  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "cluster"
+RAY_SERVICE = {"serveConfigV2", "rayClusterConfig"}
+"""Fields of `spec` of ray.io/v1 RayService that the example uses; those of the parts are below."""
+CLUSTER = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+HEAD = {"rayStartParams", "template"}
+WORKERS = HEAD | {"groupName", "replicas", "minReplicas", "maxReplicas"}
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return yaml.safe_load((EXAMPLE / "service.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def config(manifest):
+    return yaml.safe_load(manifest["spec"]["serveConfigV2"])
+
+
+def templates(manifest):
+    cluster = manifest["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"]["template"], *(g["template"] for g in cluster["workerGroupSpecs"])]
+
+
+def test_the_manifest_has_the_fields_of_a_ray_service(manifest):
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
+    cluster = manifest["spec"]["rayClusterConfig"]
+    assert set(manifest["spec"]) == RAY_SERVICE
+    assert set(cluster) == CLUSTER
+    assert set(cluster["headGroupSpec"]) == HEAD
+    for group in cluster["workerGroupSpecs"]:
+        assert set(group) == WORKERS
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert all(isinstance(v, str) for group in groups for v in group["rayStartParams"].values())
+
+
+def test_versions_agree(manifest):
+    pinned = re.search(r"^ray==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert manifest["spec"]["rayClusterConfig"]["rayVersion"] == pinned
+    assert f"{'.'.join(pinned.split('.')[:2])}," not in (ROOT / "setup.cfg").read_text().split("[options]")[0]
+    assert f"ray[serve]>={'.'.join(pinned.split('.')[:2])}" in (ROOT / "setup.cfg").read_text()
+
+
+def test_the_pods_fit_the_published_schema(manifest):
+    validate = pytest.importorskip("kubernetes_validate")
+    for template in templates(manifest):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **template}
+        validate.validate(pod, "1.30", strict=True)
+
+
+def test_the_arguments_are_those_of_build_app(config):
+    """Every argument is known, as a parameter of `build_app` or as an attribute of `Source`."""
+    [application] = config["applications"]
+    source = (ROOT / "subnetact" / "cluster" / "application.py").read_text()
+    signature = source.split("def build_app(")[1].split(") -> Any:")[0]
+    parameters = set(re.findall(r"^    (\w+):", signature, re.MULTILINE))
+    assert {"bundle", "replicas", "autoscaling"} <= parameters
+    assert set(application["args"]) <= parameters | set(inspect.signature(Source).parameters)
+    module, _, name = application["import_path"].partition(":")
+    assert module == "subnetact.cluster.application"
+    assert f"def {name}(args: dict[str, Any])" in source
+
+
+@pytest.mark.ray
+def test_the_configuration_fits_rays_schema(config):
+    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray Serve: the extra `ray`")
+    schema.ServeDeploySchema.model_validate(config)
+    with pytest.raises(ValueError, match="import_path"):
+        schema.ServeDeploySchema.model_validate(
+            {**config, "applications": [{**config["applications"][0], "import_path": "nothing"}]}
+        )
+
+
+def instructions(text):
+    """Instructions of a Dockerfile with their arguments, continuation lines joined."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return [tuple(line.split(None, 1)) for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()]
+
+
+def test_the_image_has_valid_instructions_and_existing_sources():
+    known = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "USER", "ENV", "CMD"}
+    found = instructions((EXAMPLE / "Dockerfile").read_text())
+    assert found[0][0] == "FROM"
+    assert {name for name, _ in found} <= known
+    for name, rest in found:
+        words = shlex.split(rest)
+        if name == "COPY":
+            assert len(words) >= 2
+            assert all((ROOT / word).exists() for word in words[:-1] if not word.startswith("$"))
+        elif name == "ENV":
+            assert all(re.fullmatch(r"\w+=\S*", word) for word in words)
+        elif name == "CMD":
+            command = json.loads(rest)
+            from subnetact.serve.cli import options
+
+            assert command[:3] == ["python", "-m", "subnetact.serve"]
+            assert options().parse_args(command[3:]).backend == "ray"
+
+
+def test_the_readme_names_files_that_exist():
+    text = (EXAMPLE / "README.md").read_text()
+    for path in re.findall(r"examples/cluster/[\w.]+", text):
+        assert (ROOT / path).exists(), path
