@@ -58,6 +58,10 @@ KILL_S = 10.0
 OURS = ("cluster_server.py", "ours", "--slo-ms", f"{SLO_MS - RESERVE_MS:g}")
 SERVERS: dict[str, tuple[str, ...]] = {
     "ours, 2 threads": ("-m", "subnetact.serve", "--workers", "2", "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"),
+    "ours, 2 processes": (
+        *("-m", "subnetact.serve", "--workers", "2", "--worker-processes"),
+        *("--slo-ms", f"{SLO_MS - RESERVE_MS:g}"),
+    ),
     "ours, Ray, 1 replica of 2 threads": (*OURS, "--replicas", "1", "--threads", "2"),
     "ours, Ray, 2 replicas, SlackRouter": OURS,
     "ours, Ray, 2 replicas, Ray's router": (*OURS, "--router", "ray"),
@@ -289,17 +293,44 @@ def report(results: dict[str, Any]) -> str:
     live = results.get("live", [])
     rates = sorted({run["rate"] for run in live})
     if live:
-        lines += [
-            "| server | " + " | ".join(f"{rate:g} pages/s" for rate in rates) + " |",
-            "|---" * (len(rates) + 1) + "|",
-        ]
+        head = [f"{rate:g} pages/s ({len({r['seed'] for r in live if r['rate'] == rate})})" for rate in rates]
+        lines += ["| server | " + " | ".join(head) + " |", "|---" * (len(rates) + 1) + "|"]
         for name in SERVERS:
-            cells = []
-            for rate in rates:
-                runs = [run for run in live if run["server"] == name and run["rate"] == rate]
-                cells.append(_cell(runs))
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            runs = [[r for r in live if r["server"] == name and r["rate"] == rate] for rate in rates]
+            lines.append(f"| {name} | " + " | ".join(map(_cell, runs)) + " |")
+    model = results.get("model")
+    if model:
+        lines += ["", *_model_lines(model["cells"])]
     return "\n".join(lines)
+
+
+def _model_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    lines = []
+    for load in sorted({cell["load"] for cell in cells}, reverse=True):
+        here = [cell for cell in cells if cell["load"] == load]
+        counts = sorted({cell["workers"] for cell in here})
+        lines += [
+            f"Load {load:g}:",
+            "",
+            "| routing | reports | routers | " + " | ".join(f"{n} workers" for n in counts) + " |",
+            "|---" * (len(counts) + 3) + "|",
+        ]
+        kinds = dict.fromkeys((c["routing"], c.get("period_ms"), c.get("routers")) for c in here)
+        order = {"central": 0, "slack": 1, "naive": 2, "two": 3, "random": 4}
+        for routing, period, routers in sorted(kinds, key=lambda kind: order[kind[0]]):
+            row = []
+            for count in counts:
+                found = [
+                    c
+                    for c in here
+                    if (c["routing"], c.get("period_ms"), c.get("routers"), c["workers"])
+                    == (routing, period, routers, count)
+                ]
+                row.append(f"{found[0]['attainment']:.1f} / {found[0]['effective']:.1f}" if found else "-")
+            shown = "-" if period is None else "exact" if not period else f"{period:g} ms"
+            lines.append(f"| {routing} | {shown} | {routers or '-'} | " + " | ".join(row) + " |")
+        lines.append("")
+    return lines
 
 
 def _cell(runs: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,9 @@ when it is free every `period_ms`; the reports of the replicas are not aligned. 
 knows of a replica only what it has itself sent there and which of these requests were answered.
 
 * `central`: one queue for all workers, as in the paper; the routers know everything.
-* `finish`: the replica with the earliest predicted finish, as `SlackRouter` ranks them.
+* `slack`: the replica that holds the least work, as `SlackRouter` ranks them: the other routers are taken to
+  have sent in the same proportion since the last report.
+* `naive`: the same without this assumption.
 * `two`: the one with fewer requests of two replicas that are drawn at random.
 * `random`: any replica.
 """
@@ -30,13 +32,13 @@ TABLE = (
 )
 SLO_MS = 36.0
 BUCKETS = 16
-WORKERS = (1, 4, 16, 64, 256, 1024)
-PERIODS_MS = (0.0, 5.0, 20.0, 100.0)
-ROUTERS = (1, 64)
-LOADS = (0.5, 0.8)
-MOST = 400_000
-PACE = 0.2
-"""Weight of the newest batch in the time per input."""
+WORKERS = {0.8: (1, 4, 16, 64, 1024, 256), 0.5: (1, 4, 16)}
+"""Numbers of workers per load."""
+INFORMATION = ((0.0, 1), (5.0, 1), (5.0, 64), (20.0, 1), (20.0, 64), (100.0, 1), (100.0, 64))
+"""Periods of the reports, in ms, and numbers of routers."""
+LARGE = ((20.0, 64),)
+"""The same for more than 64 workers, whose simulation takes minutes."""
+MOST = 700_000
 
 
 class Fleet:
@@ -45,7 +47,7 @@ class Fleet:
     Args:
         table: the latency table of every replica.
         workers: number of replicas.
-        routing: `finish`, `two` or `random`.
+        routing: `slack`, `naive`, `two` or `random`.
         routers: number of routers.
         period_ms: time between two reports of a replica; 0 if routers always know the present state.
         seed: of the choices of the routers.
@@ -58,9 +60,6 @@ class Fleet:
         self._routing, self._period_ms = routing, period_ms
         self._workers, self._routers = workers, routers
         self._accuracy = np.array(table.accuracy)
-        best_ms = float(np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
-        self._pace = np.full(workers, best_ms)  # time per input of recent batches
-        self._per_input_ms = np.full(workers, best_ms)  # as last reported
         self._free = [[0.0] for _ in range(workers)]
         policy = SlackFit(table, SLO_MS, BUCKETS)
         self._dispatchers: list[Dispatcher[tuple[float, int]]] = [
@@ -70,7 +69,6 @@ class Fleet:
         self._count = [0] * workers
         self._queued = np.zeros(workers)  # as last reported
         self._running = np.zeros(workers)
-        self._free_ms = np.zeros(workers)
         self._sent = np.zeros((routers, workers))  # since the last report
         self._done = np.zeros((routers, workers))
         self._order = self._rng.random((routers, workers)) * 1e-3  # breaks ties, differently per router
@@ -96,7 +94,7 @@ class Fleet:
             while reports and reports[0][0] <= now:
                 _, replica = heapq.heapreplace(reports, (reports[0][0] + period, reports[0][1]))
                 self._report(replica)
-            worker = self._choose(router, pair, now)
+            worker = self._choose(router, pair)
             self._sent[router, worker] += 1
             dispatcher = self._dispatchers[worker]
             dispatcher.queue.push(now + SLO_MS, (now, router))
@@ -114,19 +112,17 @@ class Fleet:
             "effective": self.accuracy / count,
         }
 
-    def _choose(self, router: int, pair: list[int], now: float) -> int:
+    def _choose(self, router: int, pair: list[int]) -> int:
         if self._routing == "random" or self._workers == 1:
             return pair[0]
         if self._routing == "two":
             a, b = pair
             return a if self._known(router, a) <= self._known(router, b) else b
-        if not self._period_ms:
-            waiting = self._queued
-        else:
-            lost = np.maximum(self._done[router] - self._running, 0.0)
-            waiting = np.maximum(self._queued + self._sent[router] - lost, 0.0)
-        finish = np.maximum(self._free_ms - now, 0.0) + waiting * self._per_input_ms + self._order[router]
-        return int(finish.argmin())
+        held = self._queued + self._running
+        if self._period_ms:
+            others = self._routers if self._routing == "slack" else 1
+            held = np.maximum(held + (self._sent[router] - self._done[router]) * others, 0.0)
+        return int((held + self._order[router]).argmin())
 
     def _known(self, router: int, worker: int) -> float:
         own = self._sent[router, worker] - self._done[router, worker] if self._period_ms else 0.0
@@ -135,8 +131,6 @@ class Fleet:
     def _report(self, worker: int) -> None:
         self._queued[worker] = len(self._dispatchers[worker])
         self._running[worker] = self._count[worker] if self._busy[worker] else 0.0
-        self._free_ms[worker] = self._free[worker][0]
-        self._per_input_ms[worker] = self._pace[worker]
         self._sent[:, worker] = self._done[:, worker] = 0.0
 
     def _start(self, worker: int, now: float) -> None:
@@ -146,7 +140,6 @@ class Fleet:
             end = now + batch.expected_ms
             self._free[worker][0] = end
             self._count[worker] = len(batch.items)
-            self._pace[worker] += PACE * (batch.expected_ms / len(batch.items) - self._pace[worker])
             accuracy = float(self._accuracy[batch.subnet])
             heapq.heappush(self._ends, (end, worker, len(batch.items), accuracy, batch.items))
         if not self._period_ms:
@@ -199,12 +192,8 @@ def arrivals_of(table: LatencyTable, workers: int, load: float, seed: int = 0) -
     return np.asarray(np.cumsum(gaps))
 
 
-def model_section(workers: tuple[int, ...] = WORKERS) -> dict[str, Any]:
-    """Return attainment and accuracy of every routing, number of workers, of routers, period and load.
-
-    Args:
-        workers: numbers of workers.
-    """
+def model_section() -> dict[str, Any]:
+    """Return attainment and accuracy of every routing, number of workers, of routers, period and load."""
     table = LatencyTable.load(TABLE)
     cells: list[dict[str, Any]] = []
 
@@ -212,8 +201,8 @@ def model_section(workers: tuple[int, ...] = WORKERS) -> dict[str, Any]:
         cells.append({**settings, **{name: round(value, 3) for name, value in found.items()}})
         print(cells[-1], flush=True)
 
-    for load in LOADS:
-        for count in workers:
+    for load, counts in WORKERS.items():
+        for count in counts:
             arrivals = arrivals_of(table, count, load)
             same = {"load": load, "workers": count}
             one = central(table, count, arrivals)
@@ -222,12 +211,9 @@ def model_section(workers: tuple[int, ...] = WORKERS) -> dict[str, Any]:
             add(found, routing="random", **same)
             if count == 1 and abs(found["effective"] - one["effective"]) > 1e-6:
                 raise AssertionError(f"one replica is not the simulator: {found}, {one}")
-            if count == 1:
-                continue
-            for routing in ("finish", "two"):
-                for period in PERIODS_MS:
-                    for routers in ROUTERS if period else ROUTERS[:1]:
-                        fleet = Fleet(table, count, routing, routers, period)
-                        add(fleet.run(arrivals), routing=routing, period_ms=period, routers=routers, **same)
+            for routing in ("slack", "naive", "two") if count > 1 else ():
+                for period, routers in INFORMATION if count <= 64 else LARGE:
+                    fleet = Fleet(table, count, routing, routers, period)
+                    add(fleet.run(arrivals), routing=routing, period_ms=period, routers=routers, **same)
     rate = float(1e3 / np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
     return {"slo_ms": SLO_MS, "table": TABLE.name, "capacity_per_worker": rate, "cells": cells}

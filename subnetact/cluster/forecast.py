@@ -24,7 +24,6 @@ class ReplicaReport(NamedTuple):
         running: inputs that workers run.
         free_ms: time until a worker is expected to be free, in ms; 0 if one is idle.
         per_input_ms: shortest time per input with full batches, in ms, all workers together; learned.
-        pace_ms: time per input of recent batches, in ms, all workers together.
         one_ms: shortest latency of a batch of one input, in ms; learned.
         received: inputs received so far per sender.
         finished: inputs answered or refused so far per sender.
@@ -35,7 +34,6 @@ class ReplicaReport(NamedTuple):
     running: int
     free_ms: float
     per_input_ms: float
-    pace_ms: float
     one_ms: float
     received: Mapping[str, int]
     finished: Mapping[str, int]
@@ -161,10 +159,10 @@ class ReplicaForecast:
         return free + (self.waiting() + inputs - 1) * report.per_input_ms + report.one_ms
 
     def rank_ms(self, now_ms: float, inputs: int = 1) -> float:
-        """Return the time by which replicas are ranked, in ms: that of `finish_ms` at the pace of late.
+        """Return the time by which replicas are ranked, in ms: the work that a replica holds.
 
-        The number of inputs counts, not when a worker is free: a replica that reported that it is idle may be
-        at work on what others have sent it since.
+        When a worker is free does not count: a replica that reported that it is idle may be at work on what
+        others have sent it since.
 
         Args:
             now_ms: the time by a monotonic clock, in ms.
@@ -177,7 +175,7 @@ class ReplicaForecast:
         unseen = min(max(0, own), self.outstanding) + self._chosen
         done = max(0, self._completed - report.finished.get(self._sender, 0))
         held = max(0.0, report.queued + report.running + (unseen - done) * self.senders)
-        return (held + inputs - 1) * report.pace_ms + report.one_ms
+        return (held + inputs - 1) * report.per_input_ms + report.one_ms
 
     @property
     def reported(self) -> bool:

@@ -22,8 +22,6 @@ from subnetact.serving.live.requests import Decided
 
 __all__ = ["EngineReplica", "Reply"]
 
-PACE = 0.2
-"""Weight of the newest batch in the time per input."""
 SENDERS = 256
 """Senders whose inputs are counted; the one that was idle longest is forgotten."""
 
@@ -67,7 +65,6 @@ class EngineReplica:
         self._latency: list[list[float]] = self.table.latency_ms.tolist()
         self._sizes = {size: i for i, size in enumerate(self.table.batch_sizes)}
         self._per_input_ms = float(np.nanmin(self.table.latency_ms / np.array(self.table.batch_sizes)))
-        self._pace_ms = self._per_input_ms
         self._one_ms = float(np.nanmin(self.table.latency_ms))
         self.batcher = None if central else source.batcher(self.engine, self.table, on_decision=self._note)
 
@@ -136,7 +133,6 @@ class EngineReplica:
                 running=stats.running,
                 free_ms=free_ms,
                 per_input_ms=self._per_input_ms * stats.correction / max(1, stats.workers_up),
-                pace_ms=self._pace_ms * stats.correction / max(1, stats.workers_up),
                 one_ms=self._one_ms * stats.correction,
                 received=dict(self._received),
                 finished={sender: self._finished[sender] for sender in self._received},
@@ -178,8 +174,6 @@ class EngineReplica:
         i = self._sizes.get(decided.batch_size, len(self._sizes) - 1)
         latency_ms = self._latency[decided.subnet][i]
         self._expected_ms.append(time.perf_counter_ns() * 1e-6 + latency_ms)
-        if latency_ms == latency_ms:
-            self._pace_ms += PACE * (latency_ms / decided.k - self._pace_ms)
 
     def _count(self, sender: str, inputs: int) -> None:
         with self._lock:

@@ -14,9 +14,6 @@ from subnetact.errors import QueueFull
 
 __all__ = ["SlackRouter"]
 
-EQUAL_MS = 0.5
-"""Replicas whose predicted times differ by less are chosen at random."""
-
 
 CHOSEN_MS = 1000.0
 """How long a choice counts if no replica accepts the request, in ms."""
@@ -25,7 +22,7 @@ CHOSEN_MS = 1000.0
 class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Ranks the replicas by the time at which they would answer one more request.
 
-    The time follows from the last report of the replica (`record_routing_stats`: its queue, its pace, learned
+    The time follows from the last report of the replica (`record_routing_stats`: its queue and learned
     latencies), corrected by what this router has sent to the replica since, and by what other routers have
     probably sent. A request that no replica can answer before its deadline, even with the fastest subnet, is
     refused with `QueueFull` before it is sent.
@@ -60,7 +57,7 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             forecast = self._forecast(replica.replica_id, sender)
             forecast.learn(ReplicaReport.read(replica.routing_stats), now)
             rank, finish = forecast.rank_ms(now, inputs), forecast.finish_ms(now, inputs)
-            ranked.append((round(rank / EQUAL_MS), random.random(), finish, forecast.reported, replica))
+            ranked.append((round(rank, 6), random.random(), finish, forecast.reported, replica))
         ranked.sort(key=lambda entry: entry[:2])
         if pending_request is None:
             return [[entry[-1]] for entry in ranked]

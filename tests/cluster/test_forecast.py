@@ -6,7 +6,7 @@ import pytest
 
 from subnetact.cluster.forecast import QUIET_MS, ReplicaForecast, ReplicaReport
 
-IDLE = ReplicaReport(1, 0, 0, 0.0, 2.0, 4.0, 10.0, {}, {})
+IDLE = ReplicaReport(1, 0, 0, 0.0, 2.0, 10.0, {}, {})
 
 
 def test_reports_travel_as_dictionaries():
@@ -97,18 +97,18 @@ def test_a_burst_between_two_reports_is_spread(spread):
     assert sent == ([20, 20] if spread else [40, 0])
 
 
-def test_the_rank_is_the_number_held_at_the_pace_of_late():
+def test_the_rank_is_the_work_that_a_replica_holds():
     forecast = ReplicaForecast("me")
     assert forecast.rank_ms(0.0, inputs=3) == 3
     forecast.learn(IDLE._replace(queued=5, running=2, free_ms=30.0), 0.0)
-    assert forecast.rank_ms(0.0) == 7 * 4.0 + 10.0
-    assert forecast.rank_ms(1e4, inputs=4) == 10 * 4.0 + 10.0
+    assert forecast.rank_ms(0.0) == 7 * 2.0 + 10.0
+    assert forecast.rank_ms(1e4, inputs=4) == 10 * 2.0 + 10.0
     forecast.sent(2, 0.0)
-    assert forecast.rank_ms(0.0) == 9 * 4.0 + 10.0
+    assert forecast.rank_ms(0.0) == 9 * 2.0 + 10.0
     forecast.completed(1, 0.0)
-    assert forecast.rank_ms(0.0) == 7 * 4.0 + 10.0  # one is on its way; the answered one was held
+    assert forecast.rank_ms(0.0) == 7 * 2.0 + 10.0  # one is on its way; the answered one was held
     slow = ReplicaForecast("me")
-    slow.learn(IDLE._replace(queued=5, pace_ms=20.0), 0.0)
+    slow.learn(IDLE._replace(queued=5, per_input_ms=20.0), 0.0)
     assert slow.rank_ms(0.0) > forecast.rank_ms(0.0)
 
 
@@ -126,5 +126,5 @@ def test_other_senders_have_the_same_old_report():
     assert forecast.senders == pytest.approx(10.0)
     before = forecast.rank_ms(0.0)
     forecast.sent(1, 0.0)
-    assert forecast.rank_ms(0.0) - before == pytest.approx(10 * 4.0)
+    assert forecast.rank_ms(0.0) - before == pytest.approx(10 * 2.0)
     assert ReplicaForecast("alone").senders == 1.0

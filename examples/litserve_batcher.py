@@ -1,7 +1,7 @@
 """LitServe with our batch formation: the subnet of every batch follows from the deadlines of its requests.
 
     pip install 'subnetact[serve]' litserve
-    python examples/litserve_server.py --bundle bundle/
+    python examples/litserve_batcher.py --bundle bundle/
     curl -H 'content-type: application/json' -d '{"input": [...], "deadline_ms": 50}' http://127.0.0.1:8000/infer
 
 LitServe hands requests to one process, one by one; the `Batcher` in that process forms the batches.
