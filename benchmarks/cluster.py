@@ -82,7 +82,7 @@ class Pages:
         images = data.images[: count * PAGE].numpy().reshape(count, PAGE, 1, 16, 16)
         self.labels = data.labels[: count * PAGE].numpy().reshape(count, PAGE)
         self.npy = [_npy(page) for page in images]
-        tensor = {"name": "input", "shape": [PAGE, 1, 16, 16], "datatype": "FP32"}
+        tensor: dict[str, Any] = {"name": "input", "shape": [PAGE, 1, 16, 16], "datatype": "FP32"}
         tensor["parameters"] = {"binary_data_size": PAGE * 1024}
         head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
         self.head = len(head)
