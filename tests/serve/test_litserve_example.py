@@ -24,7 +24,14 @@ def port(digits):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    command = [sys.executable, "examples/litserve_batcher.py", "--bundle", str(digits[1]), "--port", str(port)]
+    command = [
+        sys.executable,
+        "examples/litserve_batcher.py",
+        "--bundle",
+        str(digits[1]),
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
