@@ -7,8 +7,9 @@ knows of a replica only what it has itself sent there and which of these request
 
 * `central`: one queue for all workers, as in the paper; the routers know everything.
 * `slack`: the replica that holds the least work, as `SlackRouter` ranks them: the other routers are taken to
-  have sent in the same proportion since the last report.
-* `naive`: the same without this assumption.
+  have sent in the same proportion since the last report, and of n routers each looks at a random n-th of the
+  replicas, but at two or more.
+* `naive`: the one of all replicas that holds the least by the last report and what this router has sent.
 * `two`: the one with fewer requests of two replicas that are drawn at random.
 * `random`: any replica.
 """
@@ -122,6 +123,10 @@ class Fleet:
         if self._period_ms:
             others = self._routers if self._routing == "slack" else 1
             held = np.maximum(held + (self._sent[router] - self._done[router]) * others, 0.0)
+        if self._routing == "slack" and self._period_ms and self._routers > 1:
+            count = max(2, round(self._workers / self._routers))
+            drawn = self._rng.integers(0, self._workers, count)
+            return int(drawn[(held[drawn] + self._order[router][drawn]).argmin()])
         return int((held + self._order[router]).argmin())
 
     def _known(self, router: int, worker: int) -> float:

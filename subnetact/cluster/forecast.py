@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["ReplicaForecast", "ReplicaReport"]
+__all__ = ["ReplicaForecast", "ReplicaReport", "ranking"]
 
 
 RECENT = 0.2
@@ -181,3 +181,15 @@ class ReplicaForecast:
     def reported(self) -> bool:
         """Whether the replica has reported, so that `finish_ms` is a time."""
         return self._report is not None
+
+
+def ranking(entries: list[Any], senders: float) -> list[Any]:
+    """Return the replicas in order of their rank; of n senders each looks at a random n-th of them first.
+
+    Args:
+        entries: tuples that begin with the rank and a random number per replica.
+        senders: how many inputs all senders together send while this one sends one.
+    """
+    first = max(2, round(len(entries) / senders))
+    drawn = sorted(entries, key=lambda entry: entry[1])  # a random order
+    return sorted(drawn[:first], key=lambda e: e[:2]) + sorted(drawn[first:], key=lambda e: e[:2])

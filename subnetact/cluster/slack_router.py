@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from subnetact.cluster.deadline import unix_ms
-from subnetact.cluster.forecast import ReplicaForecast, ReplicaReport
+from subnetact.cluster.forecast import ReplicaForecast, ReplicaReport, ranking
 from subnetact.cluster.ray_serve import RequestRouter, refuse
 from subnetact.errors import QueueFull
 
@@ -24,8 +24,9 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
 
     The time follows from the last report of the replica (`record_routing_stats`: its queue and learned
     latencies), corrected by what this router has sent to the replica since, and by what other routers have
-    probably sent. A request that no replica can answer before its deadline, even with the fastest subnet, is
-    refused with `QueueFull` before it is sent.
+    probably sent. Of n routers each looks at a random n-th of the replicas first, at two or more, because all
+    have the same old reports and would choose the same replica. A request that no replica can answer before
+    its deadline, even with the fastest subnet, is refused with `QueueFull` before it is sent.
 
     Ray makes one router in every process that has a handle.
     """
@@ -58,7 +59,8 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             forecast.learn(ReplicaReport.read(replica.routing_stats), now)
             rank, finish = forecast.rank_ms(now, inputs), forecast.finish_ms(now, inputs)
             ranked.append((round(rank, 6), random.random(), finish, forecast.reported, replica))
-        ranked.sort(key=lambda entry: entry[:2])
+        senders = max((self._forecasts[entry[-1].replica_id].senders for entry in ranked), default=1.0)
+        ranked = ranking(ranked, senders)
         if pending_request is None:
             return [[entry[-1]] for entry in ranked]
         pending_request.routing_context.should_backoff = True  # after all were tried, wait and rank again

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from subnetact.cluster.forecast import QUIET_MS, ReplicaForecast, ReplicaReport
+from subnetact.cluster.forecast import QUIET_MS, ReplicaForecast, ReplicaReport, ranking
 
 IDLE = ReplicaReport(1, 0, 0, 0.0, 2.0, 10.0, {}, {})
 
@@ -128,3 +130,17 @@ def test_other_senders_have_the_same_old_report():
     forecast.sent(1, 0.0)
     assert forecast.rank_ms(0.0) - before == pytest.approx(10 * 2.0)
     assert ReplicaForecast("alone").senders == 1.0
+
+
+def test_of_many_routers_each_looks_at_a_part_of_the_replicas_first():
+    rng = random.Random(0)
+    entries = [(float(rank), rng.random(), f"replica {rank}") for rank in range(64)]
+    assert ranking(entries, 1.0) == sorted(entries)
+    for senders, first in ((4.0, 16), (64.0, 2), (100.0, 2)):
+        found = ranking(entries, senders)
+        assert sorted(found) == sorted(entries)
+        assert found[:first] == sorted(found[:first])
+        assert found[first:] == sorted(found[first:])
+        assert found != sorted(entries)
+    assert ranking(entries[:2], 50.0) == sorted(entries[:2])
+    assert ranking([], 1.0) == []
