@@ -96,7 +96,12 @@ class Run:
 
 
 def soak(
-    engine: Engine, table: LatencyTable, arrivals_ms: list[float], slo_ms: float, period_s: float | None
+    engine: Engine,
+    table: LatencyTable,
+    arrivals_ms: list[float],
+    slo_ms: float,
+    period_s: float | None,
+    spares: int,
 ) -> dict[str, Any]:
     """Serve a trace, and kill a process every `period_s` seconds unless that is None.
 
@@ -111,6 +116,7 @@ def soak(
         slo_ms=slo_ms,
         workers=WORKERS,
         process=True,
+        spares=spares,
         threads_per_worker=1,
     )
     killer = Killer(batcher, period_s or 1.0, seed=0)
@@ -202,6 +208,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=150.0, help="requests per second")
     parser.add_argument("--slo-ms", type=float, default=100.0)
     parser.add_argument("--period-s", type=float, default=2.0, help="time between two kills")
+    parser.add_argument("--spares", type=int, default=1, help="processes that are ready to take over")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "soak_processes.json")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # every killed process is logged
@@ -215,8 +222,9 @@ def main() -> None:
         "slo_ms": args.slo_ms,
         "period_s": args.period_s,
         "workers": WORKERS,
-        "in peace": soak(engine, table, arrivals_ms, args.slo_ms, None),
-        "under SIGKILL": soak(engine, table, arrivals_ms, args.slo_ms, args.period_s),
+        "spares": args.spares,
+        "in peace": soak(engine, table, arrivals_ms, args.slo_ms, None, args.spares),
+        "under SIGKILL": soak(engine, table, arrivals_ms, args.slo_ms, args.period_s, args.spares),
         "machine": machine(torch.device("cpu")),
     }
     text = json.dumps(result, indent=1)

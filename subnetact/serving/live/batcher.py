@@ -91,7 +91,8 @@ class Batcher:
             its own, so that the model does not wait for Python code of this process; there is one copy of
             the weights, to which the tensors of the engine move. A process that dies is replaced, and its
             requests get a second try. The processes follow all changes of the engine before the next batch.
-            If False, the workers are threads.
+            A process runs a batch as a whole, so that a policy cannot preempt it. If False, the workers are
+            threads.
         spares: number of processes that take over at once when a process dies or hangs. Without one, a new
             process has to start first, which takes seconds.
         expired: what becomes of a request that has expired: `drop` (answered at once with
