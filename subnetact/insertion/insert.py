@@ -345,7 +345,23 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
             f"{type(model).__name__} returns no tensors that can be compared; return tensors, in tuples, "
             "lists or dictionaries"
         )
+    _check_kept_tensors(model)
     return found
+
+
+def _check_kept_tensors(model: nn.Module) -> None:
+    """Refuse modules whose forward keeps tensors for later calls, because views would use outdated ones."""
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    ordinary = vars(nn.Module())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            kept = value.values() if isinstance(value, dict) and name not in ordinary else ()
+            if any(isinstance(t, Tensor) and t.is_floating_point() and id(t) not in registered for t in kept):
+                raise InsertError(
+                    f"{type(model).__name__}.{path} keeps tensors between calls, in {name!r}; a subnet would "
+                    "use them even after the weights that they were computed from have changed: let its "
+                    "forward compute them in every call"
+                )
 
 
 def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[str]:

@@ -185,14 +185,19 @@ class Probe:
         left = {group: group.candidates() for group in groups}
         rng = random.Random(0)
         while left:
-            orders: dict[Part, dict[tuple[str, int], tuple[Tensor, Tensor]]] = {}
-            for group, candidates in left.items():
-                units = list(range(candidates[0]))
-                while units == sorted(units):
-                    rng.shuffle(units)
-                for part in group.parts:
-                    orders[part] = part.order(torch.tensor(units))
-            wrong = self._disagreeing(orders)
+            wrong: set[Part] = set()
+            for shuffled in (
+                False,
+                True,
+            ):  # a shuffle may leave heads whole by chance, a shift by one never does
+                orders: dict[Part, dict[tuple[str, int], tuple[Tensor, Tensor]]] = {}
+                for group, candidates in left.items():
+                    units = [*range(1, candidates[0]), 0]
+                    if shuffled:
+                        rng.shuffle(units)
+                    for part in group.parts:
+                        orders[part] = part.order(torch.tensor(units))
+                wrong |= self._disagreeing(orders)
             for group in list(left):
                 if not wrong & set(group.parts):
                     group.units = left.pop(group)[0]

@@ -8,6 +8,10 @@ put into the copy.
 3. Subnets equal the model in which everything that they do not use is zero and skipped blocks are identities.
    A slice of the wrong rows passes the first two tests and not this one.
 
+A subnet and its extraction are equal bit for bit if the parameters of the extraction are frozen, as those of
+views are. If a weight requires gradients, torch multiplies inputs that are not contiguous by another kernel,
+and the last digits may differ.
+
 For the second and the third test, the weights are disturbed: small random numbers are added to all vectors,
 and matrices are scaled up to the gain of one. Otherwise a scale that training begins at zero, such as that of
 the last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of

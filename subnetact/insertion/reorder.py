@@ -17,8 +17,9 @@ from subnetact.insertion.channel_groups import Group, extracted, flat, kept_entr
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Importance, UnitWeights
 from subnetact.insertion.probe import find_groups
 from subnetact.operators import Operator, SubnetNorm
+from subnetact.operators.view_module import owned
 from subnetact.space import SizeRow
-from subnetact.supernet.batches import as_batch, call_with, logits
+from subnetact.supernet.batches import as_batch, call_with, logits, map_tensors
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
 
@@ -92,7 +93,7 @@ def reorder_(
         SpecError: the importance is unknown, there are no batches or no example, scores are not finite or
             of another shape, or there is no such dimension.
         InsertError: the largest subnet does not run on the example; one of the given `dimensions` cannot be
-            sorted; nothing can be sorted; or the largest subnet would change. The supernet is then
+            sorted; or nothing can be sorted without a change of the largest subnet. The supernet is then
             unchanged.
 
     Example:
@@ -122,8 +123,24 @@ def reorder_(
     orders = {g: s.argsort(descending=True, stable=True).cpu() for g, s in scores.items()}
     kept.update({g.name: "its importance is not known" for g in chosen if g not in orders})
     moving = {g: order for g, order in orders.items() if not torch.equal(order, torch.arange(g.units))}
-    dropped = _permute(supernet, row, moving, example)
-    return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
+    before = len(supernet.norms)
+    if dimensions is not None:
+        _permute(supernet, row, moving, example)
+        changing = {}
+    else:
+        changing = _permute_most(supernet, row, moving, example)
+        if moving and len(changing) == len(moving):
+            raise InsertError(f"reorder_: {next(iter(changing.values()))}")
+    kept |= {g.name: why for g, why in changing.items()}
+    dropped = before - len(supernet.norms)
+    if dropped:
+        warnings.warn(
+            f"the BatchNorm statistics of {dropped} narrow subnets are gone, because these subnets keep "
+            "other channels now; call subnetact.calibrate again",
+            UncalibratedSubnetWarning,
+            stacklevel=2,
+        )
+    return ReorderReport({g.name: g.units for g in orders if g not in changing}, kept, dropped)
 
 
 def _labelled(batches: Any) -> list[tuple[Any, Any]]:
@@ -256,25 +273,58 @@ class _Move:
         self.tensor.index_copy_(self.axis, to, self.tensor.index_select(self.axis, of))
 
 
-def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], example: Any) -> int:
-    """Apply the orders, or none of them; return the number of statistics rows that were dropped."""
+def _permute_most(
+    supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], example: Any
+) -> dict[Group, str]:
+    """Apply all orders that leave the output as it is; return the other groups, with the reasons."""
+    try:
+        _permute(supernet, row, orders, example)
+    except InsertError as error:
+        groups = list(orders)
+        if len(groups) == 1:
+            return {groups[0]: str(error).removeprefix("reorder_: ")}
+        halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+        first, second = (
+            _permute_most(supernet, row, {g: orders[g] for g in half}, example) for half in halves
+        )
+        return first | second
+    return {}
+
+
+def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], example: Any) -> None:
+    """Apply the orders, or none of them."""
     moves, channels = _permutations(orders, row)
     norms, table = supernet.norms, _statistics(supernet, row, orders, channels)
     before, original = _outputs(supernet, example), supernet.has_original_statistics()
     same, done = False, []
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            for move in moves:
-                move.apply()
-                done.append(move)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def apply() -> None:
+        for move in moves:
+            move.apply()
+            done.append(move)
         supernet.norms = table
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def undo() -> None:
+        while done:
+            done.pop().apply(back=True)
+        supernet.norms = norms
+
+    try:
+        apply()
         same = _alike(_outputs(supernet, example), before)
+        if not same:  # some networks amplify rounding; in double precision it is not seen
+            after = _outputs(supernet, example, exact=True)
+            undo()
+            same = bool(after) and _alike(after, _outputs(supernet, example, exact=True))
+            if same:
+                apply()
     finally:
         if not same:
-            with torch.inference_mode(False), torch.no_grad():
-                for move in reversed(done):
-                    move.apply(back=True)
-            supernet.norms = norms
+            undo()
         if original:
             supernet.renew_original_statistics()
     if not same:
@@ -283,15 +333,6 @@ def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], e
             "follows no dimension reads the order of channels. The supernet is unchanged; sort fewer "
             "dimensions (dimensions=[...])"
         )
-    dropped = len(norms) - len(table)
-    if dropped:
-        warnings.warn(
-            f"the BatchNorm statistics of {dropped} narrow subnets are gone, because these subnets keep "
-            "other channels now; call subnetact.calibrate again",
-            UncalibratedSubnetWarning,
-            stacklevel=3,
-        )
-    return dropped
 
 
 def _permutations(orders: Mapping[Group, Tensor], row: SizeRow) -> tuple[list[_Move], dict[str, Tensor]]:
@@ -346,10 +387,19 @@ def _statistics(
     return table
 
 
-def _outputs(supernet: Supernet, example: Any) -> list[Tensor]:
+def _outputs(supernet: Supernet, example: Any, exact: bool = False) -> list[Tensor]:
+    """Return the outputs of the largest subnet; if `exact`, in double precision, or none if that fails."""
     view, _ = supernet.private_view(supernet.space.largest())
-    with torch.no_grad():
-        outputs = tree_leaves(call_with(view, example))
+    if exact:
+        view = owned(view).double()
+        example = map_tensors(lambda t: t.double() if t.is_floating_point() else t, example)
+    try:
+        with torch.no_grad():
+            outputs = tree_leaves(call_with(view, example))
+    except RuntimeError:
+        if not exact:
+            raise
+        return []
     return [t.detach().clone() for t in outputs if isinstance(t, Tensor)]
 
 

@@ -10,6 +10,7 @@ import torch
 import subnetact
 from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
 from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import masked_reference, private_copy
 
 timm = pytest.importorskip("timm")
 pytest.importorskip("torchvision")
@@ -96,3 +97,24 @@ def test_onnx(resnet: Supernet, tmp_path: Path) -> None:
     (output,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     expected = resnet.extract(engine.specs[0])(X)
     torch.testing.assert_close(torch.from_numpy(output), expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "regnetx_002"])
+def test_norms_with_an_activation_are_calibrated_as_in_the_masked_model(name: str) -> None:
+    """With one batch, calibrated statistics are what BatchNorm in training mode computes on the batch."""
+    supernet = make(name)
+    kinds = {type(operator.template).__name__ for operator in supernet.norm_operators().values()}
+    assert "BatchNormAct2d" in kinds
+    specs = [supernet.space.smallest(), *supernet.space.sample(3, 1)]
+    subnetact.calibrate(supernet, specs, [X], progress=False)
+    engine = subnetact.Engine(supernet, specs, example=X[0])
+    largest = supernet.space.resolve(supernet.space.largest())
+    for i, spec in enumerate(specs):
+        network = supernet.network
+        masked = masked_reference(private_copy(network), network, supernet.space.resolve(spec), largest)
+        for module in masked.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                module.train()
+        with torch.no_grad():
+            expected = masked(X)
+        torch.testing.assert_close(engine(X, subnet=i), expected, rtol=0, atol=5e-5)

@@ -17,6 +17,7 @@ import subnetact
 from subnetact import Axis, LayerSelect, SubnetNorm, SubnetSpace, WeightSlice, reorder_
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import ChannelGroup
+from subnetact.insertion.probe import find_groups
 from subnetact.operators import AttentionSlice, ElasticAttribute, LayerNormSlice, ParameterSlice, Segments
 from subnetact.supernet.supernet import Supernet
 
@@ -532,7 +533,65 @@ class Positions(nn.Module):
         if self.how == "output":
             return x
         side = self.side(x) if self.how == "forgotten" else 0
+        if self.how == "amplified":
+            return torch.sin(1e4 * self.down(F.relu(x)))
         return self.down(F.relu(x)) + side
+
+
+def two_widths(how: str) -> Supernet:
+    """`Positions`, whose width may depend on the order of its channels, and a block whose width does not."""
+    torch.manual_seed(0)
+    network = nn.Sequential(Residual1d(), Positions(how), nn.Linear(12, 3)).eval()
+    elastic = {
+        **{"1.up": WeightSlice.on(out="width"), "1.down": WeightSlice.on(in_="width")},
+        **{"0.up": WeightSlice.on(out="hidden"), "0.down": WeightSlice.on(in_="hidden")},
+    }
+    return subnetact.insert_(network, space_of(lambda w: {"width": w, "hidden": w}, [4, 8]), elastic)
+
+
+def test_what_would_change_the_output_is_left_out_and_the_rest_is_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("subnetact.insertion.probe.Probe._disagreeing", lambda *_: set())  # a blind probe
+    supernet = two_widths("numbered")
+    before, up = outputs(supernet, TOKENS), supernet.network[1].up.weight.clone()
+    report = reorder_(supernet, "l1", TOKENS)
+    assert list(report.reordered) == ["0.up.out"]
+    assert "the output of the largest subnet would change" in report.kept["1.up.out"]
+    assert torch.equal(supernet.network[1].up.weight, up)
+    torch.testing.assert_close(outputs(supernet, TOKENS), before, **PLAIN)
+
+
+def test_rounding_that_a_network_amplifies_is_no_change() -> None:
+    supernet = two_widths("amplified")
+    before = outputs(supernet.double(), TOKENS.double())
+    report = reorder_(supernet.float(), "l1", TOKENS)
+    assert set(report.reordered) == {"0.up.out", "1.up.out"}
+    torch.testing.assert_close(outputs(supernet.double(), TOKENS.double()), before, rtol=0, atol=1e-9)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_heads_are_never_split_whichever_way_they_are_shuffled() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(*(SelfAttention() for _ in range(8)), nn.Linear(16, 3)).eval()
+    elastic: dict[str, Any] = {}
+    for i in range(8):
+        elastic |= {f"{i}.{name}": WeightSlice.on(out="heads*8") for name in "qkv"}
+        elastic |= {f"{i}.o": WeightSlice.on(in_="heads*8"), str(i): ElasticAttribute.on(num_heads="heads")}
+    space = space_of(lambda heads: {"heads": heads, "heads*8": 8 * heads}, [1, 2])
+    supernet = subnetact.insert_(network, space, elastic)
+    groups = find_groups(supernet.network, supernet.space.resolve(space.largest()), torch.randn(2, 5, 16))
+    assert [group.units for group in groups] == [2] * 8
 
 
 @pytest.mark.parametrize(
