@@ -34,6 +34,8 @@ from subnetact.errors import SubnetActError
 from subnetact.supernet.batches import call_with, logits, map_tensors
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- coverage: begin -->", "<!-- coverage: end -->"
 LIMIT_S = 420
 TOLERANCE = 1e-5
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -211,19 +213,27 @@ def _run_here(name: str, answer: Any) -> None:
         answer.send({"failed": f"{type(error).__name__}: {error}"[:300]})
 
 
-def report(models: dict[str, Any]) -> str:
+def report(document: dict[str, Any]) -> str:
     """Return the table of the benchmarks page."""
-    lines = []
+    models, facts = document["models"], document.get("machine", {})
+    lines = [
+        f"{facts.get('device_name')}, one thread, torch {facts.get('torch')}, timm {facts.get('timm')}, "
+        f"transformers {facts.get('transformers')}; random weights.",
+        "",
+    ]
     for source in ("torchvision", "timm", "transformers"):
         own = {n: f for n, f in models.items() if n.startswith(source)}
         two = sum(len(f.get("axes", {})) >= 2 for f in own.values())
         some = sum(bool(f.get("axes")) for f in own.values())
         wrong = sum(bool(f.get("wrong")) for f in own.values())
         lines.append(
-            f"{source}: {len(own)} models, {some} elastic, {two} in at least two axes "
+            f"- {source}: {len(own)} models, {some} elastic, {two} in at least two axes "
             f"({100 * two / max(1, len(own)):.0f} %), {wrong} wrong"
         )
-    lines += ["", "| model | seconds | smallest: parameters, MACs | axis: parameters, MACs taken away | |"]
+    lines += [
+        "",
+        "| model | seconds | smallest: parameters, MACs | axis: parameters, MACs taken away | reason |",
+    ]
     lines += ["|---|---|---|---|---|"]
     for name, facts in models.items():
         axes = "; ".join(
@@ -245,7 +255,9 @@ def main() -> None:
     parser.add_argument("--one", metavar="SOURCE:NAME", help="run this model in this process")
     parser.add_argument("--only", default="", help="run models whose names contain this text")
     parser.add_argument("--again", action="store_true", help="run models that are done already")
-    parser.add_argument("--report", action="store_true", help="print the table of the results")
+    parser.add_argument(
+        "--report", action="store_true", help="write the table of the results into the README"
+    )
     args = parser.parse_args()
     kept = import_torchvision()
     if args.one:
@@ -254,7 +266,9 @@ def main() -> None:
         print(json.dumps(coverage(source, name)))
         return
     if args.report:
-        print(report(known()["models"]))
+        text = README.read_text(encoding="utf-8")
+        section = f"{BEGIN}\n{report(known())}\n{END}"
+        README.write_text(text[: text.index(BEGIN)] + section + text[text.index(END) + len(END) :], "utf-8")
         return
     torch.set_num_threads(1)
     packages = ("timm", "transformers")
@@ -268,7 +282,7 @@ def main() -> None:
             document = {"models": models, "machine": {**machine(torch.device("cpu")), **versions}}
             RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     del kept
-    print(report(known()["models"]))
+    print(report(known()))
 
 
 def known() -> dict[str, Any]:

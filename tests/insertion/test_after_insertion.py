@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import subnetact
+from subnetact.errors import ExportError
 from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import masked_reference, private_copy
@@ -118,3 +119,27 @@ def test_norms_with_an_activation_are_calibrated_as_in_the_masked_model(name: st
         with torch.no_grad():
             expected = masked(X)
         torch.testing.assert_close(engine(X, subnet=i), expected, rtol=0, atol=5e-5)
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_transformer_encoder_of_torch_is_exported_in_the_way_that_the_refusal_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 32)
+    supernet = subnetact.insert_(Encoder().eval(), example=x)
+    engine = subnetact.Engine(supernet, supernet.space.sample(0, 1), example=x[0])
+    with pytest.raises(ExportError, match=r"use subnetact\.export\.to_exported_programs"):
+        to_torchscript(engine, tmp_path / "model.pt", progress=False)
+    to_exported_programs(engine, tmp_path / "programs", progress=False)
+    expected = supernet.extract(engine.specs[0])(x)
+    programs = load_exported(tmp_path / "programs")
+    torch.testing.assert_close(programs(x, subnet=0), expected, rtol=0, atol=5e-5)

@@ -35,7 +35,7 @@ class Net(nn.Module):
         self.stem, self.blocks = nn.Conv2d(3, 8, 3, padding=1), nn.Sequential(Residual(), Residual())
         self.head = nn.Linear(8, 5)
     def forward(self, x):
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return {"scores": self.head(self.blocks(self.stem(x)).mean((2, 3)))}
 
 def supernet():
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def expected(engine, x):
     """What each subnet computes as an ordinary network of its own."""
     networks = [engine.supernet.extract(spec) for spec in engine.specs]
     with torch.no_grad():
-        return [network(x) for network in networks]
+        return [network(x)["scores"] for network in networks]
 
 
 def test_a_profiled_bundle_of_an_inserted_model_is_served(bundle, start):
@@ -107,7 +107,7 @@ def test_a_profiled_bundle_of_an_inserted_model_is_served(bundle, start):
     assert status == 200
     answer = json.loads(text)
     at = engine.keys.index(answer["subnet"]) if isinstance(answer["subnet"], str) else answer["subnet"]
-    output = torch.tensor(answer["output"])
+    output = torch.tensor(answer["output"]["scores"])
     torch.testing.assert_close(output, expected(engine, x[None])[at][0], rtol=0, atol=5e-5)
 
 
@@ -116,5 +116,5 @@ def test_aotinductor_compiles_a_subnet_of_an_inserted_model(bundle, tmp_path):
     engine, at = loaded(bundle), 4
     path = to_exported_programs(engine, tmp_path / "p", compile="aoti", subnets=[at], progress=False)
     x = torch.randn(2, 3, 8, 8)
-    output = load_exported(path, trusted=True)(x, subnet=at)
+    output = load_exported(path, trusted=True)(x, subnet=at)["scores"]
     torch.testing.assert_close(output, expected(engine, x)[at], atol=1e-4, rtol=1e-3)

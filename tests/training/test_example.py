@@ -1,0 +1,43 @@
+"""The example that turns a model of timm into a served supernet runs from its beginning to its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import subnetact
+
+for package in ("timm", "torchvision", "torch_kirigami", "sklearn", "matplotlib", "scipy"):
+    pytest.importorskip(package)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_committed_run_meets_its_bound() -> None:
+    result = json.loads((EXAMPLES / "finetune_own_model.json").read_text())
+    steps = result["steps"]
+    assert steps["model"] + steps["elastic"] <= 5 * steps["each separate network"]
+    assert len(result["separate"]) == 5
+    assert all(entry["of_subnet"] >= entry["accuracy"] - 1.0 for entry in result["separate"])
+
+
+@pytest.mark.slow
+def test_a_short_run_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = EXAMPLES / "finetune_own_model.py"
+    spec = importlib.util.spec_from_file_location("finetune_own_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    arguments = ["--steps", "3", "--evaluations", "8", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    example.main()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["steps"] == {"model": 3, "elastic": 12, "each separate network": 3}
+    assert (tmp_path / "front.png").stat().st_size
+    engine = subnetact.Engine.load(tmp_path / "bundle", supernet=example.new_supernet())
+    assert len(engine) == len(result["after"])
