@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed, HullFit, SlackFit
+from subnetact.serving.policies.balance import Balance
+from subnetact.serving.policies.hull_table import PricedFronts
 from subnetact.serving.policies.hullfit import Tuning
 from subnetact.serving.scheduling.context import ArrivalMeter, Context
 from subnetact.serving.scheduling.queue import EDFQueue
@@ -83,6 +85,61 @@ def test_hullfit_is_never_far_behind_on_tables_of_many_shapes():
 def test_where_most_of_the_latency_is_fixed_cost_hullfit_keeps_up_with_slackfit(load):
     table = affine(0.9, 6, 5.0, (1, 2, 4, 8, 16), concave=False)
     assert lead(table, load, workers=1, slo=5.0, cv2=2.0, seed=1, count=8000) > -0.2
+
+
+def test_batches_stay_efficient_behind_a_queue():
+    table = affine(0.79, 12, 1.5, (1, 8, 32, 128), concave=False)
+    assert lead(table, 0.7, workers=64, slo=3.0, cv2=2.0, seed=1, count=12_000) > -0.2
+
+
+@pytest.mark.parametrize(("share", "load", "cv2"), [(0.25, 2.0, 8.0), (0.4, 1.6, 8.0)])
+def test_accuracy_is_given_up_if_it_costs_more_in_missed_deadlines(share, load, cv2):
+    table = affine(share, 6, 3.0, (1, 2, 4, 8, 16), concave=False)
+    assert lead(table, load, workers=1, slo=2.0, cv2=cv2, seed=1, count=8000) > -0.5
+
+
+def test_time_that_piles_up_is_spent():
+    table = affine(0.88, 2, 3.0, (1, 8, 32, 128), concave=False)
+    assert lead(table, 0.7, workers=16, slo=2.0, cv2=2.0, seed=1, count=8000) > -0.4
+
+
+def test_no_subnet_below_the_hull_is_chosen_for_the_sake_of_free_time():
+    keys = ["a", "b", "c"]
+    table = LatencyTable.from_arrays(keys, [70.0, 72.0, 80.0], [1], [[1.0], [4.0], [6.0]])
+    fronts = PricedFronts(table)
+    slope = 10.0 / 5.0
+    assert fronts.best(0, 1, slope, within_ms=10.0, free_ms=5.0).subnet == 2
+    assert fronts.best(0, 1, slope, within_ms=5.5, free_ms=5.0).subnet == 1
+
+
+def test_the_ledger_weighs_what_expires_against_what_accuracy_gains():
+    queue, meter = EDFQueue(), ArrivalMeter()
+    queue.push(100.0, 0)
+    context = Context(queue, meter, [0.0], 100.0)
+    context.queued = 1
+
+    def losing(expired):
+        context.expired += expired
+        return balance.losing(context, tau_ms=2.0, accuracy=70.0, short=0)
+
+    context.expired = 7  # counted before this policy began
+    balance = Balance(slo_ms=100.0)
+    assert not losing(0)
+    assert not losing(3), "no extra time was spent, so nothing expired because of it"
+    balance.book(extra_ms=2.0, gained=0.0, forgone=0.0)
+    assert losing(3), "the extra time would have been enough for one of the three"
+    balance.book(extra_ms=0.0, gained=150.0, forgone=0.0)
+    assert not losing(3), "the extra time is used up"
+
+
+def test_the_cheapest_subnet_need_not_be_the_least_accurate():
+    table = LatencyTable.from_arrays(
+        ["a", "b", "c"], [70.0, 73.0, 80.0], [1, 4], [[1, 5], [1.4, 2.8], [5, 8]]
+    )
+    slo_ms, rng = 10.0, np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(50.0, 1000))
+    result = simulate(times, table, HullFit(table, slo_ms), slo_ms, 2, progress=False)
+    assert result.effective_accuracy > 79.5
 
 
 @settings(max_examples=40, deadline=None)

@@ -24,6 +24,8 @@ __all__ = ["Chunk", "HullTable", "PricedFronts"]
 
 _QUICK = 1 / 3
 """A quick batch takes at most this share of the SLO."""
+_ALMOST = 1.1
+"""A batch size that needs at most this many times a subnet's least time per request counts as efficient."""
 _TIE = 1.0 + 1e-9
 """Among subnets of equal value at a price, the fastest one is chosen in spite of rounding."""
 
@@ -95,7 +97,13 @@ class PricedFronts(BatchFronts):
                 vertex = nearest
         if vertex.latency_ms > free_ms:
             return vertex
-        return self.options[column][bisect_right(latencies, free_ms) - 1]
+        inside = self.options[column][bisect_right(latencies, free_ms) - 1]
+        beyond = bisect_right(self._hull_ms[column], free_ms)
+        if beyond < len(hull) and hull[beyond].latency_ms <= within_ms:
+            more = hull[beyond]
+            if k * (more.accuracy - inside.accuracy) - price * (more.latency_ms - free_ms) > 1e-9:
+                return more
+        return inside
 
 
 class HullTable:
@@ -152,6 +160,7 @@ class HullTable:
         self.values = [accuracy for _, accuracy, _ in hull]
         self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
         self._falls = [-slope for slope in self.slopes]
+        self._batches = [_batches(table, cells[i], fits[i]) for _, _, i in hull]
         self.batch_ms = [float(cells[i, best[i]]) for _, _, i in hull]
         self.cheapest = hull[0][2]
         self.full = _chunk(cells, table, self.cheapest, int(best[self.cheapest]))
@@ -160,14 +169,7 @@ class HullTable:
         self.fastest = list(zip(cells.min(axis=0).tolist(), cells.argmin(axis=0).tolist(), strict=True))
         sustained = pareto_front(points, cost=lambda point: point[0], gain=lambda point: point[1])
         self._sustained_taus = [tau for tau, _, _ in sustained]
-        self._cycles: list[list[tuple[int, float]]] = [
-            [
-                (size, ms)
-                for size, ms, fit in zip(table.batch_sizes, cells[i].tolist(), fits[i].tolist(), strict=True)
-                if fit
-            ]
-            for _, _, i in sustained
-        ]
+        self._cycles = [_batches(table, cells[i], fits[i]) for _, _, i in sustained]
 
     def cycle_ms(self, tau_ms: float) -> float:
         """Return how long a batch takes if the workers run the most accurate subnet that they can sustain.
@@ -181,10 +183,29 @@ class HullTable:
         """
         at = bisect_right(self._sustained_taus, tau_ms) - 1
         if at >= 0:
-            for size, ms in self._cycles[at]:
-                if ms <= tau_ms * size:
-                    return ms
+            return _smallest_ms(self._cycles[at], tau_ms)
         return self.full.ms
+
+    def usual_ms(self, tau_ms: float) -> float:
+        """Return the latency of a batch that must still be possible behind the accepted backlog, ms.
+
+        The two points whose times per request are next to `tau_ms` take turns. Each of them needs its
+        smallest batch that takes no more time per request than the load leaves, or hardly more than its
+        least. The result lies between the two as the time per request does.
+
+        Args:
+            tau_ms: the worker time per request that the arrivals leave, ms.
+        """
+        last = len(self.taus) - 1
+        low = max(bisect_right(self.taus, tau_ms) - 1, 0)
+        if low == last:
+            tau_ms *= _ALMOST
+        lower_ms = _smallest_ms(self._batches[low], max(tau_ms, _ALMOST * self.taus[low]))
+        if low == last or tau_ms <= self.taus[low]:
+            return lower_ms
+        upper_ms = _smallest_ms(self._batches[low + 1], _ALMOST * self.taus[low + 1])
+        share = (tau_ms - self.taus[low]) / (self.taus[low + 1] - self.taus[low])
+        return lower_ms + share * max(0.0, upper_ms - lower_ms)
 
     def point_at(self, price: float) -> int:
         """Return the point with the greatest accuracy - price * time per request.
@@ -208,6 +229,17 @@ def _fitting(cells: Floats, workers: int, budget: TimeBudget) -> npt.NDArray[np.
             return fits
     fastest: npt.NDArray[np.bool_] = cells <= cells.min()
     return fastest
+
+
+def _batches(table: LatencyTable, row: Floats, fits: npt.NDArray[np.bool_]) -> list[tuple[int, float]]:
+    """Return (batch size, latency in ms) of the cells of one subnet that fit, in ascending batch size."""
+    cells = zip(table.batch_sizes, row.tolist(), fits.tolist(), strict=True)
+    return [(size, ms) for size, ms, fit in cells if fit]
+
+
+def _smallest_ms(batches: list[tuple[int, float]], tau_ms: float) -> float:
+    """Return the latency of the smallest batch that takes at most `tau_ms` per request; one must."""
+    return next(ms for size, ms in batches if ms <= tau_ms * size * _TIE)
 
 
 def _chunk(cells: Floats, table: LatencyTable, subnet: int, column: int) -> Chunk:

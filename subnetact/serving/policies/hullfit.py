@@ -10,15 +10,18 @@ The method, step by step:
    grows or is worked off within about one SLO. The number of workers divided by the load is the time that
    may be spent per request (`TimeBudget.per_request_ms`).
 3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
-   cycle: the latency of the smallest batch that keeps up with the arrivals. A batch may take as long as this
-   cycle, or the time per request times its number of requests if that is longer, plus time that earlier
-   batches left unspent (`TimeBudget.save`), so that neighbouring subnets alternate.
+   cycle: the latency of the smallest batch that keeps up with the arrivals. A batch of the whole queue may
+   take as long as this cycle, because a larger batch afterwards makes up for it. A batch that leaves requests
+   behind may take the time per request times its number of requests. Time that a batch leaves unspent is
+   saved for later ones (`TimeBudget.save`), so that neighbouring subnets alternate.
 4. **Price.** If the time per request is enough for the most accurate subnet, time costs nothing. Otherwise
    the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
-   elsewhere. Only what a batch takes beyond the cycle has a price, because what it takes up to there is
-   repaid by the next batch, which is larger. The value of a request is what it yields at that point of the
-   hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet sustains,
-   a request has no value, because another one must be dropped for it, and all time has a price.
+   elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent.
+   Only what a batch takes beyond the cycle has a price. The value of a request is what it yields at that
+   point of the hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet
+   sustains, a request has no value, because another one must be dropped for it, and all time has a price.
+   The same rule holds while requests expire because of the time spent on accuracy, as far as this costs more
+   than the accuracy gains (`Balance`).
 5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
    batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
    deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
@@ -40,12 +43,13 @@ to every class of requests with the same floor.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 
 import numpy as np
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies.balance import Balance
 from subnetact.serving.policies.floor_planner import FloorPlanner
 from subnetact.serving.policies.hull_table import Chunk, HullTable, PricedFronts
 from subnetact.serving.policies.time_budget import TimeBudget, Tuning
@@ -57,8 +61,8 @@ __all__ = ["HullFit", "Tuning"]
 
 _MANY_CHUNKS = 10
 """With more chunks than this, the drain limit is computed with arrays, which is faster."""
-_ALMOST = 1.25
-"""Where time is free, a batch that takes this many times the time per request still counts as usual."""
+_SHORT = 4
+"""A queue of at most this many full batches is short: time that is saved then is not needed to shorten it."""
 _PREFERENCE = 0.25
 """Where time is free, a larger batch may cost this share of the range of accuracies per request."""
 
@@ -117,12 +121,14 @@ class HullFit:
         self._hulls: dict[int, HullTable] = {}
         self._preference = _PREFERENCE * (max(table.accuracy) - min(table.accuracy))
         self._floor_planner = FloorPlanner(table, self._budget)
+        self._balance = Balance(self.slo_ms)
 
     def retabled(self, table: LatencyTable) -> HullFit:
         """Return the same policy, with its state, for other latencies of the same subnets and batch sizes."""
         made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve, self._budget.tuning)
         made._budget.saved_ms = self._budget.saved_ms
         made._floor_planner.remember(self._floor_planner)
+        made._balance = self._balance
         for workers in self._hulls:  # made here rather than at the next decision, which is urgent
             made._hull(workers)
         return made
@@ -131,6 +137,7 @@ class HullFit:
         """Forget everything learned from earlier requests."""
         self._budget.saved_ms = 0.0
         self._floor_planner = FloorPlanner(self.table, self._budget)
+        self._balance = Balance(self.slo_ms)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`."""
@@ -141,15 +148,23 @@ class HullFit:
         workers = len(others) + 1
         hull = self._hull(workers)
         rate = budget.rate_per_ms(context)
-        tau_ms = budget.per_request_ms(context.queued, workers, rate, _usual_batch_ms(hull, workers, rate))
+        usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
+        tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms)
         cycle_ms = hull.cycle_ms(tau_ms)
         point = bisect_right(hull.taus, tau_ms) - 1
-        if point < 0 or rate * hull.taus[0] > workers:
+        last, wanted = len(hull.slopes), hull.values[max(point, 0)]
+        step_ms = workers * hull.batch_ms[point + 1] if point < last else hull.batch_ms[last]
+        losing = self._balance.losing(context, hull.taus[0], hull.values[0], hull.full.size)
+        if losing or point < 0 or rate * hull.taus[0] > workers:
             # Overload: every request that is served replaces another one.
             point = -1
             price, value, tau_ms, cycle_ms = hull.values[0] / hull.taus[0], 0.0, math.inf, 0.0
-        elif point < len(hull.slopes):
+        elif point < last:
             price = hull.slopes[point]
+            if context.queued <= _SHORT * hull.full.size:
+                # Time piles up unspent, which is worth less.
+                full = min(1.0, budget.saved_ms / budget.most_saved_ms(step_ms))
+                price -= (price - (hull.slopes[point + 1] if point + 1 < last else 0.0)) * full * full
             value = hull.values[point] - price * hull.taus[point]
         else:
             price, value = 0.0, hull.values[point] - self._preference
@@ -159,9 +174,16 @@ class HullFit:
         if found is None:
             return self._rescue(context, hull, workers)
         k, option = found
+        if k < context.queued:
+            cycle_ms, least_ms = 0.0, k * hull.taus[0]
+        else:
+            least_ms = hull.full.by_column[self._fronts.column_for(k)]
         if tau_ms < math.inf:
-            following = hull.batch_ms[min(point + 1, len(hull.slopes))]
-            budget.save(max(cycle_ms, tau_ms * k) - option.latency_ms, following)
+            budget.save(max(cycle_ms, tau_ms * k) - option.latency_ms, step_ms)
+        gained = k * (option.accuracy - hull.values[0])
+        self._balance.book(
+            option.latency_ms - least_ms, gained, k * (wanted - option.accuracy) if point < 0 else 0.0
+        )
         return option.subnet, option.batch_size
 
     def _hull(self, workers: int) -> HullTable:
@@ -197,14 +219,16 @@ class HullFit:
         def look(column: int, limit: float) -> tuple[float, Option | None]:
             """Find the best offer of one batch size."""
             k = counts[column]
-            within = min(limit, max(cycle_ms, tau_ms * k) + saved, spare + k * hull.taus[0])
-            option = fronts.best(column, k, price, within, cycle_ms)
+            # Only if it takes the whole queue is its time repaid by a larger batch afterwards.
+            free_ms = cycle_ms if k == queued else min(cycle_ms, tau_ms * k)
+            within = min(limit, max(free_ms, tau_ms * k) + saved, spare + k * hull.taus[0])
+            option = fronts.best(column, k, price, within, free_ms)
             if option is None:  # the cheapest subnet need not leave time for a surge
                 latency_ms = hull.full.by_column[column]
                 if latency_ms > limit:
                     return -math.inf, None
                 option = Option(latency_ms, hull.values[0], hull.cheapest, fronts.sizes[column])
-            return option.accuracy - value - price * max(option.latency_ms, cycle_ms) / k, option
+            return option.accuracy - value - price * max(option.latency_ms, free_ms) / k, option
 
         offers = [look(column, limit) for column in range(top + 1)]
         while True:
@@ -296,15 +320,6 @@ class HullFit:
             if latency_ms <= context.slack_ms and min(size, context.queued) > pace * latency_ms:
                 pace, answer = min(size, context.queued) / latency_ms, (subnet, size)
         return pace, answer
-
-
-def _usual_batch_ms(hull: HullTable, workers: int, rate: float) -> float:
-    """Return the latency, ms, of a batch that must still be possible behind the accepted backlog."""
-    tau_ms = workers / rate if rate > 0.0 else math.inf
-    above = bisect_left(hull.taus, tau_ms)
-    if above == len(hull.taus):
-        return hull.cycle_ms(_ALMOST * tau_ms)
-    return hull.batch_ms[max(above - 1, 0)]
 
 
 def _gain(offer: tuple[float, Option | None]) -> float:

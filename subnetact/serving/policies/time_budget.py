@@ -127,12 +127,19 @@ class TimeBudget:
         capacity = ahead + sum([ahead - (free - now) for free in others if free - now < ahead])
         return capacity - (context.queued + expected) * tau_ms
 
+    def most_saved_ms(self, step_ms: float) -> float:
+        """Return the most time that can be saved, ms.
+
+        Args:
+            step_ms: the time that one batch on each worker may need.
+        """
+        return max(self.tuning.bank * self.slo_ms, step_ms)
+
     def save(self, unspent_ms: float, step_ms: float) -> None:
         """Book a batch: time that it left unspent is saved for later ones, time that it took more is used up.
 
         Args:
             unspent_ms: the time that it left; negative if it took more than its share.
-            step_ms: latency of the batch that is saved for.
+            step_ms: the time that one batch on each worker may need.
         """
-        most = max(self.tuning.bank * self.slo_ms, step_ms)
-        self.saved_ms = min(max(0.0, self.saved_ms + unspent_ms), most)
+        self.saved_ms = min(max(0.0, self.saved_ms + unspent_ms), self.most_saved_ms(step_ms))

@@ -112,12 +112,14 @@ class Context:
         queue: the queue itself, for `deadline(i)` and `floor(i)`.
         arrivals: recent arrivals, for `rate_per_ms`.
         free_at_ms: when each worker is expected to be free; inf for one that is down.
+        expired: number of requests that have expired so far.
         may_expire: whether the policy may treat requests as expired with `expire(count)`.
     """
 
     __slots__ = (
         "_expire",
         "arrivals",
+        "expired",
         "floor",
         "free_at_ms",
         "may_expire",
@@ -143,6 +145,7 @@ class Context:
         self.slo_ms = slo_ms
         self.may_expire = expire is not None
         self._expire = expire
+        self.expired = 0
         self.now_ms = 0.0
         self.worker = 0
         self.queued = 0

@@ -384,6 +384,7 @@ class Dispatcher(Generic[Item]):
         self._drop_or_defer(*self.queue.take(count), floors)
 
     def _drop_or_defer(self, deadlines: list[float], items: list[Item], floors: list[float]) -> None:
+        self.context.expired += len(items)
         if self.expired == "drop":
             self._on_drop(items)
         else:
