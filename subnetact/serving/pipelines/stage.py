@@ -107,6 +107,9 @@ class FunctionRunner:
     def check(self, x: Any, finite: bool = False) -> None:
         """Accept every input."""
 
+    def enter_worker(self, threads: int | None) -> None:
+        """Do nothing; functions set their own number of threads."""
+
     def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> Sequence[Any]:  # noqa: ARG002
         """Return the output of the function for every input."""
         return [self._function(x) for x in inputs]

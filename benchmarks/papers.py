@@ -1,0 +1,427 @@
+"""The headline experiments of VELTAIR, Shepherd and InferLine in kind; what blocks and preemption cost live.
+
+    python benchmarks/papers.py --out benchmarks/results/papers.json     # three minutes on two idle cores
+    python benchmarks/papers.py --only veltair shepherd inferline        # simulations, the same everywhere
+    python benchmarks/papers.py --only blocks urgent pipeline tenants    # live, timed
+
+blocks: throughput of batches of 16 of the largest digits subnet, whole and in blocks, when nothing is urgent.
+urgent: how long urgent requests wait behind such batches, with and without preemption.
+tail: accuracy of batches that continue on the tail of a shorter subnet, on scikit-learn's held-out digits.
+pipeline: the percentile of a planned pipeline of two stages, estimated and live, with engines that sleep.
+tenants: two supernets of sleeping engines on one worker, of which one gets three times what a worker can do.
+veltair: greatest rate at which 95 % of every class meet the SLO, for three mixes of short and long models.
+shepherd: goodput of one shared group with FLEX over that of a fixed assignment of workers, over burstiness.
+inferline: cost and misses of the planned pipeline and of the pipeline that is replicated as a unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from subnetact import Batcher, CheapestFeasible, Engine, Fixed, LatencyTable, calibrate
+from subnetact.device import machine
+from subnetact.digits import distort, load_digits_supernet, read_digits
+from subnetact.errors import QueueFull
+from subnetact.serving import (
+    Flex,
+    Pipeline,
+    PipelineModel,
+    Preemptive,
+    Stage,
+    StageChoice,
+    StageModel,
+    Tenant,
+    TenantBatcher,
+    bursty,
+    estimate_pipeline,
+    plan_coarse,
+    plan_pipeline,
+    poisson,
+    simulate,
+    superserve_a40,
+)
+
+FOREVER = 1e9
+Found = dict[str, Any]
+
+
+class Sleeper:
+    """A runner that takes the latencies of a table."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.keys = table.subnets
+        self._table = table
+
+    def check(self, x: Any, finite: bool = False) -> None:
+        """Accept every input."""
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        """Sleep, and return the inputs."""
+        sizes = self._table.batch_sizes
+        time.sleep(float(self._table.latency_ms[subnet, sizes.index(batch_size)]) / 1e3)
+        return list(inputs)
+
+
+# -- live ----------------------------------------------------------------------------------------------
+
+
+def digits_engine() -> Engine:
+    """Return the largest, a shorter and the smallest digits subnet, calibrated."""
+    torch.set_num_threads(1)
+    supernet = load_digits_supernet()
+    space = supernet.space
+    shorter = space.parse({"depth": [2, 2, 1], "expand": [0.25, 0.25, 0.25], "width": [1.0]})
+    specs = [space.smallest(), shorter, space.largest()]
+    train, _ = read_digits()
+    images = distort(train.images, torch.Generator().manual_seed(0))
+    calibrate(supernet, specs, [images[i : i + 100] for i in range(0, len(images), 100)])
+    return Engine(supernet, specs, example=torch.zeros(1, 16, 16), memory_budget_mb=256)
+
+
+def blocks(seconds: float) -> Found:
+    """Measure throughput through the batcher with and without blocks, interleaved."""
+    engine = digits_engine()
+    table = quick_table(engine)
+    xs = [torch.randn(1, 16, 16) for _ in range(16)]
+    rates: dict[str, list[float]] = {"whole": [], "blocks": []}
+    policies: dict[str, Callable[[], Any]] = {
+        "whole": lambda: Fixed(table, 2),
+        "blocks": lambda: Preemptive(Fixed(table, 2)),
+    }
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, make in policies.items():
+            with Batcher(engine, policy=make(), slo_ms=1e4, expired="serve") as batcher:
+                start = time.perf_counter()
+                futures = [batcher.submit(x, FOREVER) for _ in range(20) for x in xs]
+                for future in futures:
+                    future.result()
+                rates[name].append(len(futures) / (time.perf_counter() - start))
+    per_second = {name: median(values) for name, values in rates.items()}
+    return {
+        **{f"{name}_per_s": value for name, value in per_second.items()},
+        "cost": 1.0 - per_second["blocks"] / per_second["whole"],
+        "blocks": len(engine.blocks(2)),
+        "repetitions": len(rates["whole"]),
+    }
+
+
+def quick_table(engine: Engine) -> LatencyTable:
+    """Measure every subnet at batch sizes 1 and 16."""
+    x = torch.randn(16, 1, 16, 16)
+    for subnet in engine.ids:
+        engine.pin(subnet)
+    cells = []
+    for subnet in engine.ids:
+        row = []
+        for size in (1, 16):
+            times = []
+            for _ in range(30):
+                start = time.perf_counter()
+                engine.run(subnet, list(x[:size]), size)
+                times.append((time.perf_counter() - start) * 1e3)
+            row.append(median(times))
+        cells.append(row)
+    return LatencyTable.from_arrays(list(engine.keys), [80.0, 90.0, 95.0], [1, 16], cells)
+
+
+def urgent(count: int) -> Found:
+    """Measure how long urgent requests wait behind batches of 16 of the largest subnet."""
+    engine = digits_engine()
+    table = quick_table(engine)
+    whole_ms, one_ms = float(table.latency_ms[2, 1]), float(table.latency_ms[0, 0])
+    xs = [torch.randn(1, 16, 16) for _ in range(16)]
+    block_ms: list[float] = []
+    for _ in range(30):
+        run = engine.start(2, xs, 16)
+        done = False
+        while not done:
+            start = time.perf_counter()
+            done = run.step()
+            block_ms.append((time.perf_counter() - start) * 1e3)
+    found: Found = {
+        "batch_ms": whole_ms,
+        "longest_block_ms": max(median(block_ms[i :: run.blocks]) for i in range(run.blocks)),
+        "block_p99_ms": float(np.percentile(block_ms, 99)),
+    }
+    rng = np.random.default_rng(0)
+    for name, policy in (("whole", Fixed(table, 2)), ("preemptive", Preemptive(Fixed(table, 2)))):
+        waits = []
+        with Batcher(engine, policy=policy, slo_ms=1e4, expired="serve") as batcher:
+            for _ in range(count):
+                slow = [batcher.submit(x, FOREVER) for x in xs]
+                time.sleep(float(rng.uniform(0.1, 0.5)) * whole_ms / 1e3)
+                future = batcher.submit(xs[0], one_ms + 0.35 * whole_ms)
+                waits.append(future.result().waited_ms)
+                for one in slow:
+                    one.result()
+            stats = batcher.stats()
+        found[name] = {
+            "waited_p50_ms": float(np.percentile(waits, 50)),
+            "waited_p99_ms": float(np.percentile(waits, 99)),
+            "preempted": stats.preempted,
+            "urgent": count,
+        }
+    return found
+
+
+def tail() -> Found:
+    """Measure the accuracy of batches that go over from the largest subnet to a shorter one on the way."""
+    engine = digits_engine()
+    _, held_out = read_digits()
+    images = distort(held_out.images, torch.Generator().manual_seed(1))
+    found: Found = {}
+
+    def right(outputs: Any) -> float:
+        return 100.0 * float((torch.stack(list(outputs)).argmax(1) == held_out.labels).float().mean())
+
+    for subnet, name in ((2, "largest"), (1, "shorter")):
+        found[name] = right(engine.run(subnet, list(images), len(images)))
+        engine.start(subnet, list(images[:1]), 1).step(99)  # so that the shapes of its blocks are known
+    for after, block in enumerate(engine.blocks(2)):
+        run = engine.start(2, list(images), len(images))
+        run.step(after)
+        if engine.continue_on(run, 1):
+            run.step(99)
+            found[f"largest until {block.name}"] = right(run.outputs())
+    return found
+
+
+def two_stages() -> tuple[PipelineModel, Any]:
+    """Return two stages, of which only the second gains much from the dear hardware, and a bursty trace."""
+    a40 = superserve_a40()
+    small = LatencyTable.from_arrays(["find"], [99.0], [1, 4, 16], [[2.0, 4.0, 10.0]])
+    model = PipelineModel(
+        (
+            StageModel("find", {"cpu": small.scaled(1.5), "gpu": small}),
+            StageModel("read", {"cpu": a40.scaled(10.0), "gpu": a40}, {"find": 0.9}, (1, 2, 3, 4), 78.0),
+        ),
+        {"cpu": 1.0, "gpu": 5.0},
+        150.0,
+    )
+    return model, bursty(60.0, 120.0, 8.0, 20.0, seed=4)
+
+
+def pipeline() -> Found:
+    """Serve the planned pipeline live with engines that sleep, and compare its percentile with the plan's."""
+    model, arrivals = two_stages()
+    plan = plan_pipeline(arrivals, model, 99.0, most_workers=32, overhead_ms=0.5)
+    tables = model.chosen_tables(plan.choices)
+    rng = np.random.default_rng(0)
+    counts = rng.choice(np.array(model.stages[1].inputs), len(arrivals))
+    takes = rng.random(len(arrivals)) < 0.9
+    estimate = estimate_pipeline(
+        arrivals,
+        model,
+        plan.choices,
+        overhead_ms=0.5,
+        taken={("find", "read"): takes},
+        inputs={"read": counts},
+    )
+    choice = plan.choices
+    stages = [
+        Stage("find", Sleeper(tables["find"]), table=tables["find"], workers=choice["find"].workers),
+        Stage(
+            "read",
+            Sleeper(tables["read"]),
+            after={"find": lambda x: x[1]},
+            prepare=lambda x: [x] * x[0],
+            each=True,
+            inputs=model.stages[1].mean_inputs,
+            table=tables["read"],
+            workers=choice["read"].workers,
+            min_accuracy=choice["read"].min_accuracy or None,
+        ),
+    ]
+    latencies = []
+    with Pipeline(stages, slo_ms=model.slo_ms, example=(1, True), learn=False) as live:
+        start, futures = time.perf_counter(), []
+        for at, count, taken in zip((arrivals - arrivals[0]) / 1e3, counts, takes, strict=True):
+            time.sleep(max(0.0, start + at - time.perf_counter()))
+            futures.append(live.submit((int(count), bool(taken))))
+        for future in futures:
+            error = future.exception()
+            latencies.append(float("inf") if error is not None else future.result().latency_ms)
+    return {
+        "slo_ms": model.slo_ms,
+        "choices": {name: chosen._asdict() for name, chosen in choice.items()},
+        "planned_p99_ms": plan.estimate.percentile_ms(99.0),
+        "estimated_p99_ms": estimate.percentile_ms(99.0),
+        "live_p99_ms": float(np.sort(latencies)[int(np.ceil(0.99 * len(latencies))) - 1]),
+        "live_attainment": float(np.mean(np.array(latencies) <= model.slo_ms)),
+    }
+
+
+def tenants(seconds: float) -> Found:
+    """Flood one of two tenants with three times what a worker can do."""
+    first = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+    other = LatencyTable.from_arrays(["x"], [90.0], [1, 2], [[5.0, 8.0]])
+    quiet: Found = {"learn": False}
+    found: Found = {}
+    for name, flood in (("calm", 0.25), ("flooded", 3.0)):
+        given = [
+            Tenant("first", Sleeper(first), 80.0, first, options=quiet),
+            Tenant("second", Sleeper(other), 80.0, other, options=quiet),
+        ]
+        rates = [flood * given[0].capacity_qps, 0.25 * given[1].capacity_qps]
+        events = sorted((at, i) for i in (0, 1) for at in poisson(rates[i], seconds, seed=i).tolist())
+        futures = []
+        with TenantBatcher(given) as batcher:
+            start = time.perf_counter()
+            for at, i in events:
+                time.sleep(max(0.0, start + at / 1e3 - time.perf_counter()))
+                with contextlib.suppress(QueueFull):
+                    futures.append(batcher.submit(given[i].name, i, 80.0))
+            for future in futures:
+                future.exception()
+            stats = batcher.stats()
+        found[name] = {
+            one: {"attainment": figures.batcher.attainment, "used_ms": figures.used_ms}
+            for one, figures in stats.items()
+        }
+    return found
+
+
+# -- simulated -------------------------------------------------------------------------------------------
+
+
+def veltair() -> Found:
+    """Find the greatest rate at which 95 % of each class meet the SLO, for three mixes and granularities."""
+    layers, cost = 50, 0.0025  # a cut between two blocks costs 0.25 % of a batch, as `blocks` measures
+    base = LatencyTable.from_arrays(["short", "long"], [70.0, 80.0], [1], [[4.0], [60.0]])
+    found: Found = {}
+    for mix, long_share in (("light", 0.02), ("medium", 0.06), ("heavy", 0.2)):
+        found[mix] = {}
+        for name, cuts in (
+            ("model-wise", 1),
+            ("layer-wise", layers),
+            ("blocks of 5", 10),
+            ("blocks of 2", 25),
+        ):
+            table = base.scaled(1.0 + cost * (cuts - 1))
+            found[mix][name] = _greatest_rate(table, cuts, long_share)
+        best = max(found[mix]["model-wise"], found[mix]["layer-wise"])
+        blocks = max(found[mix]["blocks of 5"], found[mix]["blocks of 2"])
+        found[mix]["gain of blocks"] = blocks / best - 1.0
+    return found
+
+
+def _greatest_rate(table: LatencyTable, cuts: int, long_share: float) -> float:
+    rng = np.random.default_rng(0)
+    unit = np.cumsum(rng.exponential(1.0, 4000))
+    is_long = rng.random(4000) < long_share
+    slo, floors = np.where(is_long, 400.0, 30.0), np.where(is_long, 80.0, 0.0)
+
+    def meets(rate: float) -> bool:
+        policy = CheapestFeasible(table)
+        options: Found = {"expired": "defer", "min_accuracy": floors, "requests": True}
+        arrivals = unit * 1e3 / rate
+        if cuts == 1:
+            result = simulate(arrivals, table, policy, slo, **options)
+        else:
+            result = simulate(arrivals, table, Preemptive(policy), slo, resume=True, blocks=cuts, **options)
+        assert result.log is not None
+        met = result.log.finish_ms <= arrivals + slo
+        return bool(met[is_long].mean() >= 0.95 and met[~is_long].mean() >= 0.95)
+
+    low, high = 0.5, 400.0
+    while high - low > 0.01 * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low
+
+
+def shepherd() -> Found:
+    """Compare one shared group under FLEX with a fixed assignment of two workers to each of four streams."""
+    table = superserve_a40().select([0])
+    streams, workers, slo = 4, 2, 36.0
+    capacity = max(size / ms for size, ms in zip(table.batch_sizes, table.latency_ms[0], strict=True)) * 1e3
+    found: Found = {}
+    for cv2 in (1.0, 4.0, 16.0, 64.0):
+        rate = 0.9 * capacity * workers
+        traces = [bursty(0.0, rate, cv2, 10.0, seed=i) for i in range(streams)]
+        alone = [simulate(trace, table, Fixed(table, 0), slo, workers) for trace in traces]
+        merged = np.sort(np.concatenate(traces))
+        shared = simulate(merged, table, Fixed(table, 0), slo, workers * streams)
+        flex = simulate(merged, table, Flex(table, 0), slo, workers * streams)
+        per_s = {
+            "fixed": sum(r.met for r in alone) / 10.0,
+            "shared": shared.met / 10.0,
+            "flex": flex.met / 10.0,
+        }
+        found[f"cv2 {cv2:g}"] = {
+            **per_s,
+            "gain": per_s["flex"] / per_s["fixed"],
+            "offered": len(merged) / 10.0,
+        }
+    return found
+
+
+def inferline() -> Found:
+    """Compare the planned pipeline with one that is replicated as a unit, on the planned and a new trace."""
+    model, arrivals = two_stages()
+    fresh = bursty(60.0, 120.0, 8.0, 20.0, seed=5)
+    plans = {"plan": plan_pipeline(arrivals, model, 99.0, most_workers=32)}
+    plans["coarse, peak"] = plan_coarse(arrivals, model, 99.0, most_workers=32)
+    calm = poisson(len(arrivals) / 20.0, 20.0, seed=4)
+    plans["coarse, mean"] = plan_coarse(calm, model, 99.0, most_workers=32)
+    found: Found = {}
+    for name, plan in plans.items():
+        choices: dict[str, StageChoice] = plan.choices
+        missed = {
+            kind: 1.0 - estimate_pipeline(trace, model, choices).attainment
+            for kind, trace in (("planned trace", arrivals), ("new trace", fresh))
+        }
+        found[name] = {
+            "cost": plan.cost,
+            "missed": missed,
+            "plan": {k: c._asdict() for k, c in choices.items()},
+        }
+    found["cost ratio"] = found["plan"]["cost"] / found["coarse, peak"]["cost"]
+    return found
+
+
+def main() -> None:
+    """Run the experiments and print or write their figures."""
+    everything: dict[str, Callable[[], Found]] = {
+        "blocks": lambda: blocks(20.0),
+        "urgent": lambda: urgent(300),
+        "tail": tail,
+        "pipeline": pipeline,
+        "tenants": lambda: tenants(5.0),
+        "veltair": veltair,
+        "shepherd": shepherd,
+        "inferline": inferline,
+    }
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=everything, default=list(everything))
+    parser.add_argument("--out", type=Path, help="write the figures to this file as JSON; others in it stay")
+    options = parser.parse_args()
+    found: Found = {}
+    if options.out is not None and options.out.exists():
+        found = json.loads(options.out.read_text())
+    found["machine"] = machine(torch.device("cpu"))
+    for name in options.only:
+        start = time.perf_counter()
+        found[name] = everything[name]()
+        print(
+            f"{name} ({time.perf_counter() - start:.1f} s)\n{json.dumps(found[name], indent=1)}", flush=True
+        )
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
