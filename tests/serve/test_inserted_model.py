@@ -111,6 +111,7 @@ def test_a_profiled_bundle_of_an_inserted_model_is_served(bundle, start):
     torch.testing.assert_close(output, expected(engine, x[None])[at][0], rtol=0, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: install g++")
 def test_aotinductor_compiles_a_subnet_of_an_inserted_model(bundle, tmp_path):
     engine, at = loaded(bundle), 4
