@@ -221,6 +221,11 @@ def test_a_request_that_cannot_reach_the_end_in_time_is_dropped_between_stages()
         assert live.submit("x", 500.0).result(5).met
 
 
+def test_functions_run_in_workers_with_a_number_of_threads() -> None:
+    with pipeline(Stage("a", lambda x: x), threads_per_worker=1) as live:
+        assert live.submit("x").result(5).output == "x"
+
+
 def test_cancelling_withdraws_the_request() -> None:
     gate = threading.Event()
     with pipeline(Stage("a", lambda x: gate.wait(5) if x == "hold" else x), engine("b", after=["a"])) as live:
