@@ -42,10 +42,10 @@ from subnetact.supernet.supernet import Supernet
 BASE = "upstream_eager"
 BUDGET_MB = 2048.0
 BEGIN, END = "<!-- attention: begin -->", "<!-- attention: end -->"
-Subject = tuple[Supernet, Callable[[Any], Any], Callable[[int], Tensor]]
+Network = tuple[Supernet, Callable[[Any], Any], Callable[[int], Tensor]]
 
 
-def subject(name: str) -> Subject:
+def network_of(name: str) -> Network:
     """Return a supernet, what makes upstream's network of an extracted one, and what makes a batch."""
     torch.manual_seed(0)
 
@@ -73,7 +73,7 @@ def subject(name: str) -> Subject:
 
 
 def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[str, Any]:
-    supernet, as_upstream, inputs = subject(name)
+    supernet, as_upstream, inputs = network_of(name)
     spec = getattr(supernet.space, size)()
     x = inputs(batch)
     extracted: Any = supernet.extract(spec).eval()

@@ -17,7 +17,11 @@ __all__ = [
     "send",
 ]
 
-RUN, CHANGE, ANSWER, DONE, FAILED = b"r", b"c", b"a", b"d", b"f"
+RUN = b"r"
+CHANGE = b"c"
+ANSWER = b"a"
+DONE = b"d"
+FAILED = b"f"
 _HEADER = struct.Struct("!cHI")
 
 
