@@ -233,7 +233,7 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     assert count <= 0.7 * sum(p.numel() for p in original.parameters())
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "vit"])
+@pytest.mark.parametrize("name", ["bert", "llama", "qwen3", "vit"])
 def test_views_are_zero_copy(name: str) -> None:
     make, example, *_ = MODELS[name]
     model = make()
