@@ -190,7 +190,7 @@ class TracedModel:
         ]
         if not any((m.module, m.part) == (layer, "out") for m in members):
             raise _Refused("its outputs are not sliced on their own")
-        members += self._numbers(impact, full)
+        members += dict.fromkeys(self._numbers(impact, full))  # several reshapes may read one number
         kind = "stream" if self._is_shared(impact) else _kind(self._modules, members)
         return Group(f"{layer}.{kind}", kind, full, tuple(members), unit)
 

@@ -553,9 +553,23 @@ class Shuffled(nn.Module):
         return self.head(self.second(y).relu().mean((2, 3)))
 
 
+class Reshaped(nn.Module):
+    """Two reshapes read the same number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.channels = 16
+        self.first, self.head = nn.Conv2d(3, 16, 1), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).reshape(2, self.channels, 64).relu()
+        return self.head(y.reshape(2, self.channels, 8, 8).mean((2, 3)))
+
+
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
+        (Reshaped, {"first.width": 16}),
         (Gated, {"both.width": 16, "second.width": 16}),
         (Branches, {"fine.0.stream": 16, "coarse.0.width": 32, "up.stream": 16}),
         (Shuffled, {"second.width": 8}),
