@@ -10,8 +10,9 @@
 5. For comparison, networks of the sizes of five of them are trained separately from random weights, each for
    as many steps as 1. So the five together take as many steps as the supernet in 1 and 3, with the same
    recipe. A step of 3 runs four subnets on its batch.
-6. `profile_latency` measures the subnets here, and a bundle is written, ready for
-   `python -m subnetact.serve --bundle DIR --model finetune_own_model:new_supernet`.
+6. `profile_latency` measures the subnets here, and a bundle is written, ready for `python -m subnetact.serve
+   --bundle DIR/bundle --model finetune_own_model:new_supernet --constructor
+   '{"description": "DIR/description.json"}'`.
 
 `finetune_own_model.json` and `finetune_own_model.png` are the results of a run on an otherwise idle core.
 
@@ -35,10 +36,12 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from subnetact import (
+    Description,
     Engine,
     SubnetSpec,
     Supernet,
     calibrate,
+    describe,
     evaluate,
     insert_,
     profile_latency,
@@ -67,9 +70,14 @@ def new_model() -> nn.Module:
     return model
 
 
-def new_supernet() -> Supernet:
-    """Return the model as a supernet with random weights, for `--model` of the commands."""
-    return insert_(new_model().eval(), example=torch.zeros(2, 1, SIZE, SIZE))
+def new_supernet(description: str) -> Supernet:
+    """Return the model as a supernet with random weights, for `--model` of the commands.
+
+    What is found in a model depends on its weights, because the most important blocks are kept longest. So
+    the description of the trained model is kept in a file.
+    """
+    found = Description.from_json(Path(description).read_text(encoding="utf-8"))
+    return insert_(new_model().eval(), found, example=torch.zeros(2, 1, SIZE, SIZE))
 
 
 def digits(data: Digits, generator: torch.Generator) -> Digits:
@@ -217,7 +225,9 @@ def main() -> None:
     model = new_model()
     train_alone(model, training, args.steps, seed=0)
     print(f"the ordinary model has {accuracy_of(model, test):.1f} %")
-    supernet = insert_(model, example=test.images[:2])
+    description = describe(model, example=test.images[:2])
+    (args.out / "description.json").write_text(description.to_json(), encoding="utf-8")
+    supernet = insert_(model, description, example=test.images[:2])
     print(supernet.report)
     reorder_(supernet, importance="batch_norm", example=test.images[:2])
     before = supernet.extract(supernet.space.largest())

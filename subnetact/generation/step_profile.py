@@ -82,7 +82,7 @@ def profile_steps(
         total = rounds * len(contexts) * len(sequences) * len(specs) + rounds * len(prompt_tokens) * len(
             specs
         )
-        with tqdm(total=total, desc="steps", disable=None if progress else True) as bar:
+        with tqdm(total=total, desc="steps", disable=not progress or None) as bar:
             for _ in range(rounds):
                 for context in contexts:
                     for count in sequences:

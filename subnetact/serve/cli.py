@@ -200,7 +200,9 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         engine, batcher = session.engine, session.answerer
     else:
         engine = source.engine()
-        batcher = source.batcher(engine, source.latency_table(engine))
+        opened = source.batcher(engine, source.latency_table(engine))
+        stack.callback(opened.close, drain=False)
+        batcher = opened
     name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
     return build_app(
         batcher,

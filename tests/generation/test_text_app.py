@@ -167,6 +167,9 @@ def test_texts_that_end_an_answer_are_not_shown(
 
 
 def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> None:
+    end = time.monotonic() + 20
+    while served.generator.stats().active and time.monotonic() < end:
+        time.sleep(0.01)  # for answers that end early
     before = served.generator.stats()
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     connection.request(

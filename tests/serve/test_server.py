@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -254,6 +255,8 @@ def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys):
     ):
         assert main(options) == 2
         assert reason in capsys.readouterr().err
+    left = {thread.name for thread in threading.enumerate()}
+    assert not [name for name in left if name.startswith("subnetact-batcher")], "its workers have ended"
     with pytest.raises(SystemExit):
         main([])
     assert "--demo" in capsys.readouterr().err

@@ -285,15 +285,15 @@ def test_a_batch_that_would_be_late_continues_on_a_measured_tail() -> None:
 
     policy = Preemptive(Fixed(TABLE, 1), tails={(1, 0): 74.5})
     assert policy.retabled(TABLE).tails == {(1, 0): 74.5}
-    with Batcher(Joined(5.0), policy=policy, slo_ms=500.0, learn=False, expired="serve") as batcher:
-        # the whole batch takes 200 ms, on the tail of the other subnet a quarter of that
-        late = [batcher.submit("x", 120.0) for _ in range(16)]
+    with Batcher(Joined(20.0), policy=policy, slo_ms=2000.0, learn=False, expired="serve") as batcher:
+        # the whole batch takes 800 ms, on the tail of the other subnet a quarter of that
+        late = [batcher.submit("x", 480.0) for _ in range(16)]
         answers = [future.result(5) for future in late]
         assert all(answer.met for answer in answers)
         assert {(answer.subnet, answer.accuracy) for answer in answers} == {(0, 74.5)}
-        in_time = [batcher.submit("x", 1000.0, min_accuracy=75.0) for _ in range(16)]
+        in_time = [batcher.submit("x", 8000.0, min_accuracy=75.0) for _ in range(16)]
         assert {future.result(5).subnet for future in in_time} == {1}
-        demanding = [batcher.submit("x", 120.0, min_accuracy=75.0) for _ in range(16)]
+        demanding = [batcher.submit("x", 480.0, min_accuracy=75.0) for _ in range(16)]
         assert {future.result(5).subnet for future in demanding} == {1}  # late, but as accurate as demanded
     with pytest.raises(PolicyError, match="tails"):
         Preemptive(Fixed(TABLE, 1), tails={(1, 7): 74.5})

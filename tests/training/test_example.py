@@ -39,5 +39,7 @@ def test_a_short_run_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["steps"] == {"model": 3, "elastic": 12, "each separate network": 3}
     assert (tmp_path / "front.png").stat().st_size
-    engine = subnetact.Engine.load(tmp_path / "bundle", supernet=example.new_supernet())
+    engine = subnetact.Engine.load(
+        tmp_path / "bundle", supernet=example.new_supernet(str(tmp_path / "description.json"))
+    )
     assert len(engine) == len(result["after"])
