@@ -107,6 +107,9 @@ class ElasticDecoder(nn.Module):
 
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""
+        # transformers would write this into the configuration, which threads share, for the time of the call.
+        # The mask says the same.
+        arguments.pop("is_causal", None)
         return self._views[self.chosen](**arguments)
 
 

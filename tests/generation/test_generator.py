@@ -103,6 +103,19 @@ def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
     assert stats.tokens == sum(len(answer.tokens) for answer in answers)
 
 
+def test_generators_beside_each_other_leave_the_network_as_it_was(
+    llama: Supernet, make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
+) -> None:
+    before, (prompt,) = dict(vars(llama.network.config)), prompts(1)
+    expected = alone(prompt, (2,) * 12)
+    generators = [make(policy=lambda table: Fixed(table, 2)) for _ in range(3)]
+    running = [one.submit(prompt, max_new_tokens=100, **LONG) for one in generators for _ in range(2)]
+    while not all(one.done for one in running):
+        assert dict(vars(llama.network.config)) == before, "other threads read the configuration"
+        assert alone(prompt, (2,) * 12) == expected
+    assert all(list(one.result().tokens[:12]) == expected for one in running)
+
+
 def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
     make: Callable[..., Generator], alone: Callable[[list[int], tuple[int, ...]], list[int]]
 ) -> None:
