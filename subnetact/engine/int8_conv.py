@@ -19,7 +19,7 @@ __all__ = ["Int8Conv", "int8_pays"]
 
 LEVELS = 255
 """The largest uint8 number."""
-WORTHWHILE = 64
+WORTHWHILE = 160
 """Quantising one number takes as long as int8 saves in this many products with it."""
 
 

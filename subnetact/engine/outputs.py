@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.errors import EngineError
 
-__all__ = ["agree", "is_near", "unstack"]
+__all__ = ["agree", "is_as_near", "unstack"]
 
 
 def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
@@ -53,28 +53,30 @@ def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) ->
         return False
 
 
-def is_near(output: Any, expected: Any, share: float) -> bool:
-    """Tell whether two outputs are nearly equal.
+def is_as_near(output: Any, other: Any, exact: Any, times: float) -> bool:
+    """Tell whether an output is nearly as close to an exact one as another output is.
 
     Args:
         output: a tensor, or a tuple, list or dictionary of tensors.
-        expected: what the output should be.
-        share: the largest norm of the difference of two tensors, as a share of the norm of the expected one.
+        other: an output that is not exact either.
+        exact: what both are near to.
+        times: how many times as far from the exact output it may be, by the norm of every tensor. One
+            percent of the norm of the exact tensor is always allowed.
 
     Returns:
         Whether structure, shapes and dtypes are equal, and all tensors are near enough.
     """
-    pairs = tree_leaves(output), tree_leaves(expected)
-    if len(pairs[0]) != len(pairs[1]):
+    leaves = [tree_leaves(one) for one in (output, other, exact)]
+    if len({len(found) for found in leaves}) > 1:
         return False
-    for one, other in zip(*pairs, strict=True):
-        if not isinstance(other, Tensor) or not other.is_floating_point():
-            if not agree(one, other):
+    for mine, others, right in zip(*leaves, strict=True):
+        if not isinstance(right, Tensor) or not right.is_floating_point():
+            if not agree(mine, right):
                 return False
             continue
-        if one.shape != other.shape or one.dtype != other.dtype:
+        if mine.shape != right.shape or mine.dtype != right.dtype:
             return False
-        if not bool((one - other).norm() <= share * other.norm() + 1e-6):
+        if not bool((mine - right).norm() <= times * (others - right).norm() + 0.01 * right.norm()):
             return False
     return True
 

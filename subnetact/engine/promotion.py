@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from subnetact.device import synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.outputs import agree, is_near
+from subnetact.engine.outputs import agree, is_as_near
 from subnetact.engine.packed_linear import can_pack_linear
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
-from subnetact.spec import FLOAT32
+from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
@@ -42,8 +42,8 @@ SLOWER = 1.03
 """A program is discarded if it takes this many times as long as the view, in every turn."""
 NOTICEABLE_S = 1e-4
 """Differences of fewer seconds are not noticed: they are those of Python, not of the layers."""
-NEAR = 0.25
-"""The largest difference between a program and a view at int8, which quantise other tensors, by the norm."""
+FARTHER = 2.0
+"""A program at int8 may be this many times as far from the float32 outputs as the view is, by the norm."""
 
 _log = logging.getLogger("subnetact.engine")
 
@@ -245,19 +245,23 @@ class Promoter:
                 except Exception as error:  # The first one says why the network cannot be traced.
                     causes.append(error)
                     continue
-                cause = self._compare(program, bound.view, x, subnet.spec.precision)
+                cause = self._compare(program, bound.view, x, subnet.spec)
             if cause is None:
                 return program
             causes.insert(0, cause)
         raise causes[0]
 
-    def _compare(self, program: FusedProgram, view: nn.Module, x: Any, precision: str) -> Exception | None:
+    def _compare(self, program: FusedProgram, view: nn.Module, x: Any, spec: SubnetSpec) -> Exception | None:
         """Compare a program with the view. Return why it cannot be used, or None if it can be used."""
         tolerance = (1e-3, 1e-4) if self._dtype is None else (0.1, 0.1)
         try:
             output, expected = program(x), call_with(view, x)
-            low = precision != FLOAT32
-            if not (is_near(output, expected, NEAR) if low else agree(output, expected, *tolerance)):
+            if spec.precision == FLOAT32:
+                equal = agree(output, expected, *tolerance)
+            else:  # The program quantises other tensors than the view, so float32 is what both are near to.
+                exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
+                equal = is_as_near(output, expected, call_with(exact, x), FARTHER)
+            if not equal:
                 return ValueError("the outputs of the fused program differ from those of the view")
         except Exception as error:
             return error

@@ -469,7 +469,7 @@ def test_fused_int8_programs_are_near_the_exact_subnet(digits: Supernet, batch: 
     program = engine._promoter.program(engine.ready(0), engine.ready(0).bound, x[0]).program
     kinds = [type(conv).__name__ for conv in program._convs]
     assert kinds[0] == "PackedConv", "the first layer stays at float32"
-    assert kinds.count("Int8Conv") > len(kinds) // 2
+    assert kinds.count("Int8Conv") > 5
     x[0, 0, 0, 0] = float("nan")
     assert engine(x, 0)[0].isnan().all()
     engine.supernet.load_state_dict({n: 2 * t for n, t in digits.state_dict().items()})
@@ -482,7 +482,7 @@ def test_int8_convolutions_with_negative_factors_equal_dequantised_ones() -> Non
         supernet = load_digits_supernet()
         space = supernet.enable_precision("int8")
         view = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
-        conv = view.get_submodule("stages.1.0.conv3" if kernel == 1 else "stages.1.1.conv2")
+        conv = view.get_submodule("stages.2.0.conv3" if kernel == 1 else "stages.1.1.conv2")
         assert int8_pays(conv)
         factor, bias = torch.randn(conv.out_channels), torch.randn(conv.out_channels)
         packed = Int8Conv(conv, factor, bias, "relu", unsigned=unsigned)
