@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.dispatch import Batch
 from subnetact.serving.simulation.event_loop import EventLoop
@@ -97,18 +96,7 @@ class BlockLoop(EventLoop):
             dispatcher.remove_expired(self.now)
         if not len(dispatcher.queue):
             return False
-        batches = [
-            RunningBatch(
-                other,
-                run.batch.subnet,
-                len(run.batch.items),
-                run.start_ms,
-                self.free_at[other],
-                tuple(run.batch.deadlines_ms),
-            )
-            for other, run in enumerate(self.running)
-            if run is not None and other not in self._suspended
-        ]
+        batches = self.running_batches(without=self._suspended)
         if preempt(dispatcher.look(self.now, worker), batches) != worker:
             return False
         urgent = dispatcher.next_batch(self.now, worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from subnetact.errors import PolicyError
+from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.scheduling.dispatch import Batch, Dispatcher
 from subnetact.serving.simulation.result import Decision, RequestLog, SimulationResult
 from subnetact.serving.simulation.scenario import Scenario, WorkerEvent
@@ -161,6 +162,25 @@ class EventLoop:
     def return_idle(self, worker: int) -> None:
         """Make a worker idle again that got no batch."""
         heappush(self.idle, worker)
+
+    def running_batches(self, without: Container[int] = ()) -> list[RunningBatch]:
+        """Return the batches that run now, as a policy that preempts sees them.
+
+        Args:
+            without: workers to leave out.
+        """
+        return [
+            RunningBatch(
+                worker,
+                run.batch.subnet,
+                len(run.batch.items),
+                run.start_ms,
+                self.free_at[worker],
+                tuple(run.batch.deadlines_ms),
+            )
+            for worker, run in enumerate(self.running)
+            if run is not None and worker not in without
+        ]
 
     def start(self, worker: int, batch: Batch, remaining_ms: float | None = None) -> None:
         """Start a batch on a worker now.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from subnetact.errors import PolicyError
-from subnetact.serving.policies.running_batch import RunningBatch
 from subnetact.serving.simulation.event_loop import EventLoop
 
 __all__ = ["PreemptiveLoop"]
@@ -29,18 +28,7 @@ class PreemptiveLoop(EventLoop):
         preempt: Any = self.scenario.policy.preempt  # type: ignore[attr-defined]
         queue, context = self.dispatcher.queue, self.dispatcher.context
         while len(queue) and not self.idle:
-            running = [
-                RunningBatch(
-                    worker,
-                    run.batch.subnet,
-                    len(run.batch.items),
-                    run.start_ms,
-                    self.free_at[worker],
-                    tuple(run.batch.deadlines_ms),
-                )
-                for worker, run in enumerate(self.running)
-                if run is not None
-            ]
+            running = self.running_batches()
             if not running:
                 return
             self.dispatcher.look(self.now, running[0].worker)
