@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from subnetact import Engine, LatencyTable, calibrate
+from subnetact import Engine
 from subnetact.command import TERMINATED
-from subnetact.digits import load_digits_supernet
 from subnetact.errors import DeadlinePassed, MissingExtra, MissingFile, QueueFull, ServeError
 from subnetact.serve.source import Source
 
@@ -41,18 +40,8 @@ IMAGES = torch.rand(24, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    supernet = load_digits_supernet()
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    torch.manual_seed(0)
-    calibrate(supernet, specs, [torch.rand(64, 1, 16, 16)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 82.0])
-    engine.tables["cpu"] = LatencyTable.from_arrays(
-        engine.keys, engine.accuracy, [1, 8], [[1.0, 4.0], [3.0, 12.0]]
-    )
-    bundle = tmp_path_factory.mktemp("cluster") / "digits"
-    engine.save(bundle)
-    return Source(bundle=str(bundle), slo_ms=30_000.0, policy="slackfit:2")
+def source(digits_bundle):
+    return Source(bundle=digits_bundle, slo_ms=30_000.0, policy="slackfit:2")
 
 
 @pytest.fixture(scope="module")

@@ -10,30 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from subnetact import Answer, Batcher, Engine, LatencyTable, SlackFit, calibrate
+from subnetact import Answer, Batcher, SlackFit
 from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.central import RemoteRunner
 from subnetact.cluster.deadline import Deadline
 from subnetact.cluster.forecast import ReplicaReport
 from subnetact.cluster.replica import SENDERS, EngineReplica
-from subnetact.digits import load_digits_supernet
 from subnetact.errors import FileFormatError
 from subnetact.serve.source import Source
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    supernet = load_digits_supernet()
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    torch.manual_seed(0)
-    calibrate(supernet, specs, [torch.rand(64, 1, 16, 16)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, 16, 16), accuracy=[60.0, 82.0])
-    engine.tables["cpu"] = LatencyTable.from_arrays(
-        engine.keys, engine.accuracy, [1, 8], [[1.0, 4.0], [3.0, 12.0]]
-    )
-    bundle = tmp_path_factory.mktemp("replica") / "bundle"
-    engine.save(bundle)
-    return Source(bundle=str(bundle), slo_ms=60_000.0, policy="slackfit:2")
+def source(digits_bundle):
+    return Source(bundle=digits_bundle, slo_ms=60_000.0, policy="slackfit:2")
 
 
 @pytest.fixture(scope="module")
