@@ -1,5 +1,8 @@
 """A small HTTP/1.1 client for load generation: keep-alive connections with one request at a time on each.
 
+Connections that the server has closed while they waited for a request are replaced. A request that was sent
+is never sent again, so that requests that a server loses are seen.
+
 Written by hand because httpx 0.28 cannot send the bursts of an open loop from one core: a POST takes 0.03 ms
 of CPU time here, and with httpx 0.9 ms if one request is in flight, 1.8 ms with 16, and 4.6 ms with 64.
 """
@@ -83,7 +86,7 @@ class HttpClient:
         return await self._exchange(f"GET {path}{self._common}\r\n".encode())
 
     async def _exchange(self, request: bytes) -> tuple[int, bytes]:
-        reader, writer = self._idle.pop() if self._idle else await self._connect()
+        reader, writer = self._waiting() or await self._connect()
         try:
             writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
@@ -102,6 +105,15 @@ class HttpClient:
         else:
             self._idle.append((reader, writer))
         return status, answer
+
+    def _waiting(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Return a connection that the server has not closed while it waited, or None."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not (reader.at_eof() or reader.exception() or writer.is_closing()):
+                return reader, writer
+            writer.close()
+        return None
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self._host, self._port)

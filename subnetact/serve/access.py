@@ -1,4 +1,4 @@
-"""Who may use a server: bearer tokens, compared in constant time."""
+"""Who may use a server: bearer tokens, compared in constant time, and the names of the server."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 
 from subnetact.errors import MissingFile, ServeError
 
-__all__ = ["Access", "addressed_as", "read_tokens"]
+__all__ = ["Access", "read_tokens"]
 
 SHORTEST = 16
 
@@ -24,15 +24,17 @@ class Access:
 
     Args:
         tokens: the name of the client per token. If empty, every client may use the server.
+        hosts: names by which clients may address the server, without ports. If None, any name.
 
     Raises:
         ServeError: a token has fewer than 16 characters.
     """
 
-    def __init__(self, tokens: Mapping[str, str]) -> None:
+    def __init__(self, tokens: Mapping[str, str], hosts: Iterable[str] | None = None) -> None:
         if any(len(token) < SHORTEST for token in tokens):
             raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
         self._names = [(_digest(token.encode()), name) for token, name in tokens.items()]
+        self._hosts = None if hosts is None else frozenset(name.strip("[]").lower() for name in hosts)
 
     def client(self, authorization: str | None, address: str) -> str | None:
         """Return the name of the client, or None if the client may not use the server.
@@ -50,19 +52,20 @@ class Access:
                 found = name
         return found
 
+    def serves(self, host: str | None) -> bool:
+        """Return whether the server may be addressed by a name.
 
-def addressed_as(host: str | None, names: Container[str] | None) -> bool:
-    """Return whether a request names the server by one of its names.
+        A web page of a foreign site can make a browser send requests to this machine (DNS rebinding); the
+        browser then names the foreign site.
 
-    Args:
-        host: the value of the header `Host`. Without the header, the request is no browser's.
-        names: the names, in lower case. If None, any name will do.
-    """
-    if names is None or host is None:
-        return True
-    name, colon, port = host.rpartition(":")
-    name = name if colon and port.isdigit() and name else host
-    return name.strip("[]").lower() in names
+        Args:
+            host: the value of the header `Host`. Without the header, the request is no browser's.
+        """
+        if self._hosts is None or host is None:
+            return True
+        name, colon, port = host.rpartition(":")
+        name = name if colon and port.isdigit() and name else host
+        return name.strip("[]").lower() in self._hosts
 
 
 def read_tokens(path: str | PathLike[str]) -> dict[str, str]:

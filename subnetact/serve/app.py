@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
 
 from subnetact import __version__
-from subnetact.errors import SubnetActError
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import (
-    ClientGone,
-    Headers,
-    Receive,
-    Refusal,
-    Scope,
-    Send,
-    refusal_of,
-    send_reply,
-)
+from subnetact.serve.base_app import BaseApp
+from subnetact.serve.exchange import Refusal
 from subnetact.serve.inference_protocol import InferenceProtocol
 from subnetact.serve.limits import Limits
 from subnetact.serve.openapi import paths
 from subnetact.serve.plain import PlainInference
 from subnetact.serve.rows import Answerer
-from subnetact.serve.service import Service, now_ms
+from subnetact.serve.service import Service
 from subnetact.serve.status_page import StatusFeed, page
 
 __all__ = ["ServeApp", "build_app"]
 
-Inference = Callable[[Scope, Headers, str, Receive, Send, float], Awaitable[None]]
-OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
-"""Addresses that need no token, because load balancers have none."""
-CLOSE = (b"connection", b"close")
 UNREADY: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server is closing, or no worker is up."}
 }
@@ -98,16 +81,15 @@ def build_app(
         name=name,
         slo_ms=slo_ms,
         limits=limits,
-        access=Access(tokens or {}),
+        access=Access(tokens or {}, allowed_hosts),
         image_mean=image_mean,
         image_std=image_std,
-        allowed_hosts=allowed_hosts,
     )
     return ServeApp(service)
 
 
-class ServeApp(FastAPI):
-    """The application of one service. Inference bypasses the routing of FastAPI, which costs more than JSON.
+class ServeApp(BaseApp):
+    """The application of one service.
 
     Args:
         service: the service.
@@ -116,77 +98,34 @@ class ServeApp(FastAPI):
         service: the service.
     """
 
-    def __init__(self, service: Service) -> None:
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            yield
-            await asyncio.to_thread(service.close)
+    service: Service
+    open_paths = (*BaseApp.open_paths, "/v2/health/live", "/v2/health/ready")
 
-        super().__init__(
-            title="subnetact", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-        )
-        self.service = service
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, service.close)
         protocol = InferenceProtocol(service, __version__)
         self._add_health()
         self._add_protocol(protocol)
         self._add_status()
-        self.add_exception_handler(HTTPException, _known)
-        self.add_exception_handler(SubnetActError, _known)
         model = f"/v2/models/{service.name}"
         of_version = f"{model}/versions/{service.version}/infer"
         infer = PlainInference(service).infer
-        self._inference: dict[str, tuple[Inference, bool]] = {
-            "/infer": (infer, False),
-            f"{model}/infer": (protocol.infer, True),
-            of_version: (protocol.infer, True),
+        self.inference = {
+            "/infer": infer,
+            f"{model}/infer": protocol.infer,
+            of_version: protocol.infer,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one exchange as ASGI 3 has it.
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:
+        """Return what a client is told in JSON; the Open Inference Protocol has a form of its own.
 
         Args:
-            scope: the scope.
-            receive: the receiving side.
-            send: the sending side.
+            refusal: the error.
+            path: the address.
         """
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await super().__call__(scope, receive, send)
-            return
-        arrived_ms = now_ms()
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        protocol = path.startswith("/v2")
-        try:
-            headers = Headers(scope["headers"])
-            if not self.service.serves_host(headers.get(b"host")):
-                raise Refusal(
-                    400, "InvalidHost", "host: the server is not addressed by this name; see --allowed-hosts"
-                )
-            client = self._client(scope, headers, path)
-            found = self._inference.get(path)
-            if found is None:
-                await self._route(scope, receive, send)
-            elif scope["method"] != "POST":
-                raise HTTPException(405, headers={"Allow": "POST"})
-            else:
-                await found[0](scope, headers, client, receive, send, arrived_ms)
-        except ClientGone:
-            return
-        except Exception as error:
-            await _refuse(send, error, protocol)
-
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except Exception as error:  # FastAPI has told the client, without the reason, and raises it again
-            refusal_of(error)
-
-    def _client(self, scope: Scope, headers: Headers, path: str) -> str:
-        address = scope.get("client")
-        client = self.service.access.client(headers.get(b"authorization"), address[0] if address else "")
-        if client is None and path not in OPEN:
-            raise HTTPException(401, headers={"WWW-Authenticate": 'Bearer, Basic realm="subnetact"'})
-        return client or ""
+        if path.startswith("/v2"):
+            return {"error": f"{refusal.kind}: {refusal}"}
+        return super().error_document(refusal, path)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
@@ -262,39 +201,3 @@ class ServeApp(FastAPI):
                     {"error": "Overloaded", "message": "too many clients watch; retry later"}, 503
                 )
             return StreamingResponse(feed.events(), media_type="text/event-stream", headers=SAFE_HEADERS)
-
-
-async def _known(request: Request, error: Exception) -> Response:
-    """Answer an error of the routes as that of the inferences."""
-    sent: list[dict[str, Any]] = []
-
-    async def keep(message: Any) -> None:
-        sent.append(message)
-
-    await _refuse(keep, error, request.url.path.startswith("/v2"))
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return Response(sent[1]["body"], sent[0]["status"], headers)
-
-
-async def _refuse(send: Send, error: Exception, protocol: bool) -> None:
-    """Send an error. The connection is closed, because part of the body may not have been read."""
-    if isinstance(error, HTTPException):
-        status, kind, message = error.status_code, _KINDS.get(error.status_code, "Refused"), ""
-        more = dict(error.headers or {})
-        message = _MESSAGES.get(status, "the request cannot be handled")
-    else:
-        refusal = refusal_of(error)
-        status, kind, message, more = refusal.status, refusal.kind, str(refusal), refusal.headers
-    body = {"error": f"{kind}: {message}"} if protocol else {"error": kind, "message": message}
-    headers = [(name.lower().encode(), value.encode()) for name, value in more.items()]
-    if status in (400, 401, 408, 413, 415, 431):
-        headers.append(CLOSE)
-    await send_reply(send, status, body, headers)
-
-
-_KINDS = {401: "Unauthorized", 404: "NotFound", 405: "MethodNotAllowed"}
-_MESSAGES = {
-    401: "give the server's token: Authorization: Bearer TOKEN",
-    404: "there is no such address; /openapi.json lists all",
-    405: "this address takes another method; /openapi.json lists all",
-}

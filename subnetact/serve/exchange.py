@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from subnetact.errors import (
     BatcherClosed,
@@ -19,7 +19,17 @@ from subnetact.errors import (
     RequestError,
 )
 
-__all__ = ["Bodies", "ClientGone", "Headers", "Refusal", "TimeLimit", "read_body", "refusal_of", "send_reply"]
+__all__ = [
+    "Bodies",
+    "ClientGone",
+    "Exchange",
+    "Headers",
+    "Refusal",
+    "TimeLimit",
+    "read_body",
+    "refusal_of",
+    "send_reply",
+]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -94,6 +104,26 @@ class Headers:
         """
         value = self._values.get(name)
         return None if value is None else value.decode("latin-1")
+
+
+class Exchange(NamedTuple):
+    """One request as an address gets it.
+
+    Attributes:
+        scope: the scope of ASGI.
+        headers: the headers of the request.
+        client: name or address of the client.
+        receive: the receiving side of ASGI.
+        send: the sending side of ASGI.
+        arrived_ms: time of the arrival by `now_ms`, in ms.
+    """
+
+    scope: Scope
+    headers: Headers
+    client: str
+    receive: Receive
+    send: Send
+    arrived_ms: float
 
 
 class Bodies:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import Ask, read_ask
-from subnetact.serve.exchange import Headers, Receive, Scope, Send, send_reply
+from subnetact.serve.exchange import Exchange, Headers, send_reply
 from subnetact.serve.json_text import read_json, tensor_json
 from subnetact.serve.payloads import array_tensor, tensor_of
 from subnetact.serve.service import Service, now_ms
@@ -83,34 +83,27 @@ class InferenceProtocol:
             ],
         }
 
-    async def infer(
-        self, scope: Scope, headers: Headers, client: str, receive: Receive, send: Send, arrived_ms: float
-    ) -> None:
+    async def infer(self, exchange: Exchange) -> None:
         """Answer one request, as `PlainInference.infer` does.
 
         Args:
-            scope: the scope of ASGI.
-            headers: the headers of the request.
-            client: name or address of the client.
-            receive: the receiving side of ASGI.
-            send: the sending side of ASGI.
-            arrived_ms: time of the arrival by `now_ms`, in ms.
+            exchange: the request.
         """
-        service = self._service
+        service, headers = self._service, exchange.headers
         request, answers = await service.exchange(
-            receive,
+            exchange.receive,
             headers,
-            partial(self._decode, scope["query_string"], headers),
+            partial(self._decode, exchange.scope["query_string"], headers),
             lambda request: service.answers(
-                request.inputs(service.signature), request.ask, arrived_ms, client
+                request.inputs(service.signature), request.ask, exchange.arrived_ms, exchange.client
             ),
         )
-        head, raw = request.reply(service, answers, now_ms() - arrived_ms)
+        head, raw = request.reply(service, answers, now_ms() - exchange.arrived_ms)
         if not raw:
-            await send_reply(send, 200, head)
+            await send_reply(exchange.send, 200, head)
             return
         lengths = [(HEADER_LENGTH.encode(), b"%d" % len(head))]
-        await send_reply(send, 200, b"".join([head, *raw]), lengths, b"application/octet-stream")
+        await send_reply(exchange.send, 200, b"".join([head, *raw]), lengths, b"application/octet-stream")
 
     def _decode(self, query: bytes, headers: Headers, body: bytes) -> _Request:
         service = self._service

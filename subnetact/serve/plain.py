@@ -11,7 +11,7 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import NAMES, Ask, read_ask
-from subnetact.serve.exchange import Headers, Receive, Scope, Send, send_reply
+from subnetact.serve.exchange import Exchange, Headers, Send, send_reply
 from subnetact.serve.json_text import read_json, tensor_json
 from subnetact.serve.payloads import is_image, is_numpy, numpy_input, values_input, write_numpy
 from subnetact.serve.service import Service, now_ms
@@ -34,27 +34,20 @@ class PlainInference:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def infer(
-        self, scope: Scope, headers: Headers, client: str, receive: Receive, send: Send, arrived_ms: float
-    ) -> None:
+    async def infer(self, exchange: Exchange) -> None:
         """Answer one request.
 
         Args:
-            scope: the scope of ASGI.
-            headers: the headers of the request.
-            client: name or address of the client.
-            receive: the receiving side of ASGI.
-            send: the sending side of ASGI.
-            arrived_ms: time of the arrival by `now_ms`, in ms.
+            exchange: the request.
         """
-        service = self._service
+        service, headers = self._service, exchange.headers
         (_, ask), [answer] = await service.exchange(
-            receive,
+            exchange.receive,
             headers,
-            partial(self._decode, scope["query_string"], headers),
-            lambda asked: service.answers(*asked, arrived_ms, client),
+            partial(self._decode, exchange.scope["query_string"], headers),
+            lambda asked: service.answers(*asked, exchange.arrived_ms, exchange.client),
         )
-        await self._reply(send, answer, ask, arrived_ms)
+        await self._reply(exchange.send, answer, ask, exchange.arrived_ms)
 
     def _decode(self, query: bytes, headers: Headers, body: bytes) -> tuple[list[Any], Ask]:
         service = self._service

@@ -9,9 +9,8 @@ from typing import Any
 
 import uvicorn
 
-from subnetact.serve.app import ServeApp
+from subnetact.serve.base_app import BaseApp
 from subnetact.serve.connections import Guard, guarded_protocol
-from subnetact.serve.text_app import TextApp
 
 __all__ = ["run"]
 
@@ -27,7 +26,7 @@ class Server(uvicorn.Server):
         grace_s: length of the grace period, in s.
     """
 
-    def __init__(self, config: uvicorn.Config, app: ServeApp | TextApp, grace_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, app: BaseApp, grace_s: float) -> None:
         super().__init__(config)
         self._app = app
         self._grace_s = grace_s
@@ -52,7 +51,7 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, exit_, sig, frame)
 
 
-def run(app: ServeApp | TextApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float = 0.0) -> None:
+def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float = 0.0) -> None:
     """Serve an application until SIGTERM or SIGINT, with its limits on connections.
 
     After the first signal `/healthz` and `/readyz` return 503 for `grace_s` seconds while the server keeps

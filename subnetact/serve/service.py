@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
-from subnetact.serve.access import Access, addressed_as
+from subnetact.serve.access import Access
 from subnetact.serve.ask import Ask
 from subnetact.serve.exchange import Bodies, ClientGone, Headers, Receive, read_body
 from subnetact.serve.json_text import SHORT
@@ -54,7 +54,6 @@ class Service:
         access: who may use the server. If None, everybody.
         image_mean: mean per channel that images are normalised by.
         image_std: standard deviation per channel that images are normalised by.
-        allowed_hosts: names by which clients may address the server. If None, any name.
 
     Attributes:
         signature: the tensors of one input.
@@ -76,7 +75,6 @@ class Service:
         access: Access | None = None,
         image_mean: tuple[float, ...] = (0.0,),
         image_std: tuple[float, ...] = (1.0,),
-        allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         self.batcher = batcher
         rows: RowAnswerer | None = getattr(batcher, "infer_rows", None)
@@ -86,7 +84,6 @@ class Service:
         self.slo_ms = slo_ms
         self.limits = limits or Limits()
         self.access = access or Access({})
-        self.hosts = None if allowed_hosts is None else frozenset(name.lower() for name in allowed_hosts)
         self.signature = Signature(engine.example)
         [output] = engine.run(0, [engine.example], 1)
         self.outputs = [(name, list(t.shape), t.dtype) for name, t in named_tensors(output, "output")]
@@ -150,17 +147,6 @@ class Service:
                 f"deadline_ms: {ask.deadline_ms:g} ms passed before the request was read; allow more"
             )
         return await self._rows(xs, left_ms, ask.min_accuracy, ask.priority, client)
-
-    def serves_host(self, host: str | None) -> bool:
-        """Return whether the server may be addressed by a name.
-
-        A web page of a foreign site can make a browser send requests to this machine (DNS rebinding); the
-        browser then names the foreign site.
-
-        Args:
-            host: the value of the header `Host`. Without the header, the request is no browser's.
-        """
-        return addressed_as(host, self.hosts)
 
     def close(self) -> None:
         """Finish accepted requests and end the threads. A second call does nothing."""

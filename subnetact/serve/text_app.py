@@ -7,26 +7,23 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.exceptions import HTTPException
 
-from subnetact import __version__
 from subnetact.errors import InvalidRequest, RequestError
 from subnetact.generation import Completion, Generated, Generator
-from subnetact.serve.access import Access, addressed_as
+from subnetact.serve.access import Access
+from subnetact.serve.base_app import BaseApp
 from subnetact.serve.exchange import (
     Bodies,
     ClientGone,
+    Exchange,
     Headers,
     Receive,
     Refusal,
-    Scope,
-    Send,
     read_body,
     refusal_of,
     send_reply,
@@ -35,7 +32,6 @@ from subnetact.serve.limits import Limits
 
 __all__ = ["TextApp", "TextService", "build_text_app"]
 
-OPEN = ("/healthz", "/readyz")
 UNFINISHED = "\ufffd"
 """What decoders write for bytes that are no character yet."""
 LONGEST_STOP = 100
@@ -72,7 +68,6 @@ class TextService:
         stop: tokens that end every answer.
         limits: what clients may send.
         access: who may use the server.
-        allowed_hosts: names by which clients may address the server. If None, any name.
         closing: whether the server is about to end.
     """
 
@@ -83,7 +78,6 @@ class TextService:
     stop: tuple[int, ...]
     limits: Limits
     access: Access
-    allowed_hosts: Sequence[str] | None = None
     closing: bool = False
 
     def __post_init__(self) -> None:
@@ -139,12 +133,11 @@ def build_text_app(
         >>> app = build_text_app(generator, lambda text: tokenizer.encode(text).ids, tokenizer.decode)
         >>> subnetact.serve.run(app)
     """
-    access = Access(tokens or {})
-    given = limits or Limits()
-    return TextApp(TextService(generator, encode, decode, name, tuple(stop), given, access, allowed_hosts))
+    access = Access(tokens or {}, allowed_hosts)
+    return TextApp(TextService(generator, encode, decode, name, tuple(stop), limits or Limits(), access))
 
 
-class TextApp(FastAPI):
+class TextApp(BaseApp):
     """The application of one text service.
 
     Args:
@@ -154,54 +147,25 @@ class TextApp(FastAPI):
         service: the service.
     """
 
-    def __init__(self, service: TextService) -> None:
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            yield
-            await asyncio.to_thread(service.generator.close)
+    service: TextService
 
-        super().__init__(
-            title="subnetact", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-        )
-        self.service = service
+    def __init__(self, service: TextService) -> None:
+        super().__init__(service, service.generator.close)
         self._numbers = itertools.count()
+        self.inference = {
+            "/v1/completions": partial(self._complete, False),
+            "/v1/chat/completions": partial(self._complete, True),
+        }
         self._add_routes()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one exchange as ASGI 3 has it.
+    def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
+        """Return what a client is told in JSON.
 
         Args:
-            scope: the scope.
-            receive: the receiving side.
-            send: the sending side.
+            refusal: the error.
+            path: the address.
         """
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await super().__call__(scope, receive, send)
-            return
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        try:
-            headers = Headers(scope["headers"])
-            self._admit(scope, headers, path)
-            chat = path == "/v1/chat/completions"
-            if not chat and path != "/v1/completions":
-                await super().__call__(scope, receive, send)
-            elif scope["method"] != "POST":
-                raise HTTPException(405, headers={"Allow": "POST"})
-            else:
-                await self._complete(scope, headers, chat, receive, send)
-        except ClientGone:
-            return
-        except Exception as error:
-            await _refuse(send, error)
-
-    def _admit(self, scope: Scope, headers: Headers, path: str) -> None:
-        if not addressed_as(headers.get(b"host"), self.service.allowed_hosts):
-            raise Refusal(400, "InvalidHost", "host: the server is not addressed by this name")
-        address = scope.get("client")
-        client = self.service.access.client(headers.get(b"authorization"), address[0] if address else "")
-        if client is None and path not in OPEN:
-            raise HTTPException(401, headers={"WWW-Authenticate": "Bearer"})
+        return {"error": _error(refusal)}
 
     def _add_routes(self) -> None:
         service = self.service
@@ -222,9 +186,8 @@ class TextApp(FastAPI):
         async def metrics() -> PlainTextResponse:
             return PlainTextResponse(_prometheus(service), media_type="text/plain; version=0.0.4")
 
-    async def _complete(
-        self, scope: Scope, headers: Headers, chat: bool, receive: Receive, send: Send
-    ) -> None:
+    async def _complete(self, chat: bool, exchange: Exchange) -> None:
+        headers, receive = exchange.headers, exchange.receive
         service, limits = self.service, self.service.limits
         body = await read_body(receive, headers, limits.body_for(0), limits.body_s, service.bodies)
         try:
@@ -235,7 +198,7 @@ class TextApp(FastAPI):
         if ask.stream:
             first = await answer.first()  # A refusal before the first token has a status of its own.
             response = StreamingResponse(answer.events(first), media_type="text/event-stream")
-            await response(scope, receive, send)
+            await response(exchange.scope, receive, exchange.send)
             return
         leaving = asyncio.ensure_future(_left(receive))
         working = asyncio.ensure_future(answer.whole())
@@ -245,7 +208,7 @@ class TextApp(FastAPI):
             answer.completion.cancel()
             working.cancel()
             raise ClientGone
-        await send_reply(send, 200, working.result())
+        await send_reply(exchange.send, 200, working.result())
 
 
 @dataclass
@@ -448,20 +411,6 @@ def _event(document: Mapping[str, Any]) -> str:
 def _error(refusal: Refusal) -> dict[str, Any]:
     kind = "invalid_request_error" if refusal.status < 500 and refusal.status != 429 else "server_error"
     return {"message": str(refusal), "type": kind, "param": None, "code": refusal.kind}
-
-
-async def _refuse(send: Send, error: Exception) -> None:
-    if isinstance(error, HTTPException):
-        kind, message = "Refused", "the address takes another method, or does not exist"
-        if error.status_code == 401:
-            kind, message = "Unauthorized", "give the server's token as the API key"
-        refusal = Refusal(error.status_code, kind, message, dict(error.headers or {}))
-    else:
-        refusal = refusal_of(error)
-    headers = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
-    if refusal.status in (400, 401, 408, 413, 415):
-        headers.append((b"connection", b"close"))  # A part of the body may not have been read.
-    await send_reply(send, refusal.status, {"error": _error(refusal)}, headers)
 
 
 async def _left(receive: Receive) -> None:

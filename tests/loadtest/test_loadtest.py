@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -125,6 +126,40 @@ def test_a_server_that_speaks_no_http_is_an_outcome(answer):
 
         asyncio.run(ask())
         thread.join()
+
+
+def test_connections_that_the_server_closed_are_replaced_and_no_request_is_sent_twice():
+    heads = []
+
+    async def main():
+        async def serve(reader, writer):
+            if not behaviour["answers"]:
+                writer.close()
+                return
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                while True:
+                    heads.append(await reader.readuntil(b"\r\n\r\n{}"))
+                    if behaviour["loses"]:
+                        writer.transport.abort()
+                        return
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+        behaviour = {"answers": False, "loses": False}
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await client.open(3)
+        await asyncio.sleep(0.05)  # the server closes all three
+        behaviour["answers"] = True
+        assert await client.post(b"{}") == (200, b"ok")
+        assert await client.post(b"{}") == (200, b"ok")
+        behaviour["loses"] = True
+        with pytest.raises(ConnectionError):
+            await client.post(b"{}")
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+    assert len(heads) == 3
 
 
 @pytest.mark.parametrize(

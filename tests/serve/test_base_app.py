@@ -1,0 +1,91 @@
+"""What the servers of networks and of texts have in common: tokens, names, and errors without secrets."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
+
+from subnetact.serve import build_text_app
+from subnetact.serve.access import Access
+from subnetact.serve.base_app import BaseApp
+from subnetact.serve.limits import Limits
+
+TOKEN = "a-token-of-the-tests"
+KNOWN = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"host", b"tiny.example:80")]
+GUARDS = {"tokens": {TOKEN: "tests"}, "allowed_hosts": ["Tiny.Example"]}
+
+
+def broken(*_, **__):
+    raise KeyError("/etc/passwd")
+
+
+@pytest.fixture(params=["network", "text"])
+def guarded(request, gated):
+    """An application with a token and a name, and an address of it that infers."""
+    if request.param == "network":
+        with gated(**GUARDS) as (app, _, batcher):
+            batcher.prometheus = batcher.submit = broken
+            app.service._rows = broken
+            yield app, "/infer"
+    else:
+        generator = SimpleNamespace(submit=broken, stats=broken, close=lambda wait=True: None)
+        yield build_text_app(generator, list, str, **GUARDS), "/v1/completions"
+
+
+def test_every_application_asks_for_a_token_and_its_own_name(guarded, post):
+    app, infer = guarded
+
+    def ask(path, headers, method="GET", body=None):
+        status, found, raw = asyncio.run(post(app, None, path=path, headers=headers, method=method, raw=body))
+        return status, found, json.loads(raw)
+
+    assert ask("/healthz", KNOWN[1:])[0] == 200
+    for path, method in (("/metrics", "GET"), ("/openapi.json", "GET"), ("/none", "GET"), (infer, "POST")):
+        status, headers, _ = ask(path, KNOWN[1:], method, b"{}")
+        assert (status, headers["www-authenticate"], headers["connection"]) == (
+            401,
+            'Bearer, Basic realm="subnetact"',
+            "close",
+        )
+        assert ask(path, [KNOWN[0], (b"host", b"evil.example")], method, b"{}")[0] == 400
+        assert ask(path, [*KNOWN, (b"host", b"tiny.example")], method, b"{}")[0] == 400
+        length = [(b"content-length", b"1e3")]
+        assert ask(path, KNOWN + length, method, b"{}")[0] == 400
+    assert "error" in ask("/none", KNOWN)[2]
+    assert ask("/none", KNOWN)[0] == 404
+    status, headers, document = ask(infer, KNOWN)
+    assert (status, headers["allow"], "error" in document) == (405, "POST", True)
+
+
+def test_no_application_tells_why_it_failed(guarded, post, caplog):
+    app, infer = guarded
+    raw = json.dumps({"input": [0.0] * 4} if infer == "/infer" else {"prompt": "a"}).encode()
+    for path, method in (("/metrics", "GET"), (infer, "POST")):
+        caplog.clear()
+        status, _, body = asyncio.run(post(app, None, path=path, headers=KNOWN, method=method, raw=raw))
+        assert status == 500
+        assert b"passwd" not in body
+        assert len(caplog.records) == 1
+
+
+def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplog):
+    service = SimpleNamespace(limits=Limits(), access=Access({}))
+    app = BaseApp(service, lambda: None)
+    sent = []
+
+    async def begin(exchange):
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": []})
+        raise KeyError("/etc/passwd")
+
+    async def send(message):
+        sent.append(message["type"])
+
+    app.inference["/infer"] = begin
+    scope = {"type": "http", "method": "POST", "path": "/infer", "headers": []}
+    asyncio.run(app(scope, None, send))
+    assert sent == ["http.response.start"]
+    assert len(caplog.records) == 1
