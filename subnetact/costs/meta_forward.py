@@ -142,6 +142,7 @@ class MetaForward:
     ) -> None:
         tensors = [*supernet.network.parameters(), *supernet.network.buffers()]
         network = copy.deepcopy(supernet.network, {id(t): _empty(t) for t in tensors})
+        _run_chosen_experts(network)
         if dtype is None:
             leaves = (m for m in network.modules() if list(m.parameters(recurse=False)))
             first = next(leaves, None)
@@ -149,8 +150,14 @@ class MetaForward:
             dtype = torch.long if isinstance(first, nn.Embedding) else next(floats, torch.float32)
         self.space = supernet.space
         given = as_batch(input_shape)
-        if not all(isinstance(part, Tensor) for part in tensors_of(given)):
-            given = torch.empty(tuple(input_shape), dtype=dtype, device="meta")
+        if not any(isinstance(part, Tensor) for part in tensors_of(given)):
+            try:
+                given = torch.empty(tuple(input_shape), dtype=dtype, device="meta")
+            except (TypeError, RuntimeError) as error:
+                raise SpecError(
+                    f"input_shape: {input_shape!r} is no shape and no input with a tensor; give whole "
+                    "numbers such as (3, 224, 224), or one input"
+                ) from error
         self.input = map_tensors(lambda t: torch.empty((1, *t.shape), dtype=t.dtype, device="meta"), given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._network = _site(network, {}, set())
@@ -355,6 +362,17 @@ def _signature(value: Any) -> Hashable:
 
 def _alias(value: Any) -> Any:
     return torch.Tensor._make_subclass(torch.Tensor, value) if isinstance(value, Tensor) else value
+
+
+def _run_chosen_experts(network: nn.Module) -> None:
+    """Let mixtures of experts of transformers compute with products whose shapes are known without data.
+
+    By default, the tokens are sorted by expert, and how many tokens each expert gets depends on the data.
+    """
+    for module in network.modules():
+        choose: Any = getattr(module, "set_experts_implementation", None)
+        if callable(choose):
+            choose("batched_mm")
 
 
 def _empty(tensor: Tensor) -> Tensor:

@@ -253,3 +253,47 @@ def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None
     with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
         subnetact.cost(supernet, space.smallest(), {"x": x, "mask": mask})
     assert subnetact.cost(supernet, space.smallest(), {"x": x}).macs == 3 * (4 * 4 + 4 * 4)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_decoder_counts_the_experts_that_a_token_chooses(moe: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+    }
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**sizes, **experts) if moe else transformers.Qwen3Config(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    example = {"input_ids": torch.arange(12).view(2, 6)}
+    supernet = subnetact.insert_(model, example=example, axes=("depth", "heads"), each_block=True)
+    before = supernet.network.config.to_dict()
+    space, tokens = supernet.space, 6
+    model_cost = subnetact.CostModel(supernet, (tokens,))
+    for spec in (space.largest(), *(space.sample(seed) for seed in range(4))):
+        layers = space.format(spec)
+        macs = tokens * 24 * 32
+        for i in range(3):
+            own = layers.get(i, {})
+            if "skip" in own:
+                continue
+            heads, pairs = own.get("num_attention_heads", 4), own.get("num_key_value_heads", 2)
+            ffn = 3 * 24 * 40 * (2 if moe else 1) + (24 * 4 if moe else 0)
+            attention = 2 * 24 * 6 * heads + 2 * 24 * 6 * pairs
+            macs += tokens * (ffn + attention) + 2 * tokens**2 * 6 * heads
+        found = model_cost(spec)
+        assert found.macs == macs, str(spec)
+        assert found.parameters == sum(p.numel() for p in supernet.extract(spec).parameters())
+    assert supernet.network.config.to_dict() == before
+
+
+def test_an_input_without_a_tensor_is_no_input() -> None:
+    supernet = small_supernet("ofa_mbv3")
+    for nonsense in ({"x": 3}, "image", None, (3, "wide")):
+        with pytest.raises(SpecError, match="input_shape"):
+            subnetact.cost(supernet, supernet.space.smallest(), nonsense)
