@@ -11,9 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.spec import SubnetSpec
@@ -25,6 +27,7 @@ try:
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
     from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+    from transformers.generation.continuous_batching.utils import find_num_key_value_heads
     from transformers.generation.logits_process import (
         LogitsProcessorList,
         TemperatureLogitsWarper,
@@ -67,12 +70,15 @@ class Step:
 class ElasticDecoder(nn.Module):
     """A language model that runs as the subnet `chosen`, in the place of transformers' model."""
 
-    def __init__(self, supernet: Supernet, subnets: Sequence[SubnetSpec]) -> None:
+    def __init__(
+        self, supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool = False
+    ) -> None:
         """Prepare the views of the subnets.
 
         Args:
             supernet: a supernet of a language model of transformers.
             subnets: the subnets.
+            allow_approximate: whether they may continue on keys and values that differ from their own.
 
         Raises:
             InsertError: the network is no language model of transformers.
@@ -86,6 +92,8 @@ class ElasticDecoder(nn.Module):
             )
         self._supernet = (network,)  # not a submodule: the supernet owns the weights
         self._views = [supernet.subnet(spec) for spec in subnets]
+        self._allow = partial(supernet.switch, spec=subnets[0], allow_approximate=True)
+        self._allow_approximate = allow_approximate
         self.config = network.config
         self.device, self.dtype = network.device, network.dtype
         self.chosen = 0
@@ -105,12 +113,57 @@ class ElasticDecoder(nn.Module):
             [TemperatureLogitsWarper(PLAIN), TopKLogitsWarper(vocabulary), TopPLogitsWarper(PLAIN)]
         )
 
+    def prepare(self, cache: Any) -> None:
+        """Let the subnets share pages, and let those with fewer key and value heads use them.
+
+        Args:
+            cache: the cache that the steps use.
+        """
+        if self._allow_approximate:
+            self._allow(cache)
+        heads = find_num_key_value_heads(self.config.get_text_config())
+        cache.update = partial(_update, cache.update, heads)
+
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""
         # transformers would write this into the configuration, which threads share, for the time of the call.
         # The mask says the same.
         arguments.pop("is_causal", None)
         return self._views[self.chosen](**arguments)
+
+
+def _update(
+    update: Callable[..., Any],
+    heads: int,
+    key_states: Tensor,
+    value_states: Tensor,
+    layer_idx: int,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Write keys and values into pages with room for `heads` heads, and return those of the sequences."""
+    missing = heads - key_states.shape[1]
+    if not missing:
+        return update(key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
+    wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
+    keys, values = update(*wide, layer_idx, kwargs)
+    return keys[:, :-missing], values[:, :-missing]
+
+
+def _longest(cache: Any) -> int:
+    """Return how many tokens a sequence may have that is alone in a cache.
+
+    Every kind of attention takes whole sectors of the cache, so that this is less than all pages together.
+    """
+
+    def fits(tokens: int) -> bool:
+        needed = (one.needs_new_sectors("", 0, tokens) for one in cache.cache_allocators.values())
+        return bool(sum(needed) <= cache.num_sectors)
+
+    low, high = 0, int(cache.max_tokens_read) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 class _EarliestDeadlineFirst(FIFOScheduler):
@@ -178,6 +231,7 @@ class StepLoop(ContinuousBatchingManager):
             num_blocks=-(-cache_tokens // page),
             max_batch_tokens=step_tokens,
             max_requests_per_batch=sequences,
+            max_blocks_per_request=0,  # block tables know neither skipped layers nor fewer heads
             allow_block_sharing=False,  # keys and values of a shared prefix may be those of another subnet
             use_async_batching=False,
             use_cuda_graph=False,
@@ -194,12 +248,13 @@ class StepLoop(ContinuousBatchingManager):
         self.output_router = router
 
     def set_up(self) -> int:
-        """Make the cache, and return how many tokens it holds."""
+        """Make the cache, and return how many tokens one sequence may have in it; 0 if it is too small."""
         self.background_thread_status.clear()
         self.batch_processor = processor = self._create_batch_processor()
         scheduler: Any = processor.scheduler
         scheduler.due = self._due
-        return int(processor.cache.max_tokens_read)
+        self._decoder.prepare(processor.cache)
+        return _longest(processor.cache)
 
     def step(self) -> bool:
         """Compute one step on the calling thread.
@@ -284,8 +339,9 @@ class StepLoop(ContinuousBatchingManager):
 
     @staticmethod
     def _fail(processor: Any, error: Exception) -> None:
-        logger.warning("a step of %s failed: %s", processor, error)
         failed = processor.inputs_and_outputs.requests_in_batch
+        names = ", ".join(future.state.request_id for future in failed)
+        logger.warning("a step failed, and with it %s: %s", names, error)
         for future in failed:
             processor._handle_request_error(error, future.state)
             processor.scheduler.finish_request(future.state.request_id)

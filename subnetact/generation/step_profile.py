@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -75,26 +76,28 @@ def profile_steps(
         whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
         if not values or not whole or list(values) != sorted(set(values)):
             raise TableError(f"{name}: {values!r} must be ascending whole numbers above 0")
-    bench = _Bench(supernet, specs, max(sequences), max(contexts) + 64, max(prompt_tokens))
-    try:
-        decode: dict[tuple[int, int, int], list[float]] = {}
-        prefill: dict[tuple[int, int], list[float]] = {}
-        total = rounds * len(contexts) * len(sequences) * len(specs) + rounds * len(prompt_tokens) * len(
-            specs
-        )
-        with tqdm(total=total, desc="steps", disable=not progress or None) as bar:
-            for _ in range(rounds):
-                for context in contexts:
-                    for count in sequences:
+    decode: dict[tuple[int, int, int], list[float]] = {}
+    prefill: dict[tuple[int, int], list[float]] = {}
+    cells = rounds * (len(contexts) * len(sequences) + len(prompt_tokens)) * len(specs)
+    with ExitStack() as stack, tqdm(total=cells, desc="steps", disable=not progress or None) as bar:
+        benches = []
+        for group in _sharing_pages(supernet, specs):
+            benches.append(
+                _Bench(supernet, specs, group, max(sequences), max(contexts) + 64, max(prompt_tokens))
+            )
+            stack.callback(benches[-1].close)
+        for _ in range(rounds):
+            for context in contexts:
+                for count in sequences:
+                    for bench in benches:
                         for subnet, times in bench.decode(count, context):
                             decode.setdefault((context, subnet, count), []).extend(times)
                             bar.update()
-                for tokens in prompt_tokens:
+            for tokens in prompt_tokens:
+                for bench in benches:
                     for subnet, times in bench.prefill(tokens):
                         prefill.setdefault((subnet, tokens), []).extend(times)
                         bar.update()
-    finally:
-        bench.close()
     keys = [str(spec) for spec in specs]
     given = [math.nan] * len(keys) if accuracy is None else list(accuracy)
     stamp: dict[str, Any] = {
@@ -114,20 +117,39 @@ def profile_steps(
     )
 
 
+def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list[int]]:
+    """Return the positions of the subnets, in groups that can write into the same pages of a cache."""
+    groups: list[list[int]] = []
+    for i, spec in enumerate(specs):
+        for group in groups:
+            if supernet.space.cache(specs[group[0]], spec) != "incompatible":
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups
+
+
 class _Bench:
-    """Runs steps of a chosen kind, one after the other on the calling thread."""
+    """Runs steps of a chosen kind, one after the other on the calling thread, with a group of subnets."""
 
     def __init__(
-        self, supernet: Supernet, specs: Sequence[SubnetSpec], sequences: int, context: int, prompt: int
+        self,
+        supernet: Supernet,
+        specs: Sequence[SubnetSpec],
+        group: Sequence[int],
+        sequences: int,
+        context: int,
+        prompt: int,
     ) -> None:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
-        decoder = ElasticDecoder(supernet, specs)
+        decoder = ElasticDecoder(supernet, [specs[i] for i in group], allow_approximate=True)
         limit = getattr(decoder.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and max(context - 63, prompt) > limit:
             raise TableError(f"contexts, prompt_tokens: the model takes {limit} tokens; give smaller numbers")
         self._subnet, self._measured_ms, self._number = 0, 0.0, 0
-        self._count = len(specs)
+        self._group = group
         self._loop = StepLoop(
             decoder,
             choose=self._choose,
@@ -148,20 +170,20 @@ class _Bench:
         self._step(0)
         for _ in range(WARM_UP):
             self._step(0)
-        found = [(subnet, [self._step(subnet) for _ in range(3)]) for subnet in range(self._count)]
+        found = [(i, [self._step(subnet) for _ in range(3)]) for subnet, i in enumerate(self._group)]
         self._remove(names)
         return found
 
     def prefill(self, tokens: int) -> list[tuple[int, list[float]]]:
         """Return per subnet the times of steps that compute a prompt of that many tokens."""
         found = []
-        for subnet in range(self._count):
+        for subnet, i in enumerate(self._group):
             times = []
             for _ in range(3):
                 names = [self._add([1 + j % 7 for j in range(tokens)], 2)]
                 times.append(self._step(subnet))
                 self._remove(names)
-            found.append((subnet, times))
+            found.append((i, times))
         return found
 
     def close(self) -> None:

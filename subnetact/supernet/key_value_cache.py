@@ -10,6 +10,11 @@ cache is written is read off the order of calls in the code of its forward.
 
 Every view notes on the cache itself, before its first layer runs, from which position on it writes. If its
 keys and values would be others than those that are there, it is refused before anything is written.
+
+The pages of continuous batching hold many sequences, which come and go, so that no position tells who wrote
+what. All subnets that write into them must therefore be able to read what the others wrote. A layer that
+shares the keys and values of an earlier one has pages of its own there, into which a subnet that skips the
+layer copies them.
 """
 
 from __future__ import annotations
@@ -65,6 +70,15 @@ class _Written:
     runs: list[tuple[int, CacheSignature]]
 
 
+@dataclass
+class _Pages:
+    """The signatures of the subnets that write into pages, and whether they may hold other numbers."""
+
+    space: str
+    signatures: list[CacheSignature]
+    approximate: bool
+
+
 @dataclass(frozen=True)
 class CacheWriter:
     """A subnet that writes into caches.
@@ -96,6 +110,9 @@ class CacheWriter:
             CacheMismatch: the subnet cannot continue on the cache, which is unchanged.
         """
         cache = getattr(cache, "self_attention_cache", cache)
+        if _is_paged(cache):
+            self._claim_pages(cache, allow_approximate)
+            return
         seen, runs, accepted = self._runs(cache)
         allow_approximate = allow_approximate or accepted
         if not runs:
@@ -112,6 +129,17 @@ class CacheWriter:
             self._check(runs[-1][1], allow_approximate)
             runs.append((seen, self.signature))
         setattr(cache, _WRITERS, _Written(self.space, runs))
+
+    def _claim_pages(self, cache: Any, allow_approximate: bool) -> None:
+        pages: _Pages | None = getattr(cache, _WRITERS, None)
+        if pages is None:
+            setattr(cache, _WRITERS, _Pages(self.space, [self.signature], allow_approximate))
+            return
+        self._check_space(pages.space)
+        if self.signature not in pages.signatures:
+            self._check(pages.signatures[0], allow_approximate or pages.approximate)
+            pages.signatures.append(self.signature)
+        pages.approximate |= allow_approximate
 
     def own_positions(self, cache: Any) -> tuple[int, int]:
         """Return how many positions of a cache the subnet could have written itself, and how many there are.
@@ -133,12 +161,16 @@ class CacheWriter:
         runs, accepted = written.runs, False
         while runs and runs[-1][0] >= seen:  # The cache was emptied or cropped, or nothing was written since.
             accepted = runs.pop() == (seen, self.signature)
-        if runs and written.space != self.space:
+        if runs:
+            self._check_space(written.space)
+        return seen, runs, accepted
+
+    def _check_space(self, space: str) -> None:
+        if space != self.space:
             raise CacheMismatch(
-                f"the key-value cache was filled by a subnet of {written.space}, this one is of {self.space}"
+                f"the key-value cache was filled by a subnet of {space}, this one is of {self.space}"
                 "; give the subnets of every supernet a cache of their own"
             )
-        return seen, runs, accepted
 
     def _check(self, before: CacheSignature, allow_approximate: bool) -> None:
         known = before != _UNKNOWN
@@ -162,10 +194,13 @@ class _Claiming:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = _argument(args, kwargs, self.argument, self.position)
+        if cache is None:
+            cache = _pages_of(kwargs)
         if cache is None or torch.compiler.is_compiling():
             return
         written = getattr(cache, _WRITERS, None)
-        if written is None or len(written.runs) > 1 or written.runs[0][1] is not self.writer.signature:
+        runs: Any = getattr(written, "runs", ())
+        if len(runs) != 1 or runs[0][1] is not self.writer.signature:
             self.writer.claim(cache)
 
 
@@ -186,6 +221,11 @@ def recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) -> 
     name = next((n for n in ("input_ids", "inputs_embeds") if isinstance(inputs.get(n), Tensor)), None)
     if name is None:
         raise CacheMismatch("recompute: give the token ids of all positions, of shape (batch, positions)")
+    if _is_paged(cache):
+        raise CacheMismatch(
+            "recompute: the pages of continuous batching hold many sequences, so they are not computed again "
+            "here; generate with subnets whose caches are exact"
+        )
     first, seen = writer.own_positions(cache)
     if inputs[name].dim() < 2 or inputs[name].shape[1] != seen:
         raise CacheMismatch(
@@ -254,9 +294,14 @@ def note_skipped_layer(layer: nn.Module, bound: nn.Module) -> nn.Module:
         bound: the identity in its place, which is returned.
     """
     argument = _cache_argument(layer)
-    entries = [int(m.layer_idx) for _, m in _attentions(layer) if _writes(m)]
+    attentions = [attention for _, attention in _attentions(layer)]
+    entries = [int(m.layer_idx) for m in attentions if _writes(m)]
     if argument is not None and entries:
         bound.register_forward_pre_hook(_Skipping(*argument, entries[0]), with_kwargs=True)
+    for attention in attentions:
+        if not _writes(attention):
+            copying = _Copying(int(attention.layer_idx), getattr(attention, "layer_type", None))
+            bound.register_forward_pre_hook(copying, with_kwargs=True)
     return bound
 
 
@@ -279,6 +324,23 @@ class _Skipping:
         setattr(cache.layers[self.entry], _PLACEHOLDER, True)
 
 
+@dataclass(frozen=True)
+class _Copying:
+    """A hook before the identity in the place of a skipped layer that shares an earlier layer's keys.
+
+    It copies these keys and values, so that the pages are complete if the next step runs the layer.
+    """
+
+    entry: int
+    kind: str | None
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        pages, shared = _pages_of(kwargs), kwargs.get("shared_kv_states")
+        if pages is not None and shared is not None:
+            keys, values = shared[self.kind]
+            pages.update(keys, values, self.entry, dict(kwargs))
+
+
 def _forget_placeholders(cache: Any) -> None:
     """Let entries of skipped layers in an empty cache take keys and values of any shape."""
     for entry in getattr(cache, "layers", ()):
@@ -286,6 +348,16 @@ def _forget_placeholders(cache: Any) -> None:
             delattr(entry, _PLACEHOLDER)
             entry.keys = entry.values = None
             entry.is_initialized = False
+
+
+def _is_paged(cache: Any) -> bool:
+    """Tell whether a cache is that of continuous batching, whose pages hold many sequences."""
+    return hasattr(cache, "cache_allocators")
+
+
+def _pages_of(kwargs: dict[str, Any]) -> Any:
+    """Return the pages among the arguments of a layer, or None if it is not called by continuous batching."""
+    return kwargs.get("cache") if "read_index" in kwargs else None
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int) -> Any:

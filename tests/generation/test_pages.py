@@ -1,0 +1,221 @@
+"""Subnets of many kinds of models in the pages of continuous batching: who may continue on whose pages."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from generation_tables import step_table
+from torch import nn
+
+import ofa_adapters
+from subnetact import SubnetSpec, Supernet, insert_
+from subnetact.errors import BatchFailed, CacheMismatch, PolicyError
+from subnetact.generation import Generator, profile_steps
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.policies import Fixed
+
+transformers = pytest.importorskip("transformers")
+LONG = {"first_ms": 60_000.0, "token_ms": 60_000.0}
+LAYERS = 6
+TYPES = ["sliding_attention", "full_attention"] * 3
+COMMON: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SLIDING = {"sliding_window": 4, "layer_types": TYPES}
+GEMMA3N = {
+    **COMMON,
+    **SLIDING,
+    "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": 50,
+    "hidden_size_per_layer_input": 4,
+    "altup_num_inputs": 2,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.9] * 2 + [0.0] * 4,
+}
+"""Layers 1 and 2 store the keys and values that layers 3, 4 and 5 share."""
+
+
+def filled(network: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in network.named_parameters():
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
+
+
+def decoder(config: str, **settings: Any) -> Supernet:
+    given = getattr(transformers, config)(**{**COMMON, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(given).eval()
+    filled(model)
+    choices = {"depth": (0, 1), "ffn": (8, 24), "heads": (1, 2)}
+    tokens = {"input_ids": torch.arange(2, 10).view(1, 8)}
+    return insert_(model, example=tokens, axes=tuple(choices), choices=choices, each_block=True)
+
+
+def gemma3n() -> Supernet:
+    supernet = ofa_adapters.load("gemma3n", config=GEMMA3N, widths=[8, 24])
+    filled(supernet.network)
+    return supernet
+
+
+KINDS: dict[str, Callable[[], Supernet]] = {
+    "qwen3": lambda: decoder("Qwen3Config"),
+    "gemma3": lambda: decoder("Gemma3TextConfig", **SLIDING),
+    "gemma3n": gemma3n,
+}
+
+
+@pytest.fixture(scope="module")
+def supernet() -> Supernet:
+    """Return an elastic Qwen3."""
+    return KINDS["qwen3"]()
+
+
+def changed(supernet: Supernet, **changes: tuple[int, int]) -> SubnetSpec:
+    """Return the largest subnet with other choices: axis=(slot, choice)."""
+    values = {axis.name: [slot.choices[-1] for slot in axis.slots] for axis in supernet.space.axes}
+    for axis, (slot, choice) in changes.items():
+        values[axis][slot] = choice
+    return supernet.space.spec(**values)
+
+
+class Alternating:
+    """A policy that chooses a random subnet for every step."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table, self.rng = table, random.Random(0)
+
+    def decide(self, context: Any) -> tuple[int, int]:
+        """Choose."""
+        return self.rng.randrange(len(self.table.subnets)), self.table.batch_sizes[-1]
+
+
+def generator_of(supernet: Supernet, specs: list[SubnetSpec], **options: Any) -> Generator:
+    accuracy = tuple(40.0 + i for i in range(len(specs)))
+    table = step_table([str(spec) for spec in specs], accuracy)
+    return Generator(supernet, specs, table, token_ms=50.0, policy=Alternating, **options)
+
+
+@torch.inference_mode()
+def from_scratch(
+    supernet: Supernet, specs: list[SubnetSpec], prompt: list[int], subnets: tuple[int, ...]
+) -> list[int]:
+    """Return the tokens if the subnet of every token computes the whole sequence itself."""
+    tokens = list(prompt)
+    for subnet in subnets:
+        logits = supernet.subnet(specs[subnet])(torch.tensor([tokens]), use_cache=False).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def exact_subnets(kind: str, supernet: Supernet) -> list[SubnetSpec]:
+    if kind != "gemma3n":
+        return [changed(supernet, ffn=(LAYERS - 1, 8)), supernet.space.largest()]
+    spec = supernet.space.spec
+    return [
+        spec(keep=[1, 1, 1, 1, 1, 0], ffn=[24, 24, 24, 8, 24, 8]),
+        spec(keep=[1, 1, 1, 0, 0, 1], ffn=[24, 24, 8, 24, 8, 24]),
+        spec(keep=[1] * 6, ffn=24),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_subnets_switch_as_if_each_ran_from_scratch(kind: str) -> None:
+    """Eight places, with sequences that join and leave, and prompts that take several steps."""
+    supernet = KINDS[kind]()
+    specs = exact_subnets(kind, supernet)
+    assert {supernet.space.cache(a, b) for a in specs for b in specs} == {"exact"}
+    rng, running, used = random.Random(1), [], set()
+    with generator_of(supernet, specs, max_sequences=8, step_tokens=24) as generator:
+        for i in range(12):
+            prompt = [rng.randrange(2, 50) for _ in range(3 + 5 * (i % 4))]
+            running.append((prompt, generator.submit(prompt, max_new_tokens=4 + 3 * (i % 5), **LONG)))
+            time.sleep(0.003 * (i % 3))
+        for prompt, completion in running:
+            answer = completion.result(60)
+            assert list(answer.tokens) == from_scratch(supernet, specs, prompt, answer.subnets)
+            used.update(answer.subnets)
+    assert used == set(range(len(specs)))
+
+
+def test_subnets_with_fewer_heads_and_layers_generate_what_transformers_does(supernet: Supernet) -> None:
+    for change in ({"heads": (1, 1)}, {"depth": (2, 0)}, {"heads": (4, 1), "depth": (0, 0)}):
+        spec = changed(supernet, **change)
+        plain: Any = supernet.extract(spec)
+        with generator_of(supernet, [spec]) as generator:
+            for prompt in ([5, 6, 7], list(range(2, 25))):
+                expected = plain.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+                answer = generator.submit(prompt, max_new_tokens=9, **LONG).result(30)
+                assert list(answer.tokens) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("change", [{"ffn": (0, 8)}, {"heads": (1, 1)}, {"depth": (2, 0)}])
+def test_views_refuse_the_pages_of_others(supernet: Supernet, change: dict[str, tuple[int, int]]) -> None:
+    """Without the generator's own check, the views find out in the step that would go wrong."""
+    specs = [supernet.space.largest(), changed(supernet, **change)]
+    relation = supernet.space.cache(*specs)
+    exact = changed(supernet, ffn=(LAYERS - 1, 8))
+    with generator_of(supernet, [specs[0], exact], max_sequences=1) as generator:
+        pages = generator._loop.batch_processor.cache
+        assert len(generator.submit([5, 6], max_new_tokens=9, **LONG).result(30).tokens) == 9
+        generator._loop._decoder._views = [supernet.subnet(specs[1])] * 2
+        with pytest.raises(BatchFailed, match="CacheMismatch") as caught:
+            generator.submit([5, 6], max_new_tokens=3, **LONG).result(30)
+        assert isinstance(caught.value.__cause__, CacheMismatch)
+        with pytest.raises(CacheMismatch, match="recompute"):
+            supernet.switch(pages, specs[1], recompute=torch.tensor([[5, 6]]))
+        if relation == "incompatible":
+            with pytest.raises(CacheMismatch, match=r"model\.layers\."):
+                supernet.switch(pages, specs[1], allow_approximate=True)
+            return
+        supernet.switch(pages, specs[1], allow_approximate=True)
+        assert len(generator.submit([5, 6], max_new_tokens=3, **LONG).result(30).tokens) == 3
+
+
+def test_pages_belong_to_one_supernet(supernet: Supernet) -> None:
+    other = KINDS["gemma3"]()
+    with generator_of(supernet, [supernet.space.largest()]) as generator:
+        pages = generator._loop.batch_processor.cache
+        supernet.switch(pages, supernet.space.largest())
+        with pytest.raises(CacheMismatch, match="give the subnets of every supernet a cache of their own"):
+            other.switch(pages, other.space.largest(), allow_approximate=True)
+
+
+def test_steps_of_incompatible_subnets_are_measured_apart(supernet: Supernet) -> None:
+    specs = [changed(supernet, heads=(1, 1)), changed(supernet, depth=(2, 0)), supernet.space.largest()]
+    table = profile_steps(supernet, specs, sequences=[2], contexts=[8], prompt_tokens=[4], rounds=1)
+    assert table.subnets == tuple(map(str, specs))
+    assert all(table.latency_ms(i, 2, 8, 4) > 0.0 for i in range(3))
+
+
+@pytest.mark.parametrize("cache_tokens", [1, 40, 64])
+def test_the_longest_request_fits_into_a_small_cache_of_several_kinds_of_attention(
+    cache_tokens: int,
+) -> None:
+    types = [*TYPES[:4], "full_attention"]
+    supernet = decoder("Gemma3TextConfig", num_hidden_layers=5, sliding_window=4, layer_types=types)
+    specs = [supernet.space.largest()]
+    table = step_table([str(specs[0])], (40.0,))
+    settings: Any = {"token_ms": 50.0, "policy": lambda one: Fixed(one, 0), "cache_tokens": cache_tokens}
+    if cache_tokens == 1:
+        with pytest.raises(PolicyError, match="cache_tokens: 1 tokens are too few"):
+            Generator(supernet, specs, table, **settings)
+        return
+    with Generator(supernet, specs, table, **settings) as generator:
+        longest = [3] * (generator.max_length - 5)
+        running = [generator.submit(longest, max_new_tokens=5, **LONG) for _ in range(3)]
+        assert [len(one.result(30).tokens) for one in running] == [5, 5, 5]
+        assert generator.stats().failed == 0
