@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from subnetact.errors import InvalidRequest, RequestError
 from subnetact.serving.scheduling.checks import check_positive
 
 __all__ = ["Completion", "Generated", "TokenDeadlines"]
+
+logger = logging.getLogger("subnetact.generation")
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class TokenDeadlines:
         token_ms: time from one token to the next, in ms.
 
     Raises:
-        PolicyError: a time is not finite and above 0.
+        PolicyError: a time is not above 0. It may be infinite.
     """
 
     first_ms: float
@@ -161,7 +164,8 @@ class Completion:
         """Call a function after every new token and at the end, on the generator's thread; keep it short.
 
         Args:
-            listener: the function, without arguments. It is called at once if there is something already.
+            listener: the function, without arguments. It is called at once if there is something already. If
+                it raises, this is logged, and it is not called any more.
         """
         with self._changed:
             self._listeners.append(listener)
@@ -185,7 +189,11 @@ class Completion:
 
     def _tell(self) -> None:
         for listener in list(self._listeners):
-            listener()
+            try:
+                listener()
+            except Exception:
+                logger.exception("a listener of a completion raised, and hears no more; the answer goes on")
+                self._listeners.remove(listener)
 
 
 def check_prompt(prompt: Any, vocabulary: int) -> list[int]:

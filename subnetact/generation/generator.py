@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class _Running:
         "floor",
         "late",
         "length",
+        "place",
         "stop",
         "subnets",
     )
@@ -100,6 +102,7 @@ class _Running:
         self.subnets: list[int] = []
         self.late = self.length = 0
         self.first_ms = 0.0
+        self.place = (self.due_ms, "")
         self.stop: frozenset[int] = frozenset()
 
     @property
@@ -174,7 +177,7 @@ class Generator:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
         self.subnets = supernet.distinct(subnets, "a generator")
-        decoder = ElasticDecoder(supernet, self.subnets)
+        decoder = ElasticDecoder(supernet, self.subnets, allow_approximate)
         self.table = table
         self._policy = StepPolicy(table, token_ms, policy)
         if tuple(map(str, self.subnets)) != table.subnets:
@@ -201,11 +204,18 @@ class Generator:
             seed=seed,
         )
         capacity = self._loop.set_up()
+        if capacity < 2:
+            self._loop.tear_down()
+            raise PolicyError(
+                f"cache_tokens: {cache_tokens} tokens are too few, because every kind of attention takes "
+                "whole pages of the cache; give it more"
+            )
         longest = int(getattr(text, "max_position_embeddings", capacity) or capacity)
         wanted = longest if max_length is None else check_count(max_length, "max_length")
         self.max_length = min(capacity, longest, wanted)
         self._lock = threading.Lock()
         self._running: dict[str, _Running] = {}
+        self._waiting: list[tuple[float, str]] = []  # requests without a token, the most urgent first
         self._cancelled: deque[str] = deque()
         self._names = itertools.count()
         self._counts = dict.fromkeys(
@@ -271,18 +281,21 @@ class Generator:
         best = max(self.table.accuracy)
         if floor > best:
             raise InvalidRequest(str(unreachable(floor, best)))
+        if not isinstance(stop, Iterable):
+            raise InvalidRequest(f"stop: {stop!r} is no list of tokens; give [] for none")
         ends = frozenset(_whole(token, "stop", 0) for token in stop)
         sampling = _sampling(temperature, top_k, top_p, self._vocabulary)
         name = f"request {next(self._names)}"
         completion = Completion(lambda: self._cancel(name))
         running = _Running(completion, _now_ms(), deadlines, floor)
-        running.stop, running.length = ends, count
+        running.stop, running.length, running.place = ends, count, (running.due_ms, name)
         with self._lock:
             if self._closing is not None:
                 raise BatcherClosed(f"the generator is closed{self._closing}")
             if len(self._running) >= self._max_queue:
                 raise QueueFull(f"{len(self._running)} requests are under way; try again later")
             self._running[name] = running
+            insort(self._waiting, running.place)
             self._counts["requests"] += 1
         self._loop.add(name, tokens, count, set(ends), sampling)
         return completion
@@ -344,8 +357,8 @@ class Generator:
 
     def _choose(self, step: Step) -> None:
         begun = time.perf_counter()
-        running = [self._running.get(name) for name in (*step.decoding, *step.prompts)]
-        found = [one for one in running if one is not None]
+        names = (*step.decoding, *step.prompts)
+        found = [one for one in map(self._running.get, names) if one is not None]
         if found:
             self._subnet = self._policy.choose(
                 _now_ms(),
@@ -354,22 +367,21 @@ class Generator:
                 context=step.context,
                 prompt_tokens=step.prompt_tokens,
                 floor=max(one.floor for one in found),
-                pace_ms=self._pace(found),
+                pace_ms=self._pace(names, found),
             )
         step.subnet = self._subnet
         with self._lock:
             self._steps[step.subnet] += 1
             self._choosing_s += time.perf_counter() - begun
 
-    def _pace(self, active: Sequence[_Running]) -> float:
+    def _pace(self, names: Sequence[str], active: Sequence[_Running]) -> float:
         """Return how long steps may take so that waiting requests get a place in time."""
-        if len(active) < self._places:
+        if len(active) < self._places or not self._waiting:
             return math.inf
-        waiting = [one for one in list(self._running.values()) if not one.subnets and one not in active]
-        if not waiting:
-            return math.inf
-        left = [one.length - len(one.subnets) for one in active]
-        return self._policy.pace(_now_ms(), left, sorted(one.due_ms for one in waiting))
+        with self._lock:
+            urgent = self._waiting[: 2 * self._places]
+        due = [due for due, name in urgent if name not in names]
+        return self._policy.pace(_now_ms(), [one.length - len(one.subnets) for one in active], due)
 
     def _observe(self, step: Step, measured_ms: float) -> None:
         self._policy.observe(step.subnet, len(step.decoding), step.context, step.prompt_tokens, measured_ms)
@@ -391,11 +403,12 @@ class Generator:
         now = _now_ms()
         for token in output.generated_tokens[len(running.subnets) :]:
             late = now > running.due_ms
-            if not running.subnets:
-                running.first_ms = now - running.accepted_ms
-            running.subnets.append(self._subnet)
-            running.late += late
             with self._lock:
+                if not running.subnets:
+                    running.first_ms = now - running.accepted_ms
+                    self._stop_waiting(running)
+                running.subnets.append(self._subnet)
+                running.late += late
                 self._counts["tokens"] += 1
                 self._counts["late"] += late
             running.completion._add(int(token))
@@ -423,8 +436,15 @@ class Generator:
             running = self._running.pop(name, None)
             if running is None:
                 return
+            self._stop_waiting(running)
             self._counts[kind] += 1
         running.completion._end(outcome)
+
+    def _stop_waiting(self, running: _Running) -> None:
+        """Take a request off the waiting ones if it is among them; the caller holds the lock."""
+        position = bisect_left(self._waiting, running.place)
+        if position < len(self._waiting) and self._waiting[position] == running.place:
+            del self._waiting[position]
 
     def _cancel(self, name: str) -> None:
         self._cancelled.append(name)
@@ -440,13 +460,14 @@ class Generator:
 
     def _drop_expired(self) -> None:
         now = _now_ms()
-        waiting = [(name, one) for name, one in list(self._running.items()) if not one.subnets]
-        for name, one in waiting:
-            if now > one.due_ms:
+        with self._lock:
+            expired = self._waiting[: bisect_left(self._waiting, (now, ""))]
+        for _, name in expired:
+            running = self._running.get(name)
+            if running is not None:
                 self._loop.cancel_request(name)
-                error = DeadlinePassed(
-                    f"the first token was due after {one.deadlines.first_ms:.0f} ms, and did not come"
-                )
+                first_ms = running.deadlines.first_ms
+                error = DeadlinePassed(f"the first token was due after {first_ms:.0f} ms, and did not come")
                 self._end(name, error, "expired")
 
     def _end_all(self, error: RequestError) -> None:

@@ -46,6 +46,7 @@ class SimulatedGeneration:
         dropped: requests whose first token could not come in time.
         steps: how many steps were computed.
         ended_ms: when the last step ended.
+        first_ms: time from the arrival to the first token of every request that got one, in ms.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class SimulatedGeneration:
     dropped: int
     steps: int
     ended_ms: float
+    first_ms: tuple[float, ...] = ()
 
     @property
     def attainment(self) -> float:
@@ -119,7 +121,7 @@ def simulate_generation(
     asked, in_time, accuracy, dropped, steps = sum(one.answer for one in trace), 0, 0.0, 0, 0
     waiting: list[tuple[float, int, _Sequence]] = []
     active: list[_Sequence] = []
-    now, arrived = 0.0, 0
+    now, arrived, first_ms = 0.0, 0, []
     while trace or waiting or active:
         if not waiting and not active:
             now = max(now, trace[0].arrival_ms)
@@ -130,6 +132,10 @@ def simulate_generation(
         while drop and waiting and waiting[0][0] < now:
             heapq.heappop(waiting)
             dropped += 1
+        if drop:
+            begun = [running for running in active if running.done or running.due_ms >= now]
+            dropped += len(active) - len(begun)
+            active = begun
         while waiting and len(active) < max_sequences:
             active.append(heapq.heappop(waiting)[2])
         if not active:
@@ -159,6 +165,8 @@ def simulate_generation(
             if now <= running.due_ms:
                 in_time += 1
                 accuracy += chooser.accuracy(subnet)
+            if not running.done:
+                first_ms.append(now - running.prompt.arrival_ms)
             running.done += 1
         active = [running for running in active if running.done < running.prompt.answer]
-    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now)
+    return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms))

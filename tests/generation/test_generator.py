@@ -239,6 +239,9 @@ def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Genera
         ([1], {"top_p": 1.5}, "top_p"),
         ([1], {"top_p": "all"}, "top_p"),
         ([1], {"stop": ["a"]}, "stop"),
+        ([1], {"stop": 5}, "stop: 5 is no list"),
+        ([1], {"stop": None}, "stop: None is no list"),
+        ([1], {"token_ms": float("nan")}, "token_ms: nan"),
         ([1], {"min_accuracy": float("nan")}, "min_accuracy"),
         ([1], {"deadline_ms": 5.0, "first_ms": 5.0}, "deadline_ms"),
         ([1], {"first_ms": "soon"}, "first_ms"),
@@ -357,3 +360,18 @@ def test_listeners_hear_of_every_token_and_of_the_end() -> None:
         list(completion)
     completion.listen(lambda: heard.append(-1))
     assert heard[-1] == -1
+
+
+def test_a_listener_that_raises_hears_no_more_and_the_answer_goes_on() -> None:
+    completion, heard = Completion(lambda: None), []
+
+    def broken() -> None:
+        heard.append(len(completion.tokens()))
+        raise ValueError("no client")
+
+    completion.listen(broken)
+    completion.listen(lambda: heard.append(-1))
+    completion._add(3)
+    completion._add(4)
+    assert heard == [1, -1, -1]
+    assert completion.tokens() == (3, 4)
