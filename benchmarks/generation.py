@@ -1,0 +1,345 @@
+"""Generation under deadlines: the simulator compared with the live generator; the cost of choosing a subnet.
+
+    python benchmarks/generation.py                       # two minutes on two idle cores
+    python benchmarks/generation.py --only choosing
+
+sleeping: a tiny Llama, whose subnets sleep after every forward pass, so that steps have known lengths.
+computing: a Llama with random weights, whose subnets compute.
+choosing: how long the choice of a subnet takes, per step, with many subnets, sequences and waiting requests.
+
+The sections sleeping and computing measure a step table with `profile_steps`, and serve the same requests
+live and in the simulator with that table. Accuracies are made up; they only tell the policies what to prefer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from subnetact import Fixed, HullFit, LatencyTable, SlackFit, SubnetSpec, Supernet, insert_
+from subnetact.device import machine
+from subnetact.errors import DeadlinePassed
+from subnetact.generation import (
+    Completion,
+    Generator,
+    Prompt,
+    StepPolicy,
+    StepTable,
+    TokenDeadlines,
+    profile_steps,
+    simulate_generation,
+)
+from subnetact.serving import Policy
+
+ACCURACY = (60.0, 66.0, 70.0)
+SHARES = (0.25, 0.5, 1.0)
+SLEEPS_MS = (4.0, 7.0, 12.0)
+"""How long the subnets of the section sleeping sleep in a step; each token of the step adds a thirtieth."""
+SEQUENCES = (1, 2, 4, 8)
+VOCABULARY = 97
+
+
+def llama(hidden: int, layers: int) -> tuple[Supernet, list[SubnetSpec]]:
+    """Make an elastic Llama with random weights, and its subnets from the narrowest to the widest."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+    supernet = insert_(model.eval(), example=torch.arange(12).view(2, 6), axes=("ffn",), choices=SHARES)
+    return supernet, [supernet.space.spec(ffn=share) for share in SHARES]
+
+
+def let_sleep(supernet: Supernet, specs: list[SubnetSpec]) -> None:
+    """Let every subnet sleep after its forward pass, in proportion to the tokens of the step."""
+    for spec, sleep_ms in zip(specs, SLEEPS_MS, strict=True):
+
+        def rest(_: Any, __: Any, kwargs: dict[str, Any], ___: Any, sleep_ms: float = sleep_ms) -> None:
+            time.sleep(1e-3 * sleep_ms * (1.0 + kwargs["input_ids"].shape[1] / 30))
+
+        supernet.subnet(spec).register_forward_hook(rest, with_kwargs=True)
+
+
+def requests(rate: float, seconds: float, seed: int, deadlines: TokenDeadlines) -> list[Prompt]:
+    """Return requests at random times, with twice the rate in the middle third as on average."""
+    rng, now = random.Random(seed), 0.0
+    found: list[Prompt] = []
+    while True:
+        share = 2.0 if seconds / 3 < now / 1e3 < 2 * seconds / 3 else 0.5
+        now += 1e3 * rng.expovariate(rate * share)
+        if now > 1e3 * seconds:
+            return found
+        found.append(Prompt(now, rng.randint(4, 48), rng.randint(8, 40), deadlines))
+
+
+class Watched:
+    """A request that is served live, and when its tokens came."""
+
+    def __init__(self, completion: Completion, prompt: Prompt) -> None:
+        self.completion, self.prompt = completion, prompt
+        self.came: list[float] = []
+        self.began = time.perf_counter()
+        completion.listen(self.note)
+
+    def note(self) -> None:
+        """Note the time of every new token."""
+        now = 1e3 * (time.perf_counter() - self.began)
+        self.came += [now] * (len(self.completion.tokens()) - len(self.came))
+
+    def outcome(self, accuracy: tuple[float, ...]) -> tuple[int, float, float | None]:
+        """Return how many tokens were in time, their accuracies' sum, and when the first one came."""
+        try:
+            answer = self.completion.result(60)
+        except DeadlinePassed:
+            return 0, 0.0, None
+        due = [self.prompt.deadlines.due_ms(0.0, i) for i in range(len(self.came))]
+        met = [now <= latest for now, latest in zip(self.came, due, strict=True)]
+        quality = sum(accuracy[i] for i, good in zip(answer.subnets, met, strict=True) if good)
+        return sum(met), quality, answer.first_ms
+
+
+def serve(generator: Generator, trace: list[Prompt]) -> list[Watched]:
+    """Submit the requests of a trace at their times, and wait for all ends."""
+    rng, found = random.Random(0), []
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(one.tokens)] for one in trace]
+    start = time.perf_counter()
+    for tokens, one in zip(prompts, trace, strict=True):
+        time.sleep(max(0.0, 1e-3 * one.arrival_ms - (time.perf_counter() - start)))
+        completion = generator.submit(
+            tokens,
+            max_new_tokens=one.answer,
+            first_ms=one.deadlines.first_ms,
+            token_ms=one.deadlines.token_ms,
+        )
+        found.append(Watched(completion, one))
+    return found
+
+
+def contenders() -> dict[str, Callable[[LatencyTable], Policy] | None]:
+    """Return the elastic policy and the fixed subnets; those leave the policy no choice, see `only`."""
+    return {"elastic": None, "narrowest": None, "middle": None, "widest": None}
+
+
+def only(name: str, specs: list[SubnetSpec], table: StepTable) -> tuple[list[SubnetSpec], StepTable]:
+    """Return the subnets that a contender may choose from, and their table."""
+    if name == "elastic":
+        return specs, table
+    i = ("narrowest", "middle", "widest").index(name)
+    decode = {context: one.select([i]) for context, one in table.decode.items()}
+    return [specs[i]], StepTable(decode, table.prefill.select([i]))
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Return the median and the 95th percentile of times, in ms."""
+    if len(values) < 2:
+        return {"p50": float("nan"), "p95": float("nan")}
+    return {"p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1]}
+
+
+def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: float) -> dict[str, Any]:
+    """Serve every trace live with every contender, and predict it."""
+    table = profile_steps(
+        supernet,
+        specs,
+        sequences=SEQUENCES,
+        contexts=(32, 96),
+        prompt_tokens=(4, 16, 48, 144),
+        accuracy=ACCURACY,
+        rounds=3,
+    )
+    widest = len(specs) - 1
+    step_ms = table.latency_ms(widest, SEQUENCES[-1], 64)
+    prompt_ms = table.latency_ms(widest, 0, 1, 26)
+    capacity = 1e3 / (24 * step_ms / SEQUENCES[-1] + prompt_ms)
+    deadlines = TokenDeadlines(first_ms=12 * step_ms, token_ms=1.6 * step_ms)
+    rows: list[dict[str, Any]] = []
+    plan = [(load, seed) for load in (0.5, 1.0, 1.5) for seed in range(seeds)]
+    for load, seed in tqdm(plan, desc="loads"):
+        trace = requests(load * capacity, seconds, seed, deadlines)
+        names = list(contenders())
+        random.Random(seed).shuffle(names)
+        for name in names:
+            chosen, measured = only(name, specs, table)
+            gc.collect()
+            settings: Any = {"token_ms": deadlines.token_ms, "max_sequences": SEQUENCES[-1]}
+            with Generator(supernet, chosen, measured, allow_approximate=True, **settings) as generator:
+                watched = serve(generator, trace)
+                outcomes = [one.outcome(measured.accuracy) for one in watched]
+                stats = generator.stats()
+            predicted = simulate_generation(trace, measured, **settings)
+            asked = sum(one.answer for one in trace)
+            rows.append(
+                {
+                    "contender": name,
+                    "load": load,
+                    "seed": seed,
+                    "requests": len(trace),
+                    "tokens": asked,
+                    "live": {
+                        "attainment": sum(met for met, _, _ in outcomes) / asked,
+                        "effective_accuracy": sum(quality for _, quality, _ in outcomes) / asked,
+                        "first_ms": quantiles([first for _, _, first in outcomes if first is not None]),
+                        "dropped": stats.expired,
+                    },
+                    "simulated": {
+                        "attainment": predicted.attainment,
+                        "effective_accuracy": predicted.effective_accuracy,
+                        "first_ms": quantiles(list(predicted.first_ms)),
+                        "dropped": predicted.dropped,
+                    },
+                    "slowdown": stats.slowdown,
+                    "choosing_us": stats.choosing_us,
+                }
+            )
+    return {
+        "deadlines_ms": [deadlines.first_ms, deadlines.token_ms],
+        "step_ms": [[table.latency_ms(i, n, 64) for n in SEQUENCES] for i in range(len(specs))],
+        "rows": rows,
+        "errors": errors(rows),
+    }
+
+
+def errors(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how far predictions are off: attainment and accuracy in points, times in percent."""
+    found: dict[str, list[float]] = {"attainment": [], "effective_accuracy": [], "first_p50": []}
+    for row in rows:
+        live, simulated = row["live"], row["simulated"]
+        found["attainment"].append(100 * abs(live["attainment"] - simulated["attainment"]))
+        found["effective_accuracy"].append(abs(live["effective_accuracy"] - simulated["effective_accuracy"]))
+        off = simulated["first_ms"]["p50"] / live["first_ms"]["p50"] - 1.0
+        found["first_p50"].append(100 * abs(off))
+    return {name: {"mean": statistics.mean(values), "worst": max(values)} for name, values in found.items()}
+
+
+def sleeping(seeds: int, seconds: float) -> dict[str, Any]:
+    """Compare with subnets that sleep."""
+    supernet, specs = llama(16, 1)
+    let_sleep(supernet, specs)
+    return compare(supernet, specs, seeds, seconds)
+
+
+def computing(seeds: int, seconds: float) -> dict[str, Any]:
+    """Compare with subnets that compute."""
+    return compare(*llama(256, 6), seeds, seconds)
+
+
+def choosing(seeds: int, seconds: float) -> dict[str, Any]:  # noqa: ARG001
+    """Measure the choice of a subnet, with and without a policy that limits the accuracy."""
+    policies: dict[str, Callable[[LatencyTable], Policy] | None] = {
+        "deadlines only": None,
+        "SlackFit": lambda table: SlackFit(table, 100.0),
+        "HullFit": lambda table: HullFit(table, 100.0),
+        "Fixed": lambda table: Fixed(table, 0),
+    }
+    rows = []
+    for subnets in (3, 10, 30):
+        keys = [str(i) for i in range(subnets)]
+        accuracy = [60.0 + 10.0 * i / subnets for i in range(subnets)]
+        sizes, tokens = [1, 2, 4, 8, 16], [4, 16, 64, 256]
+        step = [[(5 + i) * (1 + 0.05 * n) for n in sizes] for i in range(subnets)]
+        prompt = [[(5 + i) * (1 + 0.02 * n) for n in tokens] for i in range(subnets)]
+        decode = LatencyTable.from_arrays(keys, accuracy, sizes, step)
+        table = StepTable(
+            {64: decode, 256: decode.scaled(1.3)}, LatencyTable.from_arrays(keys, accuracy, tokens, prompt)
+        )
+        for name, policy in policies.items():
+            for sequences in (1, 16):
+                chooser, rng = StepPolicy(table, 100.0, policy), random.Random(0)
+                cases = [[rng.uniform(0.0, 80.0) for _ in range(sequences)] for _ in range(300)]
+                taken = []
+                for due in cases:
+                    begun = time.perf_counter()
+                    chooser.choose(0.0, due, sequences=sequences, context=100.0, prompt_tokens=8)
+                    taken.append(1e6 * (time.perf_counter() - begun))
+                rows.append(
+                    {
+                        "policy": name,
+                        "subnets": subnets,
+                        "sequences": sequences,
+                        "median_us": statistics.median(taken),
+                        "p99_us": statistics.quantiles(taken, n=100)[-1],
+                    }
+                )
+    return {"rows": rows, "waiting": waiting()}
+
+
+def waiting() -> list[dict[str, Any]]:
+    """Measure the choice inside of a generator that has more requests than places."""
+    supernet, specs = llama(16, 1)
+    table = profile_steps(supernet, specs, sequences=(1, 16), contexts=(64,), prompt_tokens=(16,), rounds=1)
+    found = []
+    for number in (16, 100, 1000):
+        with Generator(
+            supernet,
+            specs,
+            table.with_accuracy(ACCURACY),
+            token_ms=100.0,
+            allow_approximate=True,
+            max_sequences=16,
+        ) as generator:
+            for _ in range(number):
+                generator.submit([1, 2, 3], max_new_tokens=100, first_ms=60_000.0)
+            while generator.stats().tokens < 16 * 60:
+                time.sleep(0.01)
+            stats = generator.stats()
+            found.append({"requests": number, "active": 16, "choosing_us": stats.choosing_us})
+            generator.close(wait=False)
+    return found
+
+
+def main() -> None:
+    """Measure, print the means and write all runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sections: dict[str, Callable[[int, float], dict[str, Any]]] = {
+        "sleeping": sleeping,
+        "computing": computing,
+        "choosing": choosing,
+    }
+    parser.add_argument("--only", nargs="+", choices=tuple(sections), default=list(sections))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a trace")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "generation.json")
+    args = parser.parse_args()
+    import transformers
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(5e-4)
+    document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for name in args.only:
+        found = sections[name](args.seeds, args.seconds)
+        stamp = {**machine(torch.device("cpu")), "transformers": transformers.__version__}
+        document[name] = {"machine": stamp, **found}
+        for row in found["rows"] + found.get("waiting", []):
+            print(name, json.dumps(row), flush=True)
+        print(name, json.dumps(found.get("errors")), flush=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
