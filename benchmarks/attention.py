@@ -9,7 +9,8 @@ runs every contender once, in random order. A ratio is the median, over all pass
 divided by the time of upstream's network in eager mode (`upstream_eager`): the extracted weights, computed as
 upstream's code computes them. For AutoFormer these are tables with an entry per pair of tokens and feature,
 for DynaBERT scores and softmax as separate operations and a GELU of five operations (`peers.py`). timm and
-Hugging Face are their own upstream. Cells are added to `--out`, so that they may be measured in pieces.
+Hugging Face are their own upstream. `fused_upstream` is a fused program made of upstream's DynaBERT, whose
+attention is written out. Cells are added to `--out`, so that they may be measured in pieces.
 `--profile` prints where the time of the fused program goes, and measures nothing. `--report` draws the plot
 and writes the table into benchmarks/README.md.
 """
@@ -35,6 +36,7 @@ from torch import Tensor
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
+from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.outputs import agree
 from subnetact.supernet.batches import logits
 from subnetact.supernet.supernet import Supernet
@@ -42,6 +44,20 @@ from subnetact.supernet.supernet import Supernet
 BASE = "upstream_eager"
 BUDGET_MB = 2048.0
 BEGIN, END = "<!-- attention: begin -->", "<!-- attention: end -->"
+KINDS = {
+    "products": (
+        "mkl::_mkl_linear",
+        "mkldnn::_convolution_pointwise",
+        "aten::mkldnn_convolution",
+        "aten::addmm",
+        "aten::mm",
+        "aten::bmm",
+    ),
+    "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
+    "norms": ("aten::native_layer_norm",),
+    "activations": ("aten::gelu", "aten::gelu_"),
+}
+"""What the profile of a program is summed up by; all other operations are `rest`."""
 Network = tuple[Supernet, Callable[[Any], Any], Callable[[int], Tensor]]
 
 
@@ -97,11 +113,12 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
     }
     pinned = engines["fused"].pin(0)
     runs.update((kind, partial(engine, x, subnet=0)) for kind, engine in engines.items())
+    if name == "dynabert":  # A program made of upstream's own forward.
+        view, _ = supernet.private_view(spec)
+        with torch.inference_mode():
+            runs["fused_upstream"] = partial(FusedProgram(as_upstream(view), probe=x), x)
     if args.profile:
-        with torch.inference_mode(), torch.profiler.profile() as profiled:
-            for _ in range(3):
-                runs["fused"]()
-        print(profiled.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
+        print(profiled(runs["fused"]).table(sort_by="self_cpu_time_total", row_limit=12))
         return {}
     times: dict[str, list[float]] = {kind: [] for kind in runs}
     with torch.inference_mode():
@@ -135,9 +152,27 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
         "fused": pinned.fused,
         "reason": pinned.reason,
         "fused_MiB": engines["fused"].stats().fused_bytes / 2**20,
+        "fused_share": shares(runs["fused"]),
         "largest_output": float(expected.abs().max()),
         "largest_difference": difference,
     }
+
+
+def profiled(run: Callable[[], Any]) -> Any:
+    """Return the operations of three runs, with their times."""
+    with torch.inference_mode(), torch.profiler.profile() as profile:
+        for _ in range(3):
+            run()
+    return profile.key_averages()
+
+
+def shares(run: Callable[[], Any]) -> dict[str, float]:
+    """Return the shares of a run's time that kinds of operations take."""
+    taken = dict.fromkeys((*KINDS, "rest"), 0.0)
+    for event in profiled(run):
+        kind = next((kind for kind, names in KINDS.items() if event.key in names), "rest")
+        taken[kind] += event.self_cpu_time_total
+    return {kind: one / sum(taken.values()) for kind, one in taken.items()}
 
 
 def plot(result: dict[str, Any], out: Path) -> None:
@@ -173,23 +208,32 @@ def report(result: dict[str, Any], out: Path) -> None:
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, float32. `ms` is the time of "
         "upstream's network in eager mode; the other columns are times divided by that time, medians over "
-        "interleaved passes. The last two columns are the fused program's time divided by that of the "
-        "view (zero_copy), and the memory of its packed weights.",
+        "interleaved passes. The last three columns are the fused program's time divided by that of the "
+        "view (zero_copy), the memory of its packed weights, and the shares of its time that matrix products "
+        "and convolutions, attention (`scaled_dot_product_attention`) and everything else take.",
         "",
-        f"| network | ms | {' | '.join(names)} | fused / zero_copy | MiB |",
-        f"|{'---|' * (len(names) + 4)}",
+        f"| network | ms | {' | '.join(names)} | fused / zero_copy | MiB | products, attention, else |",
+        f"|{'---|' * (len(names) + 5)}",
     ]
     for cell in result["cells"]:
         ratios = " | ".join(f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names)
         lines.append(
             f"| {cell['network']}, {cell['size']}, batch {cell['batch']} | "
             f"{cell['median_ms'][BASE]:.0f} | {ratios} | {cell['fused_to_zero_copy']:.2f} | "
-            f"{cell['fused_MiB']:.0f} |"
+            f"{cell['fused_MiB']:.0f} | {shared(cell)} |"
         )
     readme = Path(__file__).with_name("README.md")
     head, _, rest = readme.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
     readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
+def shared(cell: dict[str, Any]) -> str:
+    found = cell.get("fused_share")
+    if found is None:
+        return "-"
+    products, attention = found["products"], found["attention"]
+    return ", ".join(f"{100 * one:.0f} %" for one in (products, attention, 1 - products - attention))
 
 
 def main() -> None:

@@ -386,9 +386,13 @@ def report(result: dict[str, Any], out: Path) -> None:
     ]
     for family, cells in result["forward"].items():
         names = [name for name in cells[0]["ratio"] if name != BASE]
-        lines += ["", f"| {family} | ms | {' | '.join(names)} |", f"|{'---|' * (len(names) + 2)}"]
+        earlier = list(cells[0].get("earlier", {}).get("ratio", ()))
+        titles = [*names, *(f"{name} (another run)" for name in earlier)]
+        lines += ["", f"| {family} | ms | {' | '.join(titles)} |", f"|{'---|' * (len(titles) + 2)}"]
         for cell in cells:
-            ratios = " | ".join(f"{cell['ratio'][name]:.2f}" for name in names)
+            found = [cell["ratio"][name] for name in names]
+            found += [cell["earlier"]["ratio"][name] for name in earlier]
+            ratios = " | ".join(f"{one:.2f}" for one in found)
             lines.append(
                 f"| {cell['size']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.1f} | {ratios} |"
             )

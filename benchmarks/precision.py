@@ -1,12 +1,13 @@
 """Compares int8 subnets with float32 and with the quantisation of torch and torchao; memory and switching.
 
     python benchmarks/precision.py [--families dynabert ofa_resnet50 ofa_mbv3] [--batch-sizes 1 8]
-        [--parts forward memory switch] [--out benchmarks/results/precision.json]
+        [--parts forward memory switch static] [--out benchmarks/results/precision.json]
 
 All contenders of a cell run in one process, in turns, in random order. A ratio is the median, over all
 passes, of a contender's time divided by that of the extracted float32 network in eager mode. Measured cells
 are written after each cell, and cells that the file has already are not measured again: a run may be split.
-torchao is measured if it is installed. `--report` prints the table of a measured file and draws its plot.
+torchao is measured if it is installed. `--report` draws the plot of a measured file and writes its figures
+into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
+from subnetact.operators.precision import CHUNK, _scaled, lowered, product
 from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
 ROOMY_MB = 2048.0
 TOKENS, PIXELS = 128, 224
+BEGIN, END = "<!-- precision: begin -->", "<!-- precision: end -->"
 
 
 def supernet_of(family: str) -> Supernet:
@@ -189,18 +192,45 @@ def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
     save(args, result)
 
 
-def report(result: dict[str, Any], out: Path) -> None:
+def static(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Compare scales of activations that are measured in every call with one scale that is known before."""
+    found = result["static"] = []
+    for rows in (128, 1024):
+        for features, out in ((768, 768), (768, 3072), (3072, 768)):
+            torch.manual_seed(0)
+            x, full, bias = torch.randn(rows, features), torch.randn(out, features), torch.randn(out)
+            weight, scale = lowered(full, 8, 0, "static")
+            known = float(x.abs().max()) / 127
+            runs: dict[str, Callable[[], Any]] = {
+                BASE: partial(nn.functional.linear, x, full, bias),
+                "scale_per_row": partial(product, x, weight, bias, scale),
+                "one_known_scale": partial(known_product, x, weight, bias, scale, known),
+            }
+            shape = {"rows": rows, "features": features, "out": out}
+            found.append({**shape, **timed(runs, args.seconds / 10)})
+            print(shape, found[-1]["median_ms"], found[-1]["relative_error"], flush=True)
+            save(args, result)
+
+
+def known_product(x: Tensor, weight: Tensor, bias: Tensor, scale: Any, known: float) -> Tensor:
+    """Compute what `product` computes, with one scale of the activations that is known before."""
+    short = torch.empty(x.shape, dtype=torch.int8)
+    count = max(1, CHUNK // x.shape[1])
+    buffer = x.new_empty(count, x.shape[1])
+    for i in range(0, len(x), count):
+        between = buffer[: len(x[i : i + count])]
+        torch.mul(x[i : i + count], 1 / known, out=between).round_().clamp_(-127, 127)
+        short[i : i + count].copy_(between)
+    return _scaled(torch._int_mm(short, weight.t()), x.new_full((1, 1), known).expand(len(x), 1), scale, bias)
+
+
+def plot(result: dict[str, Any], out: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"]))
-    print(f"| network | ms | {' | '.join(names[1:])} |\n|{'---|' * (len(names) + 1)}")
-    for cell in result["forward"]:
-        ratios = (f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names[1:])
-        ms = cell["median_ms"][BASE]
-        print(f"| {cell['family']}, batch {cell['batch']} | {ms:.1f} | {' | '.join(ratios)} |")
     figure, axis = plt.subplots(figsize=(11, 4.2))
     for i, name in enumerate(names):
         at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(result["forward"]))]
@@ -219,11 +249,47 @@ def report(result: dict[str, Any], out: Path) -> None:
     figure.savefig(out.with_suffix(".png"), dpi=110)
 
 
+def report(result: dict[str, Any], out: Path) -> None:
+    """Draw the plot, and write the figures into benchmarks/README.md."""
+    plot(result, out)
+    on = result["machine"]
+    names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
+    lines = [
+        f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, largest subnets. `ms` is the "
+        "time of the extracted float32 network in eager mode; the other columns are times divided by that "
+        "time, medians over interleaved passes.",
+        "",
+        f"| network | ms | {' | '.join(names)} |",
+        f"|{'---|' * (len(names) + 2)}",
+    ]
+    for cell in result["forward"]:
+        ratios = " | ".join(f"{cell['ratio'][n]:.2f}" if n in cell["ratio"] else "-" for n in names)
+        lines.append(
+            f"| {cell['family']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.0f} | {ratios} |"
+        )
+    lines += [
+        "",
+        "| | 1000 float32 subnets, MiB | 1000 int8 subnets, MiB | the int8 copy, MiB | float32 weights, "
+        "MiB | choosing the other precision, us |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family, found in result["memory"].items():
+        exact, low = found["float32"], found["int8"]
+        lines.append(
+            f"| {family} | {exact['beyond_MiB']:.1f} | {low['beyond_MiB']:.1f} | {low['lowered_MiB']:.1f} | "
+            f"{low['weights_MiB']:.1f} | {result['switch_us'][family]:.2f} |"
+        )
+    readme = Path(__file__).with_name("README.md")
+    head, _, rest = readme.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+
+
 def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-PARTS = {"forward": forward, "memory": memory, "switch": switch}
+PARTS = {"forward": forward, "memory": memory, "switch": switch, "static": static}
 
 
 def main() -> None:
@@ -234,17 +300,18 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed running per cell")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--report", action="store_true", help="only print and plot what was measured")
+    parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/precision.json"))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if not args.report:
-        torch.set_num_threads(args.threads)
-        result["machine"] = machine(torch.device("cpu"))
-        for part in args.parts:
-            PARTS[part](args, result)
-    report(result, args.out)
+    if args.report:
+        return report(result, args.out)
+    torch.set_num_threads(args.threads)
+    result["machine"] = machine(torch.device("cpu"))
+    for part in args.parts:
+        PARTS[part](args, result)
+    return None
 
 
 if __name__ == "__main__":

@@ -194,14 +194,34 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     for i in range(len(specs)):
         engine.pin(i)
     table = subnetact.profile_latency(
-        engine, batch_sizes=[args.batch], windows=3, max_windows=3, min_time_ms=30.0
+        engine, batch_sizes=args.batch, windows=3, max_windows=3, min_time_ms=30.0
     )
-    found = [
-        {"key": spec.key, "precision": spec.precision, "accuracy": one, "ms": float(ms[0])}
-        for spec, one, ms in zip(specs, percent, table.latency_ms, strict=True)
+    differences = [b - a for a, b in zip(percent[::2], percent[1::2], strict=True)]
+    return {
+        "machine": machine(torch.device("cpu")),
+        "subnets": len(layers),
+        "int8_accuracy_minus_float32": {
+            "mean": float(np.mean(differences)),
+            "lowest": min(differences),
+            "highest": max(differences),
+        },
+        "fronts": [
+            {"batch": size, **fronts_of(specs, percent, [float(ms) for ms in table.latency_ms[:, column]])}
+            for column, size in enumerate(table.batch_sizes)
+        ],
+    }
+
+
+def fronts_of(
+    specs: Sequence[SubnetSpec], percent: Sequence[float], milliseconds: Sequence[float]
+) -> dict[str, Any]:
+    """Compare the front of subnets at float32 and int8 with the front of those at float32 alone."""
+    found: list[dict[str, Any]] = [
+        {"key": spec.key, "precision": spec.precision, "accuracy": one, "ms": ms}
+        for spec, one, ms in zip(specs, percent, milliseconds, strict=True)
     ]
-    exact, low = ([one for one in found if one["precision"] == name] for name in ("float32", "int8"))
-    reference = min(percent), max(one["ms"] for one in found)
+    exact = [one for one in found if one["precision"] == "float32"]
+    reference = min(percent), max(milliseconds)
 
     def front(among: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return pareto_front(among, cost=lambda one: one["ms"], gain=lambda one: one["accuracy"])
@@ -209,16 +229,7 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     def volume(among: list[dict[str, Any]]) -> float:
         return subnetact.hypervolume([(one["accuracy"], one["ms"]) for one in front(among)], reference)
 
-    differences = [b["accuracy"] - a["accuracy"] for a, b in zip(exact, low, strict=True)]
     return {
-        "machine": machine(torch.device("cpu")),
-        "batch": args.batch,
-        "subnets": len(layers),
-        "int8_accuracy_minus_float32": {
-            "mean": float(np.mean(differences)),
-            "lowest": min(differences),
-            "highest": max(differences),
-        },
         "int8_on_the_front": sum(one["precision"] == "int8" for one in front(found)),
         "front": front(found),
         "front_float32": front(exact),
@@ -366,6 +377,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             if isinstance(e, dict) and "mean_percent" in e
         ]
     if "precision" in result:
+        plot_precision(result["precision"], out)
         lines += precisions(result["precision"])
     if "costs" in result:
         lines += ["", "**Costs** of subnets not seen before, one thread, processor time:", ""]
@@ -384,15 +396,22 @@ def precisions(found: dict[str, Any]) -> list[str]:
     """Return what the axis of precisions brings on the digits, as lines of Markdown."""
     off = found["int8_accuracy_minus_float32"]
     on = found["machine"]
-    return [
+    lines = [
         "",
         f"**Precision**, {found['subnets']} subnets of the first two fronts of the digits at float32 and "
-        f"int8, fused, batch {found['batch']}, latency measured on {on['device_name']}, "
-        f"{on['threads']} thread(s): int8 changes the accuracy by {off['mean']:+.2f} points on average "
-        f"({off['lowest']:+.2f} to {off['highest']:+.2f}); {found['int8_on_the_front']} of the "
-        f"{len(found['front'])} subnets on the common front are int8; its hypervolume is "
-        f"{found['hypervolume_with_over_without']:.3f} times that of the front without int8.",
+        f"int8, fused, latency measured on {on['device_name']}, {on['threads']} thread(s): int8 changes the "
+        f"accuracy by {off['mean']:+.2f} points on average ({off['lowest']:+.2f} to {off['highest']:+.2f}). "
+        "The front of both precisions compared with the front of float32 alone:",
+        "",
+        "| batch size | subnets on the front | of these at int8 | hypervolume, relative |",
+        "|---|---|---|---|",
     ]
+    lines += [
+        f"| {one['batch']} | {len(one['front'])} | {one['int8_on_the_front']} | "
+        f"{one['hypervolume_with_over_without']:.3f} |"
+        for one in found["fronts"]
+    ]
+    return [*lines, "", "![Fronts with and without int8](results/search_precision.png)"]
 
 
 def fronts(result: dict[str, Any]) -> list[str]:
@@ -460,6 +479,32 @@ def plot(result: dict[str, Any], out: Path) -> None:
     plt.close(figure)
 
 
+def plot_precision(result: dict[str, Any], out: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    count = len(result["fronts"])
+    figure, axes = plt.subplots(
+        1, count, figsize=(6 * count, 4.2), constrained_layout=True, sharey=True, squeeze=False
+    )
+    for axis, found in zip(axes[0], result["fronts"], strict=True):
+        for name, key, colour in (
+            ("float32 only", "front_float32", "tab:gray"),
+            ("float32 and int8", "front", "tab:blue"),
+        ):
+            points = [(one["ms"], one["accuracy"]) for one in found[key]]
+            axis.step(*zip(*points, strict=True), where="post", color=colour, label=name)
+        low = [(one["ms"], one["accuracy"]) for one in found["front"] if one["precision"] == "int8"]
+        axis.plot([x for x, _ in low], [y for _, y in low], "o", color="tab:blue", markersize=4, label="int8")
+        axis.set(xlabel=f"ms for a batch of {found['batch']}", ylabel="true accuracy (%)")
+        axis.set_title(f"digits, {result['machine']['device_name']}", fontsize=10)
+        axis.legend()
+    figure.savefig(out.with_name(f"{out.stem}_precision.png"), dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parts = {
@@ -477,7 +522,9 @@ def main() -> None:
     parser.add_argument(
         "--evaluations", type=int, default=1000, help="evaluations per search of a large space"
     )
-    parser.add_argument("--batch", type=int, default=8, help="the batch size of part precision")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[8, 64], help="the batch sizes of part precision"
+    )
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="searches per method, 1 to 10")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/search.json"))
     parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")

@@ -6,6 +6,7 @@ Which file answers which question:
 - `cache.py`: the memory limit of fused programs and CUDA graphs (`ByteCache` enforces `memory_budget_mb`).
 - `promotion.py`: which subnets become fused programs; `fused_program.py`: how one is made.
 - `packed_conv.py`, `fast_conv.py`: the convolutions of fused programs and of views.
+- `packed_linear.py`, `attention_scores.py`: the linear layers and the attention of fused programs.
 - `int8_conv.py`: the convolutions of fused programs of int8 subnets.
 - `cuda_graphs.py`, `compiler.py`: CUDA graphs; torch.compile without its silent fallback.
 - `bundle.py`: the schema of a bundle; `origins.py`: which supernets a bundle may name.

@@ -782,7 +782,7 @@ class Engine:
                     )
                 x = as_batch(x)
                 program = None
-                if self._promoter is not None and subnet.spec.precision == FLOAT32:
+                if self._promoter is not None and subnet.spec.precision in FUSING:
                     program = self._promoter.program(subnet, bound, self._example)
                 return call_with(bound.view, x) if program is None else program(x)
             if x.dim() == 4:

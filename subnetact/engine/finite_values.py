@@ -1,6 +1,7 @@
 """Finite values: whether a network can make NaN or infinite values of finite inputs.
 
-oneDNN's ReLU and hardtanh turn NaN into a number, so a program may use them only if no NaN can reach them.
+Some operations of fused programs turn NaN into a number, so a program may use them only if no NaN can reach
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LAYERS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Identity, nn.Flatten, nn.ReLU,
     nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.SiLU, nn.GELU, nn.Tanh, nn.LeakyReLU,
     nn.PReLU, nn.ELU, nn.Mish, nn.Softmax, nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample,
-    nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.ZeroPad2d, nn.PixelShuffle,
+    nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.ZeroPad2d, nn.PixelShuffle, nn.Embedding,
 )  # fmt: skip
 _FUNCTIONS = {
     operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.neg, operator.getitem,
@@ -36,12 +37,16 @@ _FUNCTIONS = {
     F.relu, F.relu6, F.hardtanh, F.hardswish, F.hardsigmoid, F.sigmoid, F.silu, F.gelu, F.tanh, F.leaky_relu,
     F.elu, F.mish, F.softmax, F.dropout, F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.linear, F.pad,
     F.adaptive_max_pool2d, F.interpolate, F.pixel_shuffle, F.batch_norm, F.layer_norm, F.group_norm, F.conv2d,
+    F.embedding, operator.matmul, torch.softmax, torch.erf, torch.unbind, torch.arange, torch.zeros_like,
+    torch.swapaxes,
 }  # fmt: skip
 _METHODS = {
     "add", "add_", "sub", "sub_", "mul", "mul_", "relu", "relu_", "sigmoid", "tanh", "mean", "sum", "flatten",
     "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "expand", "contiguous", "chunk", "t",
     "split", "size", "dim", "clamp", "clamp_", "to", "float", "expand_as", "view_as", "softmax", "clone",
+    "matmul", "unbind", "unflatten", "swapaxes", "erf",
 }  # fmt: skip
+_DIVISIONS = (operator.truediv, torch.div, "div")
 
 
 def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
@@ -57,11 +62,10 @@ def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
     for node in graph.nodes:
         if node.op == "call_module" and not _is_known(leaves[str(node.target)]):
             return False
-        by_number = node.target is operator.truediv and isinstance(node.args[1], int | float)
-        known = node.target in _FUNCTIONS or (by_number and node.args[1] != 0)
-        if node.op == "call_function" and not known:
+        by_number = node.target in _DIVISIONS and isinstance(node.args[1], int | float) and node.args[1] != 0
+        if node.op == "call_function" and node.target not in _FUNCTIONS and not by_number:
             return False
-        if node.op == "call_method" and node.target not in _METHODS:
+        if node.op == "call_method" and node.target not in _METHODS and not by_number:
             return False
     return True
 

@@ -2,7 +2,8 @@
 
 BatchNorms, activations and additions are merged into convolutions (`packed_conv.py`). The weights of linear
 layers are packed, those of queries, keys and values together, and the operations after them overwrite their
-outputs (`packed_linear.py`). What follows from weights alone is computed once.
+outputs (`packed_linear.py`). Attention that is written out becomes one operation (`attention_scores.py`).
+What follows from weights alone is computed once.
 
 `promotion.py` decides which subnets get one; `cache.py` bounds their memory.
 """
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from subnetact.engine.attention_scores import merge_attention
 from subnetact.engine.constants import fold_constants
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
@@ -81,9 +83,10 @@ class FusedProgram:
 
     The weights are copied and packed for the device. The outputs differ from those of the view by rounding.
 
-    oneDNN's ReLU and hardtanh turn NaN into a number. So they are used only if the weights are finite and if
-    nothing in the network can make NaN of finite numbers; `accepts` then tells which inputs the program may
-    be given. In other networks these activations run by themselves and keep NaN.
+    oneDNN's ReLU and hardtanh turn NaN into a number, and so does `scaled_dot_product_attention` in place of
+    scores and a softmax. So they are used only if the weights are finite and if nothing in the network can
+    make NaN of finite numbers; `accepts` then tells which inputs the program may be given. In other networks
+    these activations run by themselves and keep NaN, and attention stays as it is written.
 
     Args:
         view: a view that nobody else uses. If the program is traced, the view maps one tensor to one tensor.
@@ -116,6 +119,7 @@ class FusedProgram:
         self._linears: list[PackedLinear] = []
         self.paths: dict[str, str] = {}
         self._copied = 0
+        self._swallows_nan = False
         self.module: nn.Module
         if traced:
             self.module = self._graph_module(view, probe)
@@ -124,7 +128,7 @@ class FusedProgram:
             self.module = view
         if not self._convs and not self._linears:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
-        self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
+        self._swallows_nan |= any(conv.swallows_nan for conv in self._convs)
 
     def _graph_module(self, view: nn.Module, probe: Tensor | None) -> fx.GraphModule:
         dtype = self.dtype
@@ -140,6 +144,8 @@ class FusedProgram:
                 self.paths[name] = path
                 self._convs.append(fused.conv)
         folded = fold_constants(graph, tensors)
+        if merge and merge_attention(graph, modules, tensors):
+            self._swallows_nan = True
         if dtype in (None, torch.float32):
             self._linears = _pack_linears(graph, modules, self.paths)
         _erase_unused(graph)
@@ -171,7 +177,7 @@ class FusedProgram:
             x: as in `__call__`.
 
         Returns:
-            False if x has NaN, infinite or huge values, and the program has activations that swallow NaN.
+            False if x has NaN, infinite or huge values, and the program has operations that swallow NaN.
         """
         if not self._swallows_nan or not x.is_floating_point():
             return True

@@ -1,11 +1,13 @@
 """Int8Conv: a packed convolution that computes in int8, for fused programs of int8 subnets.
 
 The input is quantised in every call, with one scale for the whole batch, and the weight per output channel.
-oneDNN's int8 convolution then adds the bias, applies the activation and writes float32.
+oneDNN's int8 convolution then adds the bias, applies the activation and writes float32. Input shapes for
+which this would take longer than float32 run at float32, with the same int8 weight scaled back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +23,12 @@ LEVELS = 255
 """The largest uint8 number."""
 WORTHWHILE = 160
 """Quantising one number takes as long as int8 saves in this many products with it."""
+FIXED = 5e6
+"""The operations of a quantisation take as long as int8 saves in this many products, whatever their size."""
 
 
 def int8_pays(conv: nn.Module) -> bool:
-    """Tell whether a convolution of an int8 view is faster in int8, the quantisation of its input included.
+    """Tell whether a convolution of an int8 view is faster in int8 for large inputs, quantisation included.
 
     Every number of the input is quantised once, and multiplied with one weight per output channel and
     position of the kernel. Convolutions with few output channels, and depthwise ones, stay at float32.
@@ -62,7 +66,7 @@ class Int8Conv(PackedConv):
 
     def __init__(
         self,
-        conv: nn.Conv2d,
+        conv: Any,
         factor: Tensor | None,
         bias: Tensor | None,
         activation: str = "none",
@@ -74,6 +78,25 @@ class Int8Conv(PackedConv):
         self._unsigned = unsigned
         self._numbers, self._scales = _quantised(conv, factor)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int32)
+        self._per_input = conv.out_channels * math.prod(conv.kernel_size) / math.prod(conv.stride)
+        self._exact = PackedConv(
+            conv,
+            lambda: self._numbers() * self._scales[:, None, None, None],
+            bias,
+            torch.float32,
+            activation,
+            scalars,
+        )
+        self._exact.reserve = lambda nbytes: self.reserve(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights and the bias."""
+        return super().nbytes + sum(map(self._nbytes, list(self._exact._by_layout.values())))
+
+    def pays(self, shape: torch.Size) -> bool:
+        """Tell whether int8 is faster than float32 for inputs of a shape (N, in, H, W)."""
+        return bool(shape.numel() * (self._per_input - WORTHWHILE) >= FIXED)
 
     @property
     def swallows_nan(self) -> bool:
@@ -90,6 +113,8 @@ class Int8Conv(PackedConv):
 
     def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """Run the convolution, as `PackedConv` does."""
+        if not self.pays(x.shape):
+            return self._exact(x, other, overwrite)
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self.prepare(x.shape)

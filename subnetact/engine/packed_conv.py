@@ -53,8 +53,8 @@ class PackedConv:
             a number. If False, the activation runs by itself and keeps NaN.
 
     Attributes:
-        reserve: called with the bytes of every layout after the first. If it returns False, the weight is
-            packed again in each call.
+        reserve: called with the bytes of every layout. If it returns False, the weight is packed again in
+            each call.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PackedConv:
             packed, layout = self._source().contiguous(memory_format=torch.channels_last), b""
         found = self._by_layout.get(layout)
         if found is None:
-            if self._by_layout and not self.reserve(self._nbytes(packed)):
+            if not self.reserve(self._nbytes(packed)):
                 return packed
             found = self._by_layout.setdefault(layout, packed)
         if len(self._by_shape) >= SHAPES:

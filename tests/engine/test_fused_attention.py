@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import subnetact
 from ofa_adapters import load
 from subnetact.engine import promotion
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.packed_linear import PackedLinear, can_pack_linear
+from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear
 
 pytestmark = pytest.mark.skipif(
     not can_pack_linear(nn.Linear(128, 128)), reason="this build of torch has no packed matrix products"
@@ -122,7 +123,7 @@ def test_layers_of_one_input_are_one_product_and_outputs_are_overwritten() -> No
 def test_the_budget_holds_for_packed_weights() -> None:
     engine = engine_of(Encoder(), tensor())
     assert engine.pin(1)
-    packed = 2 * (4 + 4) * WIDTH * WIDTH * 4
+    packed = 2 * 2 * (4 + 4) * WIDTH * WIDTH * 4  # Narrow layers are packed twice.
     assert packed <= engine.stats().fused_bytes <= 1.5 * packed
     tight = engine_of(Encoder(), tensor(), memory_budget_mb=0.5)
     pinned = tight.pin(1)
@@ -156,7 +157,7 @@ def test_networks_of_several_inputs_become_programs() -> None:
     assert engine.stats().fused_bytes > 0
 
 
-class Written(nn.Module):
+class InPlace(nn.Module):
     """Adds in place to a value that is read again, and lets MultiheadAttention read a layer's weights."""
 
     def __init__(self) -> None:
@@ -173,14 +174,14 @@ class Written(nn.Module):
 
 
 def test_what_the_network_overwrites_itself_is_overwritten() -> None:
-    engine = engine_of(Written(), tensor())
+    engine = engine_of(InPlace(), tensor())
     assert engine.pin(0)
     x = torch.randn(2, TOKENS, WIDTH)
     expected = engine.supernet(x, subnet=engine.specs[0])
     torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-5)
     view, _ = engine.supernet.private_view(engine.specs[0])
     packed = FusedProgram(view, traced=False)
-    assert packed.nbytes < 3 * WIDTH * WIDTH * 4  # first and second, but not attention.out_proj
+    assert packed.nbytes < 2 * 3 * WIDTH * WIDTH * 4  # first and second, but not attention.out_proj
 
 
 class Counting(nn.Module):
@@ -234,12 +235,23 @@ def test_products_take_any_shape_and_any_number_of_threads() -> None:
         for count in (2, 1):
             torch.set_num_threads(count)
             with torch.inference_mode():
-                for shape in ((WIDTH,), (0, WIDTH), (3, 0, WIDTH), (2, 7, WIDTH), (300, WIDTH), (1, WIDTH)):
+                for shape in (
+                    (WIDTH,),
+                    (0, WIDTH),
+                    (3, 0, WIDTH),
+                    (2, 7, WIDTH),
+                    (2, MANY, WIDTH),
+                    (1, WIDTH),
+                ):
                     x = torch.randn(shape)
                     expected = torch.cat([layer(x) for layer in layers], -1)
                     torch.testing.assert_close(product(x), expected, rtol=1e-4, atol=1e-5)
-                x = torch.randn(2 * WIDTH, 6).t()
-                torch.testing.assert_close(sliced(x), wide(x), rtol=1e-4, atol=1e-4)
+                for rows in (6, MANY):
+                    x = torch.randn(2 * WIDTH, rows).t()
+                    torch.testing.assert_close(sliced(x), wide(x), rtol=1e-4, atol=1e-4)
+                x[3, 4] = NAN
+                assert sliced(x)[3].isnan().all()
+                assert sliced(x).isnan().sum() == 2 * WIDTH
     finally:
         torch.set_num_threads(threads)
 
@@ -262,6 +274,77 @@ def test_threads_use_one_program_at_once() -> None:
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+class Written(nn.Module):
+    """A block whose attention is written out, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.softmax = nn.Softmax(dim=-1)
+        self.table = nn.Parameter(torch.randn(7, 4))
+        self.register_buffer("places", torch.arange(TOKENS * TOKENS) % 7)
+        if way == "infinite bias":
+            self.register_buffer("causal", torch.full((TOKENS, TOKENS), -INF).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        q, k, v = self.qkv(x).reshape(n, t, 3, 4, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = self.attend(q, k, v, x)
+        return x + self.out(y.transpose(1, 2).reshape(n, t, -1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        if self.way == "divided":
+            return torch.matmul((torch.matmul(q, k.transpose(-1, -2)) / 5.0).softmax(dim=-1), v)
+        if self.way == "scaled queries":
+            return F.softmax((q * 0.2) @ k.mT, dim=-1) @ v
+        bias = self.table[self.places].view(TOKENS, TOKENS, -1).permute(2, 0, 1)
+        if self.way == "constant bias":
+            return self.softmax(0.2 * q.matmul(k.transpose(2, 3)) + bias.unsqueeze(0)) @ v
+        if self.way == "infinite bias":
+            return self.softmax(q @ k.mT + self.causal) @ v
+        if self.way == "bias of the input":
+            return self.softmax(q @ k.mT + x[:, None, :, :TOKENS]) @ v
+        if self.way == "other axis":
+            return (q @ k.mT).softmax(-2) @ v
+        if self.way == "bias first":
+            return self.softmax((q @ k.mT + bias) * 0.2) @ v
+        scores = (q @ k.mT).softmax(-1)
+        return scores @ v + scores.mean()
+
+
+MERGED = ("divided", "scaled queries", "constant bias")
+KEPT = ("infinite bias", "bias of the input", "other axis", "bias first", "read twice")
+
+
+@pytest.mark.parametrize("way", MERGED + KEPT)
+def test_attention_that_is_written_out_becomes_one_operation(way: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(Written(way), nn.LayerNorm(WIDTH)).eval()
+    x = torch.randn(3, TOKENS, WIDTH)
+    with torch.inference_mode():
+        expected = network(x)
+        program = FusedProgram(copy.deepcopy(network), probe=x)
+        torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(program(x[:1]), expected[:1], rtol=1e-4, atol=1e-5)
+    targets = {node.target for node in program.module.graph.nodes}  # type: ignore[union-attr]
+    assert (F.scaled_dot_product_attention in targets) == (way in MERGED)
+    assert program.accepts(x)
+    x[0, 1, 2] = -INF
+    assert program.accepts(x) == (way in KEPT), "rows of infinite scores would be zeros instead of NaN"
+
+
+def test_attention_that_is_written_out_keeps_nan_and_infinite_values() -> None:
+    network = nn.Sequential(Written("divided"), Block())
+    engine = engine_of(network, tensor())
+    assert engine.pin(0)
+    for strange in (NAN, INF, -INF, 1e30):
+        x = torch.randn(3, TOKENS, WIDTH)
+        x[1, 2] = strange
+        expected = engine.supernet(x, subnet=engine.specs[0])
+        torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
