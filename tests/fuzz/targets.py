@@ -7,6 +7,7 @@ each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an h
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,17 @@ from torch import nn
 import ofa_adapters
 import subnetact
 from ofa_adapters.__main__ import main as families_main
+from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import SubnetActError
 from subnetact.export import load_exported, to_exported_programs
 from subnetact.files.journal import Journal
+from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
 from subnetact.nas.state import SearchState
 from subnetact.profile.cli import main as profile_main
 from subnetact.profile.measurements import Measurements
 from subnetact.serving.live.corrections import Corrections
+from subnetact.serving.pipelines.cli import main as plan_main
 from subnetact.serving.policies import Fixed, make_policy
 from subnetact.serving.simulation import traces
 from subnetact.serving.simulation.cli import main as simulate_main
@@ -488,6 +492,238 @@ def fuzz_submit(source: random.Random, place: Path) -> None:
                 raise error
 
 
+def fuzz_description(source: random.Random, place: Path) -> None:
+    """Change the description of an inserted model, read it, and insert it."""
+    network = _plain_network()
+    document = json.loads(_described())
+    bytewise = source.random() < 0.3
+    raw = damaged(_described().encode(), source) if bytewise else text(changed(document, source))
+    description = subnetact.Description.from_json(raw)
+    str(description)
+    x = torch.zeros(2, 3, 8, 8)
+    before = network(x)
+    try:
+        supernet = subnetact.insert_(network, description, example=x)
+    except SubnetActError:
+        if not torch.equal(network(x), before):
+            raise Finding("the model is not as it was") from None
+        raise
+    torch.testing.assert_close(supernet(x), before)
+
+
+def _plain_network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten())
+    return nn.Sequential(*layers, nn.Linear(128, 2)).eval()
+
+
+@cache
+def _described() -> str:
+    found = subnetact.describe(_plain_network(), example=torch.zeros(2, 3, 8, 8), choices={"width": (4, 8)})
+    return found.to_json()
+
+
+def fuzz_insert(source: random.Random, place: Path) -> None:
+    """Insert into a small model with hostile arguments; a refusal leaves the model as it was."""
+    network = _plain_network()
+    x = torch.zeros(2, 3, 8, 8)
+    arguments: dict[str, Any] = {
+        **{"axes": ("width",), "choices": {"width": (4, 8)}, "only": "3", "fixed": ("0",)},
+        **{"example": (x,)},
+    }
+    name = source.choice(list(arguments))
+    nasty = source.choice(NASTY)
+    arguments[name] = nasty if source.random() < 0.5 else _changed_once(arguments[name], source)
+    arguments.setdefault("example", x)
+    before, keys = network(x), list(network.state_dict())
+    try:
+        subnetact.insert_(network, **arguments)
+    except SubnetActError:
+        same = torch.equal(network(x), before) and list(network.state_dict()) == keys
+        if not same or any("subnetact" in type(m).__module__ for m in network.modules()):
+            raise Finding(f"the model is not as it was after {name}={arguments[name]!r:.80}") from None
+        raise
+
+
+PIPELINE = {
+    **{"kind": "subnetact.pipeline", "schema": 1, "slo_ms": 50.0, "hardware": {"cpu": 1.0, "gpu": 3.0}},
+    "stages": [
+        {"name": "find", "tables": {"cpu": 2.0}},
+        {
+            **{"name": "read", "tables": {"cpu": "table.json", "gpu": "table.json"}, "after": {"find": 0.5}},
+            **{"inputs": [0, 1, 2], "min_accuracy": 60.0},
+        },
+    ],
+}
+
+
+def _pipeline(source: random.Random, place: Path) -> Path:
+    TABLE.with_accuracy([70.0, 80.0]).save(place / "table.json")
+    document: Any = PIPELINE
+    kind = source.random()
+    if kind < 0.8:
+        document = changed(document, source)
+    (place / "pipeline.json").write_bytes(damaged(text(document), source) if kind > 0.9 else text(document))
+    return place / "pipeline.json"
+
+
+def fuzz_plan(source: random.Random, place: Path) -> None:
+    """Give a hostile pipeline, or hostile options, to the command that plans pipelines."""
+    path = _pipeline(source, place)
+    arrivals = "\n".join(str(10.0 * i) for i in range(20)).encode()
+    (place / "trace.txt").write_bytes(damaged(arrivals, source) if source.random() < 0.2 else arrivals)
+    given = [str(path), str(place / "trace.txt"), "--most-workers", "3"]
+    if source.random() < 0.3:
+        given += [
+            source.choice(("--percentile", "--seed", "--most-workers", "--scale")),
+            source.choice(WORDS),
+        ]
+    with _in(place):
+        status = plan_main(given)
+    if status not in (0, 2):
+        raise Finding(f"exit status {status} of {given}")
+
+
+def _step_table() -> StepTable:
+    table = TABLE.with_accuracy([70.0, 80.0]).select(batch_sizes=[1, 4])
+    plain = subnetact.LatencyTable.from_arrays(
+        table.subnets, table.accuracy, table.batch_sizes, table.latency_ms
+    )
+    return StepTable({32: plain, 128: plain.scaled(1.5)}, plain)
+
+
+def fuzz_step_table(source: random.Random, place: Path) -> None:
+    """Change a table of steps, read it, and ask it for latencies."""
+    path = place / "steps.json"
+    _step_table().save(path)
+    json_file(path, source)
+    table = StepTable.load(path)
+    for sequences in (1, 3, 100):
+        if not table.latency_ms(0, sequences, 40.0, 10) > 0:
+            raise Finding(f"a step of {sequences} sequences takes no time")
+
+
+def fuzz_simulate_generation(source: random.Random, place: Path) -> None:
+    """Simulate generation with hostile prompts and arguments."""
+    times: dict[str, Any] = {"first_ms": 100.0, "token_ms": 20.0}
+    prompt: dict[str, Any] = {"arrival_ms": 0.0, "tokens": 4, "answer": 3}
+    arguments: dict[str, Any] = {"token_ms": 20.0, "max_sequences": 4, "step_tokens": 64, "expired": "drop"}
+    chosen = source.choice((times, prompt, arguments))
+    chosen[source.choice(list(chosen))] = source.choice(NASTY)
+    prompts = [Prompt(**prompt, deadlines=TokenDeadlines(**times))]
+    simulate_generation(prompts, _step_table(), **arguments)
+
+
+def fuzz_slices(source: random.Random, place: Path) -> None:
+    """Change a CSV file of slices of Gemma 3n, and read it."""
+    path = place / "slices.csv"
+    space = _gemma().space
+    slices = {
+        name: Slice(spec, 1.0, 50.0) for name, spec in (("a", space.smallest()), ("b", space.largest()))
+    }
+    write_slices(path, space, slices)
+    path.write_bytes(damaged(path.read_bytes(), source))
+    read_slices(path, space)
+
+
+@cache
+def _gemma() -> subnetact.Supernet:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_kv_shared_layers": 2}
+    inputs = {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 4, "laurel_rank": 2}
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 4}
+    sparsity = {"activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2, "pad_token_id": 0}
+    config = {**sizes, **heads, **inputs, **layers, **sparsity}
+    return ofa_adapters.load("gemma3n", config=config, widths=[8, 24])
+
+
+class _Served:
+    """The application that serves digits, asked without a socket."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        from subnetact.serve import build_app
+
+        supernet = digits()
+        engine = subnetact.Engine(supernet, list(supernet.norms), example=torch.zeros(1, 16, 16))
+        table = subnetact.LatencyTable.from_arrays(
+            engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
+        )
+        self.batcher = subnetact.Batcher(engine, policy=Fixed(table, 0), slo_ms=6e4)
+        atexit.register(self.batcher.close)
+        self.app = build_app(self.batcher, engine, slo_ms=6e4)
+        self.loop = asyncio.new_event_loop()
+
+    def status(self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> int:
+        """Return the status of the answer."""
+        return self.loop.run_until_complete(self._ask(path, body, headers))
+
+    async def _ask(self, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> int:
+        import asyncio
+
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        found: list[int] = []
+
+        async def receive() -> Any:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                found.append(message["status"])
+
+        scope = {
+            **{"type": "http", "http_version": "1.1", "scheme": "http", "method": "POST", "path": path},
+            **{"raw_path": path.encode("latin-1", "replace"), "root_path": "", "query_string": b""},
+            **{"headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)},
+        }
+        await asyncio.wait_for(self.app(scope, receive, send), 30)
+        return found[0]
+
+
+_served = cache(_Served)
+
+
+def fuzz_http(source: random.Random, place: Path) -> None:
+    """Send hostile bodies and headers to the server; an answer has no status 500."""
+    pixels = [0.5] * 256
+    ask = {"input": pixels, "deadline_ms": 5e4, "min_accuracy": 10.0}
+    tensor = {"name": "input", "shape": [1, 1, 16, 16], "datatype": "FP32", "data": pixels}
+    infer = {
+        "id": "a",
+        "inputs": [tensor],
+        "parameters": {"deadline_ms": 5e4},
+        "outputs": [{"name": "output"}],
+    }
+    path, good = source.choice((("/infer", ask), ("/v2/models/model/infer", infer)))
+    body = text(changed(good, source))
+    headers = [(b"content-type", b"application/json")]
+    kind = source.random()
+    if kind < 0.2:
+        body = damaged(body, source)
+    elif kind < 0.35:
+        file = BytesIO()
+        np.save(file, np.zeros((1, 16, 16), source.choice((np.float32, np.int8, np.complex64, "U3"))))
+        path, body, headers = (
+            "/infer",
+            damaged(file.getvalue(), source),
+            [(b"content-type", b"application/x-npy")],
+        )
+    elif kind < 0.5:
+        cut = source.choice((b"-1", b"0", b"10", b"99999999999", b"x", str(len(body) - 8).encode()))
+        headers.append((b"inference-header-content-length", cut))
+    if source.random() < 0.3:
+        name = source.choice(
+            (b"x-deadline-ms", b"x-min-accuracy", b"content-length", b"host", b"content-type")
+        )
+        headers.append((name, source.choice(WORDS).encode()))
+    status = _served().status(path, body, headers)
+    if status >= 500 and status not in (503, 504):
+        raise Finding(f"status {status} of {path}: {body[:200]!r} {headers}")
+
+
 def fuzz_command(main: Callable[[list[str]], int], options: dict[str, int], fixed: list[str]) -> Any:
     """Return a target that gives hostile options to a command."""
 
@@ -571,6 +807,13 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     ),
     "python -m subnetact.profile": fuzz_command(_profile, dict.fromkeys(PROFILE, 1), ["--dry-run"]),
     "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
+    "description": fuzz_description,
+    "insert_": fuzz_insert,
+    "python -m subnetact.plan": fuzz_plan,
+    "step table": fuzz_step_table,
+    "simulate_generation": fuzz_simulate_generation,
+    "slices": fuzz_slices,
+    "HTTP": fuzz_http,
 }
 
 
