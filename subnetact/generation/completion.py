@@ -32,8 +32,8 @@ class TokenDeadlines:
     token_ms: float
 
     def __post_init__(self) -> None:
-        check_positive(self.first_ms, "first_ms")
-        check_positive(self.token_ms, "token_ms")
+        object.__setattr__(self, "first_ms", check_positive(self.first_ms, "first_ms"))
+        object.__setattr__(self, "token_ms", check_positive(self.token_ms, "token_ms"))
 
     @classmethod
     def total(cls, total_ms: float, tokens: int) -> TokenDeadlines:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from subnetact.errors import TraceError
 from subnetact.generation.completion import TokenDeadlines
@@ -16,6 +18,9 @@ from subnetact.serving.scheduling.checks import check_count, expired_rule
 from subnetact.serving.scheduling.context import Policy
 
 __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
+
+MOST_TOKENS = 1_000_000
+"""No prompt or answer of a trace is longer."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def simulate_generation(
         Counts of tokens and steps.
 
     Raises:
-        TraceError: a prompt or an answer has no token.
+        TraceError: a prompt or an answer has no token, or a request arrives at no finite time.
         PolicyError: an argument is out of range.
         TableError: the accuracy of a subnet is not known.
     """
@@ -114,10 +119,7 @@ def simulate_generation(
     check_count(max_sequences, "max_sequences")
     check_count(step_tokens, "step_tokens")
     drop = expired_rule(expired, None) == "drop"
-    trace = deque(sorted(prompts, key=lambda one: one.arrival_ms))
-    for one in trace:
-        if one.tokens < 1 or one.answer < 1:
-            raise TraceError(f"a request at {one.arrival_ms} ms has no prompt or no answer; give a token")
+    trace = deque(sorted(map(_checked, prompts), key=lambda one: one.arrival_ms))
     asked, in_time, accuracy, dropped, steps = sum(one.answer for one in trace), 0, 0.0, 0, 0
     waiting: list[tuple[float, int, _Sequence]] = []
     active: list[_Sequence] = []
@@ -170,3 +172,16 @@ def simulate_generation(
             running.done += 1
         active = [running for running in active if running.done < running.prompt.answer]
     return SimulatedGeneration(asked, in_time, accuracy, dropped, steps, now, tuple(first_ms))
+
+
+def _checked(prompt: Prompt) -> Prompt:
+    """Return the request, if it can be simulated."""
+    counts = (prompt.tokens, prompt.answer)
+    if any(isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS for n in counts):
+        raise TraceError(
+            f"a request at {prompt.arrival_ms} ms: {prompt.tokens!r} tokens of prompt, {prompt.answer!r} of "
+            f"answer; give whole numbers from 1 to {MOST_TOKENS:,}"
+        )
+    if not isinstance(prompt.arrival_ms, Real) or not -math.inf < prompt.arrival_ms < math.inf:
+        raise TraceError(f"a request arrives at {prompt.arrival_ms!r} ms; give a finite time")
+    return prompt

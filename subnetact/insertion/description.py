@@ -158,6 +158,9 @@ def sizes_of_choices(
         InsertError: a choice is no share between 0 and 1 and no size between `smallest` and `full`.
     """
     least = unit if smallest is None else smallest
+    if isinstance(choices, str) or not isinstance(choices, Iterable):
+        raise InsertError(f"{choices!r} are no choices; give a list of shares (0.5) or of sizes ({full})")
+    choices = list(choices)
     for choice in choices:
         if isinstance(choice, bool) or not isinstance(choice, int | float):
             raise InsertError(f"{choice!r} is not a choice; choose shares (0.5) or sizes ({full})")
@@ -381,13 +384,15 @@ class Description:
         FORMAT.check(document, "the description")
         with FORMAT.fields("the description", passing=(), damaged=(InsertError,)):
             return cls(
-                document["name"],
+                _text(document["name"]),
                 [_group(facts) for facts in document["groups"]],
                 [
-                    Stage(facts["name"], tuple(map(str, facts["blocks"])), _read_sizes(facts["sizes"]))
+                    Stage(
+                        _text(facts["name"]), tuple(map(_text, facts["blocks"])), _read_sizes(facts["sizes"])
+                    )
                     for facts in document["stages"]
                 ],
-                document["refused"],
+                {_text(name): _text(why) for name, why in document["refused"].items()},
                 {module: _entry(facts) for module, facts in document["overrides"].items()},
                 _vocabulary(document.get("vocabulary")),
             )
@@ -530,7 +535,22 @@ def _operator(name: str) -> type[Operator]:
 
 
 def _read_sizes(pairs: Iterable[Sequence[float]]) -> dict[float, int]:
-    return {choice: int(size) for choice, size in pairs}
+    found = {choice: int(size) for choice, size in pairs}
+    if not found or not all(isinstance(choice, int | float) and math.isfinite(choice) for choice in found):
+        raise ValueError(f"sizes: {pairs!r} are no pairs of a choice and a size")
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no positive integer")
+    return value
 
 
 def _vocabulary(facts: Mapping[str, Any] | None) -> LayerVocabulary | None:
@@ -544,15 +564,26 @@ _FIELDS = ("neurons", "queries", "pairs")
 
 
 def _group(facts: Mapping[str, Any]) -> Group:
-    members = tuple(Member(m[0], m[1], _operator(m[2]), m[3], m[4], m[5]) for m in facts["members"])
+    members = tuple(
+        Member(
+            _text(m[0]), _text(m[1]), _operator(_text(m[2])), _count(m[3]), _position(m[4]), _position(m[5])
+        )
+        for m in facts["members"]
+    )
     return Group(
-        facts["name"],
-        facts["axis"],
-        facts["full"],
+        _text(facts["name"]),
+        _text(facts["axis"]),
+        _count(facts["full"]),
         members,
-        facts["unit"],
+        _count(facts["unit"]),
         _read_sizes(facts["sizes"]),
     )
+
+
+def _position(value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f"{value!r} is no position")
+    return value
 
 
 def _entry(facts: Any) -> Elastic | None:

@@ -78,9 +78,13 @@ def describe(
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
     """
-    unknown = [axis for axis in axes if axis not in AXES]
+    if isinstance(axes, str):
+        axes = (axes,)
+    unknown = [axis for axis in axes if axis not in AXES] if isinstance(axes, Sequence) else axes
     if unknown or not axes:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
+    if choices is not None and not isinstance(choices, Mapping | Sequence):
+        raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
     _check_model(model)
     example = as_batch(example)
     patterns = _patterns(model, "only", only), _patterns(model, "fixed", fixed)
@@ -365,7 +369,10 @@ def _check_kept_tensors(model: nn.Module) -> None:
 
 
 def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[str]:
-    patterns = [given] if isinstance(given, str) else list(given)
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InsertError(f"{what}: {given!r} is neither a pattern of names of modules nor a list of them")
+    patterns = list(patterns)
     names = [name for name, _ in model.named_modules()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -20,7 +20,7 @@ from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.event_loop import EventLoop
 from subnetact.serving.simulation.result import SimulationResult
-from subnetact.serving.simulation.scenario import Scenario, checked_arrivals
+from subnetact.serving.simulation.scenario import Scenario, checked_arrivals, numeric_arguments
 
 __all__ = ["PipelineEstimate", "StageEstimate", "estimate_pipeline"]
 
@@ -119,7 +119,8 @@ def estimate_pipeline(
     fastest = {name: table.fastest_ms for name, table in tables.items()}
     behind = graph.tails(fastest, always=True)
     count = len(arrivals)
-    rng = np.random.default_rng(seed)
+    with numeric_arguments():
+        rng = np.random.default_rng(seed)
     edges, numbers = _draws(model, count, rng, taken or {}, inputs or {})
     alive = np.ones(count, dtype=np.bool_)
     left: dict[str, Floats] = {}  # when each request left a stage; NaN if it did not take the stage

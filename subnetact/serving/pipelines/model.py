@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from subnetact.errors import PipelineError
+from subnetact.errors import PipelineError, SubnetActError
 from subnetact.files.documents import DocumentFormat
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
@@ -207,11 +207,9 @@ class PipelineModel:
             stages = tuple(_stage(facts_of_one, folder) for facts_of_one in facts["stages"])
             prices = {str(name): float(price) for name, price in facts["hardware"].items()}
             slo_ms = float(facts["slo_ms"])
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, PipelineError):
-                raise
-            if type(error).__module__.startswith("subnetact"):
-                raise
+        except SubnetActError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise PipelineError(
                 f"{os.fspath(path)}: a field is missing or wrong ({type(error).__name__}: {error}); "
                 f"{FORMAT.next_step}"

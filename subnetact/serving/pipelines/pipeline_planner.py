@@ -195,7 +195,7 @@ def plan_pipeline(
                     price = model.prices[hardware]
                     budget = now.workers * model.prices[now.hardware]
                     # Only plans that are cheaper than this stage now are worth a simulation.
-                    most = min(math.ceil(budget / price - 1e-9) - 1, most_workers)
+                    most = math.ceil(min(budget / price, most_workers + 1) - 1e-9) - 1
                     if most < 1:
                         continue
                     best = search.fewest(partial(_with, choices, stage.name, hardware, size), most)
