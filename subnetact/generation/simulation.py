@@ -179,8 +179,8 @@ def _checked(prompt: Prompt) -> Prompt:
     counts = (prompt.tokens, prompt.answer)
     if any(isinstance(n, bool) or not isinstance(n, Integral) or not 1 <= n <= MOST_TOKENS for n in counts):
         raise TraceError(
-            f"a request at {prompt.arrival_ms} ms: {prompt.tokens!r} tokens of prompt, {prompt.answer!r} of "
-            f"answer; give whole numbers from 1 to {MOST_TOKENS:,}"
+            f"a request at {prompt.arrival_ms} ms has no prompt or no answer that can be simulated "
+            f"({prompt.tokens!r} and {prompt.answer!r} tokens); give whole numbers from 1 to {MOST_TOKENS:,}"
         )
     if not isinstance(prompt.arrival_ms, Real) or not -math.inf < prompt.arrival_ms < math.inf:
         raise TraceError(f"a request arrives at {prompt.arrival_ms!r} ms; give a finite time")

@@ -158,7 +158,8 @@ def sizes_of_choices(
         InsertError: a choice is no share between 0 and 1 and no size between `smallest` and `full`.
     """
     least = unit if smallest is None else smallest
-    if isinstance(choices, str) or not isinstance(choices, Iterable):
+    given: Any = choices
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise InsertError(f"{choices!r} are no choices; give a list of shares (0.5) or of sizes ({full})")
     choices = list(choices)
     for choice in choices:
@@ -534,7 +535,7 @@ def _operator(name: str) -> type[Operator]:
     return found
 
 
-def _read_sizes(pairs: Iterable[Sequence[float]]) -> dict[float, int]:
+def _read_sizes(pairs: Iterable[Sequence[Any]]) -> dict[float, int]:
     found = {choice: int(size) for choice, size in pairs}
     if not found or not all(isinstance(choice, int | float) and math.isfinite(choice) for choice in found):
         raise ValueError(f"sizes: {pairs!r} are no pairs of a choice and a size")

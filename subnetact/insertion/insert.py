@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +78,12 @@ def describe(
     Example:
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
     """
-    if isinstance(axes, str):
-        axes = (axes,)
-    unknown = [axis for axis in axes if axis not in AXES] if isinstance(axes, Sequence) else axes
-    if unknown or not axes:
+    asked: Any = (axes,) if isinstance(axes, str) else axes
+    unknown = [axis for axis in asked if axis not in AXES] if isinstance(asked, Sequence) else asked
+    if unknown or not asked:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
-    if choices is not None and not isinstance(choices, Mapping | Sequence):
+    axes, chosen = tuple(asked), cast(Any, choices)
+    if chosen is not None and not isinstance(chosen, Mapping | Sequence):
         raise InsertError(f"choices: {choices!r} is neither a list nor a mapping from axes or names to lists")
     _check_model(model)
     example = as_batch(example)
@@ -369,17 +369,16 @@ def _check_kept_tensors(model: nn.Module) -> None:
 
 
 def _patterns(model: nn.Module, what: str, given: str | Sequence[str]) -> list[str]:
-    patterns = [given] if isinstance(given, str) else given
+    patterns: Any = [given] if isinstance(given, str) else given
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise InsertError(f"{what}: {given!r} is neither a pattern of names of modules nor a list of them")
-    patterns = list(patterns)
     names = [name for name, _ in model.named_modules()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InsertError(
                 f"{what}: no module matches {pattern!r}; the model has {', '.join(names[1:8])}, ..."
             )
-    return patterns
+    return list[str](patterns)
 
 
 def _check_model(model: nn.Module) -> None:
