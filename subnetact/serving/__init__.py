@@ -24,7 +24,7 @@ from subnetact.serving.pipelines.estimate import PipelineEstimate, StageEstimate
 from subnetact.serving.pipelines.model import PipelineModel, StageChoice, StageModel
 from subnetact.serving.pipelines.pipeline import Pipeline, PipelineStats
 from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
-from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_coarse, plan_pipeline
+from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
 from subnetact.serving.pipelines.stage import Stage
 from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.planning.herd import Grouping, Stream, group_streams
@@ -138,7 +138,6 @@ __all__ = [
     "load_trace",
     "make_policy",
     "plan",
-    "plan_coarse",
     "plan_pipeline",
     "plot_comparison",
     "plot_dynamics",

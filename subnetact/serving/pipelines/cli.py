@@ -6,13 +6,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import MissingFile, SubnetActError, TraceError
 from subnetact.serving.pipelines.model import PipelineModel
-from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_coarse, plan_pipeline
+from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
 from subnetact.serving.simulation.datasets import TRACES, load_trace
 from subnetact.serving.simulation.scenario import checked_arrivals
 
@@ -32,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model = PipelineModel.load(options.pipeline)
         arrivals = _arrivals(options)
-        settings = {"most_workers": options.most_workers, "seed": options.seed}
+        settings: dict[str, Any] = {"most_workers": options.most_workers, "seed": options.seed}
         plans = {"plan": plan_pipeline(arrivals, model, options.percentile, **settings)}
         if options.coarse:
-            plans["coarse"] = plan_coarse(arrivals, model, options.percentile, **settings)
+            plans["coarse"] = plan_pipeline(arrivals, model, options.percentile, coarse=True, **settings)
         if options.json is not None:
             text = json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1)
             options.json.write_text(text + "\n", encoding="utf-8")

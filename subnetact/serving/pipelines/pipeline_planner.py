@@ -20,7 +20,7 @@ from subnetact.serving.policies import SlackFit
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.simulation.scenario import checked_arrivals
 
-__all__ = ["PipelinePlan", "plan_coarse", "plan_pipeline"]
+__all__ = ["PipelinePlan", "plan_pipeline"]
 
 Choices = dict[str, StageChoice]
 
@@ -136,6 +136,13 @@ class _Search:
                 failed = middle
         return make(passed)
 
+    def refusal(self, which: str) -> PipelineError:
+        """Return the error for a percentile that no plan meets."""
+        return PipelineError(
+            f"percent: the {self.percent:g}th percentile does not meet the SLO of {self.model.slo_ms:g} ms "
+            f"with {self.most_workers} workers {which}; allow more time or more workers"
+        )
+
     def finished(self, choices: Choices) -> PipelinePlan:
         """Return a plan with its simulation and its cost."""
         estimate = self._simulate(self._arrivals, self.model, choices)
@@ -151,6 +158,7 @@ def plan_pipeline(
     most_workers: int = 256,
     overhead_ms: float = 0.0,
     seed: int = 0,
+    coarse: bool = False,
 ) -> PipelinePlan:
     """Find workers, batch size and hardware for every stage that meet a percentile at least cost.
 
@@ -167,6 +175,8 @@ def plan_pipeline(
         most_workers: the greatest number of workers of a stage.
         overhead_ms: time added to every batch, ms.
         seed: seed of the simulations.
+        coarse: whether the pipeline is one unit instead, which is replicated as a whole: all stages have the
+            same number of workers and the same type of hardware. InferLine compares itself with such plans.
 
     Returns:
         The plan.
@@ -179,13 +189,21 @@ def plan_pipeline(
     Source:
         InferLine (SoCC'20, section 4).
     """
-    search = _search(arrivals_ms, model, percent, make, most_workers, overhead_ms, seed)
+    arrivals = checked_arrivals(arrivals_ms)
+    if not 0.0 < percent <= 100.0:
+        raise PolicyError(f"percent: {percent} must be in (0, 100]")
+    check_count(most_workers, "most_workers")
+    simulate = partial(estimate_pipeline, make=make, overhead_ms=overhead_ms, seed=seed)
+    search = _Search(arrivals, model, percent, most_workers, simulate)
+    return search.finished(_coarse(search) if coarse else _per_stage(search))
+
+
+def _per_stage(search: _Search) -> Choices:
+    """Return the cheapest plan that was found with its own workers and hardware for every stage."""
+    model = search.model
     choices = search.fewest(lambda workers: _uniform(model, workers))
     if choices is None:
-        raise PipelineError(
-            f"percent: the {percent:g}th percentile does not meet the SLO of {model.slo_ms:g} ms with "
-            f"{most_workers} workers at every stage; allow more time or more workers"
-        )
+        raise search.refusal("at every stage")
     while True:
         options: list[Choices] = []
         for stage in model.stages:
@@ -195,7 +213,7 @@ def plan_pipeline(
                     price = model.prices[hardware]
                     budget = now.workers * model.prices[now.hardware]
                     # Only plans that are cheaper than this stage now are worth a simulation.
-                    most = math.ceil(min(budget / price, most_workers + 1) - 1e-9) - 1
+                    most = math.ceil(min(budget / price, search.most_workers + 1) - 1e-9) - 1
                     if most < 1:
                         continue
                     best = search.fewest(partial(_with, choices, stage.name, hardware, size), most)
@@ -204,42 +222,12 @@ def plan_pipeline(
         if not options:
             break
         choices = min(options, key=model.cost)
-    return search.finished(_raised_accuracy(search, choices))
+    return _raised_accuracy(search, choices)
 
 
-def plan_coarse(
-    arrivals_ms: npt.ArrayLike,
-    model: PipelineModel,
-    percent: float = 99.0,
-    *,
-    make: MakePolicy = SlackFit,
-    most_workers: int = 256,
-    overhead_ms: float = 0.0,
-    seed: int = 0,
-) -> PipelinePlan:
-    """Find the cheapest plan that treats the pipeline as one unit, which is replicated as a whole.
-
-    All stages have the same number of workers and the same type of hardware. This is the baseline that
-    InferLine compares with; see `plan_pipeline` for arguments and errors.
-
-    Args:
-        arrivals_ms: arrival times, ms, ascending, shape (requests,).
-        model: the stages, the prices and the SLO.
-        percent: the percentile of the latency that has to be within the SLO.
-        make: makes the policy of a stage.
-        most_workers: the greatest number of units.
-        overhead_ms: time added to every batch, ms.
-        seed: seed of the simulations.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PipelineError: no plan meets the percentile.
-        PolicyError: a setting is out of range.
-        TraceError: the arrivals cannot be simulated.
-    """
-    search = _search(arrivals_ms, model, percent, make, most_workers, overhead_ms, seed)
+def _coarse(search: _Search) -> Choices:
+    """Return the cheapest plan with the same workers and hardware for all stages."""
+    model = search.model
     common = set.intersection(*(set(stage.tables) for stage in model.stages))
     found = [
         plan
@@ -247,28 +235,8 @@ def plan_coarse(
         if (plan := search.fewest(partial(_uniform, model, hardware=hardware))) is not None
     ]
     if not found:
-        raise PipelineError(
-            f"percent: the {percent:g}th percentile does not meet the SLO of {model.slo_ms:g} ms with any "
-            "type of hardware that all stages have a table for; allow more time or more workers"
-        )
-    return search.finished(min(found, key=model.cost))
-
-
-def _search(
-    arrivals_ms: npt.ArrayLike,
-    model: PipelineModel,
-    percent: float,
-    make: MakePolicy,
-    most_workers: int,
-    overhead_ms: float,
-    seed: int,
-) -> _Search:
-    arrivals = checked_arrivals(arrivals_ms)
-    if not 0.0 < percent <= 100.0:
-        raise PolicyError(f"percent: {percent} must be in (0, 100]")
-    check_count(most_workers, "most_workers")
-    simulate = partial(estimate_pipeline, make=make, overhead_ms=overhead_ms, seed=seed)
-    return _Search(arrivals, model, percent, most_workers, simulate)
+        raise search.refusal("of one type of hardware that all stages have a table for")
+    return min(found, key=model.cost)
 
 
 def _uniform(model: PipelineModel, workers: int, hardware: str | None = None) -> Choices:
