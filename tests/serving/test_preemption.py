@@ -231,6 +231,26 @@ def test_an_urgent_request_goes_first_and_the_batch_continues() -> None:
         assert (stats.preempted, stats.met) == (1, 17)
 
 
+@pytest.mark.parametrize("policy", [Preemptive(Fixed(TABLE, 1)), Flex(TABLE, 1)])
+def test_workers_that_cannot_be_interrupted_are_refused(policy: Any) -> None:
+    class Whole:
+        keys = TABLE.subnets
+
+        def check(self, x: Any) -> None:
+            pass
+
+        def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+            return inputs
+
+    before = threading.active_count()
+    with pytest.raises(PolicyError, match="use threads"):
+        Batcher(StandIn(), policy=policy, slo_ms=50.0, process=True)
+    with pytest.raises(PolicyError, match="Whole has no start"):
+        Batcher(Whole(), policy=policy, slo_ms=50.0)
+    assert threading.active_count() == before
+    Batcher(Whole(), policy=Fixed(TABLE, 1), slo_ms=50.0).close()
+
+
 def test_without_an_urgent_request_no_batch_is_preempted() -> None:
     with Batcher(StandIn(), policy=preemptive(), slo_ms=500.0, learn=False) as batcher:
         for future in [batcher.submit("x", FOREVER) for _ in range(40)]:

@@ -12,7 +12,7 @@ import pytest
 
 from subnetact.errors import BatchFailed, InvalidRequest, PolicyError, ProfileMismatch, QueueFull
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Tenant, TenantBatcher
+from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher
 from subnetact.serving.live.turns import WorkerTurns
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
@@ -153,6 +153,71 @@ def test_a_failing_tenant_does_not_harm_another() -> None:
         assert all(isinstance(f.exception(10), BatchFailed) for f in bad)
 
 
+class InBlocks(StandIn):
+    """Runs batches in ten blocks of 20 ms; every input is told when a block has ended."""
+
+    blocks = 10
+
+    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        run = InBlocks(self._table)
+        run.inputs, run.position = list(inputs), 0
+        return run
+
+    def step(self, blocks: int = 1) -> bool:
+        time.sleep(0.02 * blocks)
+        self.position += blocks
+        for x in self.inputs:
+            x(self.position)
+        return self.position >= self.blocks
+
+    def outputs(self) -> Any:
+        return self.inputs
+
+
+@pytest.mark.parametrize("deadline_ms", [100.0, 5000.0])
+def test_a_batch_gives_way_to_urgent_requests_of_another_tenant(deadline_ms: float) -> None:
+    """A batch of 200 ms is suspended after a block; it is not if the other tenant can wait for its end."""
+    started, urgent = threading.Event(), deadline_ms < 200.0
+    slow = Tenant(
+        "slow", InBlocks(TABLE), 500.0, policy=Preemptive(Fixed(TABLE, 0)), options={"learn": False}
+    )
+    for _ in range(3):  # another process may hold up one run
+        with TenantBatcher([slow, tenants()[1]]) as batcher:
+            long = batcher.submit("slow", lambda _: started.set(), FOREVER)
+            assert started.wait(5)
+            answer = batcher.submit("second", "x", deadline_ms).result(5)
+            assert long.done() is not urgent
+            long.result(5)
+            stats = batcher.stats()
+        assert stats["slow"].batcher.preempted == urgent
+        assert stats["slow"].batcher.met == stats["second"].batcher.met == 1
+        assert answer.met
+        if not urgent or answer.waited_ms < 2 * 20.0:
+            return
+    pytest.fail(f"waited {answer.waited_ms} ms")
+
+
+def test_a_suspended_batch_does_not_count_as_hanging() -> None:
+    started = threading.Event()
+    slow = Tenant(
+        "slow",
+        InBlocks(TABLE),
+        500.0,
+        policy=Preemptive(Fixed(TABLE, 0)),
+        options={"learn": False, "watchdog_ms": 300.0},
+    )
+    other = Tenant("second", StandIn(OTHER), 80.0, OTHER, options={"learn": False, "watchdog_ms": 5000.0})
+    with TenantBatcher([slow, other]) as batcher:
+        long = batcher.submit("slow", lambda _: started.set(), FOREVER)
+        assert started.wait(5)
+        urgent = batcher.submit("second", lambda: time.sleep(0.4), 150.0)
+        urgent.result(5)
+        long.result(5)
+        stats = batcher.stats()
+    assert stats["slow"].batcher.preempted == 1
+    assert stats["slow"].batcher.hung == 0
+
+
 def replay(batcher: TenantBatcher, rates: dict[str, float], seconds: float, seed: int) -> dict[str, Any]:
     """Send Poisson arrivals for every tenant; return the futures by tenant."""
     rng = np.random.default_rng(seed)
@@ -214,6 +279,11 @@ def test_the_plan_follows_the_load_and_loses_nothing() -> None:
             counters = stats.batcher
             assert counters.submitted == counters.met + counters.late + counters.dropped
             assert counters.failed == counters.closed == 0
+
+
+def test_plans_need_the_arrivals_that_a_period_notes() -> None:
+    with TenantBatcher(tenants()) as batcher, pytest.raises(PolicyError, match="period_ms"):
+        batcher.plan()
 
 
 def test_a_moved_worker_finishes_its_batch_first() -> None:

@@ -91,8 +91,8 @@ class Batcher:
             its own, so that the model does not wait for Python code of this process; there is one copy of
             the weights, to which the tensors of the engine move. A process that dies is replaced, and its
             requests get a second try. The processes follow all changes of the engine before the next batch.
-            A process runs a batch as a whole, so that a policy cannot preempt it. If False, the workers are
-            threads.
+            A process runs a batch as a whole, so policies that preempt are refused. If False, the workers
+            are threads.
         spares: number of processes that take over at once when a process dies or hangs. Without one, a new
             process has to start first, which takes seconds.
         expired: what becomes of a request that has expired: `drop` (answered at once with
@@ -182,6 +182,7 @@ class Batcher:
             for one in tables:
                 _check_runner(runner, one, None if in_processes else threads_per_worker, check_finite)
             _check_shapes(runner, tables)
+            _check_preemption(runner, policy, in_processes)
         if threads_per_worker is not None:
             check_count(threads_per_worker, "threads_per_worker")
         if watchdog_ms is not None:
@@ -619,6 +620,22 @@ def _check_shapes(engine: Any, tables: Sequence[LatencyTable]) -> None:
         raise ProfileMismatch(
             f"table: {len(tables)} tables, but the engine serves {served} input shapes; give one table, or "
             "one per shape: profile_latency(engine, shape=i)"
+        )
+
+
+def _check_preemption(engine: Any, policy: Policy, in_processes: bool) -> None:
+    if not hasattr(policy, "preempt"):
+        return
+    name = type(policy).__name__
+    if in_processes:
+        raise PolicyError(
+            f"policy: {name} interrupts batches between two blocks, which worker processes run as a whole; "
+            "use threads (process=False), or a policy that does not preempt"
+        )
+    if not callable(getattr(engine, "start", None)):
+        raise PolicyError(
+            f"policy: {name} interrupts batches between two blocks, and {type(engine).__name__} has no "
+            "start(subnet, inputs, batch_size); serve an Engine, or use a policy that does not preempt"
         )
 
 

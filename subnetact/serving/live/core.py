@@ -91,6 +91,7 @@ class Core:
         self.lock = Lock()
         self._max_queue = max_queue
         self._accuracy = table.known_accuracy()
+        self._table = table
         self._watchdog_ms = watchdog_ms
         self._expired: list[Request] = []  # taken off the queue by the dispatcher, without an outcome yet
         self._left_to_supervisor: list[Outcome] = []
@@ -342,6 +343,65 @@ class Core:
             self._counters.preempted += 1
             job.suspended_ms, job.left_ms = now, taken_ms * (1.0 - done) / done
             return self._job_of(batch, job.worker, now, job), self.outcomes.owe(outcomes)
+
+    def urgent(self, wait_ms: float) -> tuple[int, float]:
+        """Return how many requests meet their deadlines now, but not after a wait.
+
+        Args:
+            wait_ms: the time that a worker is still needed elsewhere, ms.
+
+        Returns:
+            The number, one batch at most, and the least time that they take, ms.
+        """
+        with self.lock:
+            self._empty_inbox()
+            now, queue, dispatcher = self.clock_ms(), self._queue, self._dispatcher
+            found = 0
+            for i in range(min(len(queue), self._table.batch_sizes[-1])):
+                least_ms = dispatcher.least_ms(queue.floor(i), queue.item(i).shape)
+                if queue.deadline(i) >= now + wait_ms + least_ms:
+                    break
+                found += queue.deadline(i) >= now + least_ms
+            if not found:
+                return 0, 0.0
+            takes = [dispatcher.expected_ms(subnet, found) for subnet in range(len(self._accuracy))]
+            return found, min((ms for ms in takes if ms == ms), default=0.0)
+
+    def suspend(self, job: BatchJob, done: float, urgent: Callable[[float], tuple[int, float]]) -> bool:
+        """Suspend a job between two blocks, if more of another batcher's requests are saved than become late.
+
+        Args:
+            job: the job.
+            done: share of its blocks that have run, > 0.
+            urgent: what `urgent` of the other batcher answers.
+
+        Returns:
+            Whether the job is suspended, until `resume`.
+        """
+        now = self.clock_ms()
+        left_ms = (now - job.started_ms - job.paused_ms) * (1.0 - done) / done
+        saved, takes_ms = urgent(left_ms)  # without this batcher's lock, because it takes the other's
+        if not saved:
+            return False
+        with self.lock:
+            ends_ms = now + left_ms
+            late = sum(ends_ms <= r.deadline_ms < ends_ms + takes_ms for r in job.part if r.open)
+            factor: float = getattr(self._dispatcher.policy_of(job.shape), "factor", 1.0)
+            if job.abandoned or saved <= factor * late:
+                return False
+            self._counters.preempted += 1
+            job.suspended_ms, job.left_ms = now, left_ms
+            job.limit_ms = math.inf
+            return True
+
+    def resume(self, job: BatchJob) -> None:
+        """Book a job again that `suspend` has suspended.
+
+        Args:
+            job: the job.
+        """
+        with self.lock:
+            self._resume(job, self.clock_ms())
 
     def tails_of(self, job: BatchJob, done: float) -> list[tuple[int, float]]:
         """Return the subnets on whose remaining blocks a job that would be late could go on.
@@ -730,9 +790,8 @@ class Core:
 
     def _resume(self, job: BatchJob, now: float) -> None:
         """Book a job again that was suspended."""
-        paused_ms = now - job.suspended_ms
-        job.paused_ms += paused_ms
-        job.limit_ms += paused_ms
+        job.paused_ms += now - job.suspended_ms
+        job.limit_ms = now + self._patience_ms(job)
         self._jobs[job.worker] = job
         parked = self.worker_states.is_parked(job.worker)
         self.worker_states.free_at_ms[job.worker] = math.inf if parked else now + job.left_ms
@@ -759,11 +818,7 @@ class Core:
         expected_ms = self._dispatcher.expected_ms(job.subnet, count, job.shape)
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
-        patience_ms = self._watchdog_ms
-        if patience_ms is None:
-            known = (job.worker, job.subnet, job.size) in self._ran
-            patience_ms = max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
-        job.limit_ms = now + patience_ms
+        job.limit_ms = now + self._patience_ms(job)
         job.paused_ms, job.accuracy = 0.0, None
         ends_ms = now + job.expected_ms
         if job.beneath is not None:
@@ -771,6 +826,12 @@ class Core:
         parked = self.worker_states.is_parked(job.worker)
         self.worker_states.free_at_ms[job.worker] = math.inf if parked else ends_ms
         self._jobs[job.worker] = job
+
+    def _patience_ms(self, job: BatchJob) -> float:
+        if self._watchdog_ms is not None:
+            return self._watchdog_ms
+        known = (job.worker, job.subnet, job.size) in self._ran
+        return max(1000.0 if known else 30_000.0, 20.0 * job.expected_ms)
 
     def _advance(self, job: BatchJob, now: float) -> None:
         job.advance()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from threading import Condition
 
 __all__ = ["Turn", "WorkerTurns"]
 
 
 class Turn:
-    """The right to use one worker until `WorkerTurns.end`.
+    """The right of a batcher to use one worker until `WorkerTurns.end`.
 
     Attributes:
         worker: number of the worker.
@@ -23,7 +23,7 @@ class Turn:
     def __init__(self, worker: int, batcher: str) -> None:
         self.worker = worker
         self.batcher = batcher
-        self.began_s = time.perf_counter()
+        self.began_s = 0.0
 
 
 class WorkerTurns:
@@ -34,8 +34,14 @@ class WorkerTurns:
     for a while starts at the present virtual time, so that nobody saves up a claim. A batcher thus waits for
     one batch of another, however many requests the other has.
 
+    Between two blocks of a batch, a batcher may pass its turn on and take the next one for the rest.
+
     Args:
         shares: the share of every batcher, > 0.
+
+    Attributes:
+        used_ms: the time that every batcher used on all workers together, ms.
+        urgent: for every batcher, a function from a time to wait in ms to what `Core.urgent` returns.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
@@ -46,6 +52,7 @@ class WorkerTurns:
         self._waiting: dict[int, dict[str, int]] = {}
         self._changed = Condition()
         self.used_ms = dict.fromkeys(shares, 0.0)
+        self.urgent: dict[str, Callable[[float], tuple[int, float]]] = {}
 
     def take(self, worker: int, batcher: str) -> Turn:
         """Wait for the turn of a batcher on a worker.
@@ -57,23 +64,52 @@ class WorkerTurns:
         Returns:
             The turn.
         """
+        turn = Turn(worker, batcher)
         with self._changed:
-            waiting = self._waiting.setdefault(worker, {})
-            waiting[batcher] = waiting.get(batcher, 0) + 1
-            self._virtual[batcher] = max(self._virtual[batcher], self._now)
-            try:
-                while worker in self._holders or min(waiting, key=self._order) != batcher:
-                    self._changed.wait()
-                self._now = max(self._now, self._virtual[batcher])
-                turn = self._holders[worker] = Turn(worker, batcher)
-                return turn
-            finally:
-                waiting[batcher] -= 1
-                if not waiting[batcher]:
-                    del waiting[batcher]
+            self._wait(turn)
+        return turn
+
+    def _wait(self, turn: Turn) -> None:
+        worker, batcher = turn.worker, turn.batcher
+        waiting = self._waiting.setdefault(worker, {})
+        waiting[batcher] = waiting.get(batcher, 0) + 1
+        self._virtual[batcher] = max(self._virtual[batcher], self._now)
+        try:
+            while worker in self._holders or min(waiting, key=self._order) != batcher:
+                self._changed.wait()
+            self._now = max(self._now, self._virtual[batcher])
+            turn.began_s = time.perf_counter()
+            self._holders[worker] = turn
+        finally:
+            waiting[batcher] -= 1
+            if not waiting[batcher]:
+                del waiting[batcher]
 
     def _order(self, batcher: str) -> tuple[float, str]:
         return self._virtual[batcher], batcher
+
+    def rivals(self, turn: Turn) -> list[str]:
+        """Return the batchers that wait for the worker of a turn and would get it if the turn ended now.
+
+        Args:
+            turn: a turn that has not ended.
+        """
+        if not self._waiting.get(turn.worker):  # without the lock: the next block looks again
+            return []
+        with self._changed:
+            own = self._virtual[turn.batcher] + self._used_ms(turn) / self._shares[turn.batcher]
+            return [name for name in self._waiting.get(turn.worker, {}) if self._virtual[name] < own]
+
+    def pass_on(self, turn: Turn) -> None:
+        """End a turn, and wait until the same batcher has its next one on the worker.
+
+        Args:
+            turn: the turn; afterwards it is the next one.
+        """
+        with self._changed:
+            if self._holders.get(turn.worker) is turn:
+                self._end(turn)
+            self._wait(turn)
 
     def end(self, turn: Turn) -> None:
         """End a turn, and let the next batcher use the worker.
@@ -99,7 +135,11 @@ class WorkerTurns:
 
     def _end(self, turn: Turn) -> None:
         del self._holders[turn.worker]
-        used_ms = (time.perf_counter() - turn.began_s) * 1e3
+        used_ms = self._used_ms(turn)
         self.used_ms[turn.batcher] += used_ms
         self._virtual[turn.batcher] += used_ms / self._shares[turn.batcher]
         self._changed.notify_all()
+
+    @staticmethod
+    def _used_ms(turn: Turn) -> float:
+        return (time.perf_counter() - turn.began_s) * 1e3

@@ -13,7 +13,7 @@ from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
 from subnetact.serving.live.requests import Decided, Outcome, Runner, settle
-from subnetact.serving.live.turns import WorkerTurns
+from subnetact.serving.live.turns import Turn, WorkerTurns
 
 __all__ = ["Workers"]
 
@@ -53,6 +53,9 @@ class Workers:
         self._threads_each = threads
         self._log = log
         self._turns = turns
+        if turns is not None:
+            turns[0].urgent[turns[1]] = core.urgent
+        self._held: dict[int, Turn] = {}
         self.number = len(engines)
         self._on_end = on_end
         self._jobs: dict[int, BatchJob] = {}
@@ -115,6 +118,8 @@ class Workers:
             while self._turns is None or core.wait_for_work(worker):
                 job = None
                 turn = None if self._turns is None else self._turns[0].take(worker, self._turns[1])
+                if turn is not None:
+                    self._held[worker] = turn
                 try:
                     job, outcomes = core.next_job(worker, wait=turn is None)
                     if job is None and not outcomes and turn is None:
@@ -133,6 +138,17 @@ class Workers:
         except BaseException as error:  # for example SystemExit from an engine; the worker is started again
             _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
             self._deliver(core.died(worker, job, error))
+
+    def _give_way(self, job: BatchJob, done: float) -> None:
+        """Pass the turn on between two blocks if a batcher that comes next has urgent requests."""
+        if self._turns is None:
+            return
+        turns, turn = self._turns[0], self._held[job.worker]
+        for rival in turns.rivals(turn):
+            if self._core.suspend(job, done, turns.urgent[rival]):
+                turns.pass_on(turn)
+                self._core.resume(job)
+                return
 
     def _run(self, job: BatchJob) -> None:
         core, engine = self._core, self._engines[job.worker]
@@ -170,6 +186,7 @@ class Workers:
             self._deliver(outcomes)
             if urgent is not None:
                 self._run(urgent)
+            self._give_way(job, run.position / run.blocks)
             for subnet, accuracy in core.tails_of(job, run.position / run.blocks):
                 if engine.continue_on(run, subnet):
                     core.went_over(job, subnet, accuracy)

@@ -51,6 +51,10 @@ class TenantBatcher:
     worker, its time is divided by their shares, batch by batch; what one does not use, the others may. So a
     flood of requests for one tenant delays another one by at most one batch per turn.
 
+    A tenant whose policy is `Preemptive` runs its batches in blocks. Between two of them it gives way to a
+    tenant that has used less of its share and has requests which the rest of the batch would make late, if
+    these are more than those that become late here.
+
     With `period_ms`, HERD of Shepherd plans periodically from the measured rates: tenants are put into
     groups, and workers are divided among the groups, so that the least ratio of workers to load is greatest
     and the models of each group fit in the memory of a worker. A worker that moves finishes its batch first.
@@ -101,6 +105,7 @@ class TenantBatcher:
         check_count(workers, "workers")
         self.tenants = {tenant.name: tenant for tenant in given}
         self._workers = workers
+        self._planning = threading.Lock()
         self._groups = min(len(given), workers) if groups is None else check_count(groups, "groups")
         self._memory_mb = memory_mb
         self._burst_weight = burst_weight
@@ -211,14 +216,23 @@ class TenantBatcher:
     # -- planning --------------------------------------------------------------------------------
 
     def plan(self) -> Grouping:
-        """Plan from the arrivals since the last plan, and apply the plan; with `period_ms` done periodically.
+        """Plan at once from the arrivals since the last plan, and apply the plan.
 
         Returns:
             The plan.
 
         Raises:
+            PolicyError: The batcher was opened without `period_ms`, so it has not noted arrivals.
             MissingExtra: scipy is not installed.
         """
+        if self._planner is None:
+            raise PolicyError(
+                "period_ms: the batcher was opened without it, so arrivals were not noted; give a period_ms"
+            )
+        with self._planning:
+            return self._plan_now()
+
+    def _plan_now(self) -> Grouping:
         now = time.perf_counter()
         took_s, self._planned_s = max(now - self._planned_s, 1e-6), now
         rates, spread = {}, {}
