@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from process_runners import TABLE, CommandRunner, command
 
 from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, InvalidRequest, PipelineError
 from subnetact.latency.table import LatencyTable
@@ -21,7 +22,6 @@ from subnetact.serving import (
     StageModel,
     Tuner,
     estimate_pipeline,
-    plan_coarse,
     plan_pipeline,
     poisson,
 )
@@ -199,6 +199,21 @@ def test_a_killed_worker_of_a_stage_loses_nothing() -> None:
         assert live.stats().stages["b"].died == 1
 
 
+def test_a_killed_process_of_a_stage_loses_nothing(tmp_path: Any) -> None:
+    runner = CommandRunner(tmp_path)
+    stages = [
+        Stage("a", lambda x: x),
+        Stage("b", runner, ["a"], table=TABLE, options={"process": True}),
+    ]
+    with pipeline(*stages, example=command("double", 1.0), slo_ms=60_000.0) as live:
+        kinds = ["crash" if i == 3 else "double" for i in range(20)]
+        futures = [live.submit(command(kind, i)) for i, kind in enumerate(kinds)]
+        assert [float(future.result(60).output[0]) for future in futures] == [2.0 * i for i in range(20)]
+        stats = live.stats()
+    assert stats.stages["b"].died == 1
+    assert stats.met == 20
+
+
 def test_the_slack_of_a_stage_is_what_the_expected_tail_leaves() -> None:
     slow = FAST.scaled(10.0)
     with pipeline(engine("a"), engine("b", slow, after=["a"]), slo_ms=220.0) as live:
@@ -224,6 +239,15 @@ def test_a_request_that_cannot_reach_the_end_in_time_is_dropped_between_stages()
 def test_functions_run_in_workers_with_a_number_of_threads() -> None:
     with pipeline(Stage("a", lambda x: x), threads_per_worker=1) as live:
         assert live.submit("x").result(5).output == "x"
+
+
+def test_a_guessed_latency_is_no_drift(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Stage("slow", lambda x: time.sleep(0.002), expected_ms=0.05)
+    with Pipeline([slow], slo_ms=1000.0, example="x") as live:
+        for _ in range(40):
+            live.submit("x").result(5)
+        assert live.stats().stages["slow"].correction > 2.0  # it is learned
+    assert "profile this machine" not in caplog.text
 
 
 def test_cancelling_withdraws_the_request() -> None:
@@ -304,7 +328,7 @@ def test_the_plan_meets_the_percentile_at_the_least_cost_of_all_small_plans() ->
     assert cheaper
     for choices in cheaper:
         assert estimate_pipeline(arrivals, model(), choices).percentile_ms(99.0) > 60.0
-    coarse = plan_coarse(arrivals, model(), most_workers=16)
+    coarse = plan_pipeline(arrivals, model(), most_workers=16, coarse=True)
     assert coarse.estimate.percentile_ms(99.0) <= 60.0
     assert found.cost < coarse.cost
     assert found.to_json()["cost"] == found.cost
@@ -367,7 +391,7 @@ def test_a_live_pipeline_is_scaled_by_its_tuner(wait_for: Any) -> None:
 
 
 def test_the_simulation_predicts_the_live_percentile() -> None:
-    """The 99th percentile of the simulation is close to the live one, with engines that sleep.
+    """The 99th percentile of the simulation is within 5 % of the live one, with engines that sleep.
 
     Other processes may hold up one run, so there are three.
     """
@@ -381,7 +405,7 @@ def test_the_simulation_predicts_the_live_percentile() -> None:
         slo_ms,
     )
     choices = {"a": StageChoice("cpu", 1, 4), "b": StageChoice("cpu", 2, 4)}
-    found = estimate_pipeline(arrivals, described, choices, inputs={"b": counts})
+    found = estimate_pipeline(arrivals, described, choices, inputs={"b": counts}, overhead_ms=0.3)
     stages = [
         Stage("a", StandIn(tables["a"], sleeps=True), table=tables["a"]),
         Stage(
@@ -403,8 +427,8 @@ def test_the_simulation_predicts_the_live_percentile() -> None:
                 time.sleep(max(0.0, start + at - time.perf_counter()))
                 futures.append(live.submit(int(count)))
             latencies = [f.result(10).latency_ms for f in futures]
-        live_ms.append(float(np.percentile(latencies, 99)))
-        if live_ms[-1] == pytest.approx(found.percentile_ms(99.0), rel=0.15):
+        live_ms.append(float(np.percentile(latencies, 99, method="inverted_cdf")))
+        if live_ms[-1] == pytest.approx(found.percentile_ms(99.0), rel=0.05):
             return
     pytest.fail(f"simulated {found.percentile_ms(99.0)}, live {live_ms}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -105,7 +106,8 @@ class Pipeline:
         expired: the rule of the stages for requests that are behind, as in `Batcher`.
         tuner: scales the stages while the pipeline runs, up to their `most_workers`. If None, the numbers
             of workers stay.
-        options: further arguments of every stage's `Batcher`, for example `learn=False`.
+        options: further arguments of every stage's `Batcher`, for example `learn=False`. Those of a stage
+            come before them.
 
     Raises:
         PipelineError: there is a cycle, a stage refuses what another one hands over, two stages have the same
@@ -178,7 +180,7 @@ class Pipeline:
         self._counts: Counter[str] = Counter()
         self._latency = Histogram(MILLISECONDS)
         self._closing = False
-        self._seen: dict[str, deque[float]] = {name: deque() for name in self._stages}
+        self._seen: dict[str, deque[float]] = {name: deque() for name in (tuner.tuners if tuner else ())}
         self._batchers: dict[str, Batcher] = {}
         try:
             for stage in given:
@@ -218,8 +220,10 @@ class Pipeline:
             workers=len(runner) if several else most,
             expired=expired,
             slo_ms=max(slo_ms, table.fastest_ms),
-            **options,
+            **{**options, **stage.options},
         )
+        if stage.is_function:  # its latency was guessed, so a difference says nothing about the machine
+            batcher.corrections.threshold = math.inf
         if stage.workers < most:
             batcher.resize(stage.workers)
         return batcher
@@ -374,7 +378,8 @@ class Pipeline:
             batcher = self._batchers[name]
             futures: list[Future[Answer]] = []
             for x in inputs:
-                self._seen[name].append(now)
+                if name in self._seen:
+                    self._seen[name].append(now)
                 try:
                     future: Future[Answer] = batcher.submit(x, max(left, 1e-3), stage.min_accuracy)
                 except Exception as error:

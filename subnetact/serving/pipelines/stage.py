@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from subnetact.errors import PipelineError
@@ -42,6 +42,7 @@ class Stage:
         workers: number of workers that take batches at first.
         most_workers: number of workers that are opened, for a tuner to use. If None, `workers`.
         expected_ms: expected latency of a function, ms.
+        options: further arguments of the stage's `Batcher`, for example `{"process": True}`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Stage:
     workers: int = 1
     most_workers: int | None = None
     expected_ms: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def conditions(self) -> dict[str, Condition | None]:
