@@ -124,19 +124,25 @@ class BlockRun:
         """Whether all blocks have run."""
         return self.position >= len(self._calls)
 
-    def step(self, blocks: int = 1) -> bool:
+    def step(self, blocks: int = 1, go_on: Callable[[float], bool] | None = None) -> bool:
         """Run the next blocks.
 
         Args:
             blocks: how many.
+            go_on: asked afterwards with the share of all blocks that have run; as long as it agrees, as many
+                blocks follow.
 
         Returns:
             Whether all blocks have run.
         """
+        calls = self._calls
         with torch.inference_mode():
-            for _ in range(min(blocks, len(self._calls) - self.position)):
-                self._state = self._calls[self.position](self._state)
-                self.position += 1
+            while self.position < len(calls):
+                for call in calls[self.position : self.position + blocks]:
+                    self._state = call(self._state)
+                    self.position += 1
+                if go_on is None or not go_on(self.position / len(calls)):
+                    break
         return self.done
 
     def continue_on(self, subnet: int, calls: Sequence[Callable[[Any], Any]], names: Sequence[Block]) -> bool:

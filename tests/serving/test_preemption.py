@@ -199,13 +199,16 @@ class SleepingRun:
         self.block_s = takes_ms / BLOCKS / 1e3
         self.position = 0
 
-    def step(self, blocks: int = 1) -> bool:
-        number = min(blocks, BLOCKS - self.position)
-        time.sleep(self.block_s * number)
-        self.position += number
-        for x in self.inputs:
-            if callable(x):
-                x(self.position)
+    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
+        while self.position < BLOCKS:
+            number = min(blocks, BLOCKS - self.position)
+            time.sleep(self.block_s * number)
+            self.position += number
+            for x in self.inputs:
+                if callable(x):
+                    x(self.position)
+            if go_on is None or not go_on(self.position / BLOCKS):
+                break
         return self.position == BLOCKS
 
     def outputs(self) -> list[Any]:
@@ -249,6 +252,27 @@ def test_workers_that_cannot_be_interrupted_are_refused(policy: Any) -> None:
         Batcher(Whole(), policy=policy, slo_ms=50.0)
     assert threading.active_count() == before
     Batcher(Whole(), policy=Fixed(TABLE, 1), slo_ms=50.0).close()
+
+
+def test_a_request_becomes_urgent_when_the_running_batch_falls_behind() -> None:
+    """No request arrives in the meantime, so the batch has to look by itself."""
+
+    started = threading.Event()
+
+    def stall(position: int) -> None:
+        started.set()
+        if position == 3:
+            time.sleep(0.2)
+
+    with Batcher(StandIn(5.0), policy=preemptive(), slo_ms=500.0, learn=False) as batcher:
+        slow = [batcher.submit(x, FOREVER) for x in [stall, *"x" * 15]]
+        assert started.wait(5)
+        future = batcher.submit("x", 600.0)  # in time after the 200 ms that the batch usually takes
+        assert future.result(5).met
+        assert not any(f.done() for f in slow)
+        assert batcher.stats().preempted == 1
+        for one in slow:
+            one.result(5)
 
 
 def test_without_an_urgent_request_no_batch_is_preempted() -> None:

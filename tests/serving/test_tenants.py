@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from process_runners import TABLE as COMMANDS
+from process_runners import CommandRunner, command
 
 from subnetact.errors import BatchFailed, InvalidRequest, PolicyError, ProfileMismatch, QueueFull
 from subnetact.latency.table import LatencyTable
@@ -163,11 +167,14 @@ class InBlocks(StandIn):
         run.inputs, run.position = list(inputs), 0
         return run
 
-    def step(self, blocks: int = 1) -> bool:
-        time.sleep(0.02 * blocks)
-        self.position += blocks
-        for x in self.inputs:
-            x(self.position)
+    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
+        while self.position < self.blocks:
+            time.sleep(0.02 * blocks)
+            self.position += blocks
+            for x in self.inputs:
+                x(self.position)
+            if not go_on(self.position / self.blocks):
+                break
         return self.position >= self.blocks
 
     def outputs(self) -> Any:
@@ -216,6 +223,18 @@ def test_a_suspended_batch_does_not_count_as_hanging() -> None:
         stats = batcher.stats()
     assert stats["slow"].batcher.preempted == 1
     assert stats["slow"].batcher.hung == 0
+
+
+def test_a_tenant_may_run_in_processes_beside_one_that_runs_in_threads(tmp_path: Path) -> None:
+    apart = {"process": True, "spares": 0, "learn": False}
+    one = Tenant("apart", CommandRunner(tmp_path), 80.0, COMMANDS, options=apart)
+    with TenantBatcher([one, tenants()[1]]) as batcher:
+        futures = [batcher.submit("apart", command("pid"), FOREVER) for _ in range(10)]
+        futures += [batcher.submit("second", os.getpid, FOREVER) for _ in range(10)]
+        ids = [int(np.ravel(future.result(60).output)[0]) for future in futures]
+        assert set(ids[:10]) == set(batcher.batcher("apart").processes)
+        assert set(ids[10:]) == {os.getpid()}
+        assert os.getpid() not in ids[:10]
 
 
 def replay(batcher: TenantBatcher, rates: dict[str, float], seconds: float, seed: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from subnetact.serving.live.requests import Request
@@ -26,6 +27,8 @@ class BatchJob:
         abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
         beneath: the job that is suspended while this one runs; None if this one preempted no other.
         paused_ms: time that the current part was suspended, in ms.
+        calm_ms: as long as the end of the part is expected by this time, in ms, and no request arrives, no
+            request is urgent.
         suspended_ms: when the job was suspended last, in ms on the same clock.
         accuracy: measured accuracy in percent, if the part went over to the tail of another subnet.
         left_ms: how long the part was expected to run on at that time, in ms.
@@ -36,6 +39,7 @@ class BatchJob:
         "abandoned",
         "accuracy",
         "beneath",
+        "calm_ms",
         "expected_ms",
         "left_ms",
         "limit_ms",
@@ -66,6 +70,7 @@ class BatchJob:
         self.abandoned = False
         self.beneath: BatchJob | None = None
         self.accuracy: float | None = None
+        self.calm_ms = -math.inf
         self.paused_ms = self.suspended_ms = self.left_ms = 0.0
 
     def split(self, requests: Sequence[Request], most: int) -> None:

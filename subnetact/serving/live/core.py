@@ -309,6 +309,18 @@ class Core:
         length: Any = getattr(self._dispatcher.policy_of(), "block_length", None)
         return 1 if length is None else max(1, int(length(blocks)))
 
+    def is_calm(self, job: BatchJob, done: float) -> bool:
+        """Return, without the lock, whether `urgent_job` needs no call between two blocks of a job.
+
+        Args:
+            job: the job.
+            done: share of its blocks that have run, > 0.
+        """
+        if self._inbox:
+            return False
+        now = self.clock_ms()
+        return now + (now - job.started_ms - job.paused_ms) * (1.0 - done) / done <= job.calm_ms
+
     def urgent_job(self, job: BatchJob, done: float) -> tuple[BatchJob | None, list[Outcome]]:
         """Decide between two blocks of a job whether another one goes first on its worker.
 
@@ -770,8 +782,13 @@ class Core:
         if preempt is None:
             return None
         context = dispatcher.look(now, job.worker)
-        if hasattr(policy, "wants") and not policy.wants(context):
-            return None
+        calm_until: Any = getattr(policy, "calm_until", None)
+        if calm_until is not None:
+            calm_ms = calm_until(context)
+            if self._gate is None and not getattr(policy, "tails", None):
+                job.calm_ms = calm_ms
+            if max(now, min(context.free_at_ms)) <= calm_ms:
+                return None
         running = [
             RunningBatch(
                 worker,
@@ -819,7 +836,7 @@ class Core:
         if not math.isnan(expected_ms):
             job.expected_ms = expected_ms
         job.limit_ms = now + self._patience_ms(job)
-        job.paused_ms, job.accuracy = 0.0, None
+        job.paused_ms, job.accuracy, job.calm_ms = 0.0, None, -math.inf
         ends_ms = now + job.expected_ms
         if job.beneath is not None:
             ends_ms += job.beneath.left_ms

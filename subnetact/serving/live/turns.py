@@ -88,14 +88,20 @@ class WorkerTurns:
     def _order(self, batcher: str) -> tuple[float, str]:
         return self._virtual[batcher], batcher
 
+    def is_wanted(self, worker: int) -> bool:
+        """Return, without the lock, whether a batcher waits for a worker.
+
+        Args:
+            worker: number of the worker.
+        """
+        return bool(self._waiting.get(worker))
+
     def rivals(self, turn: Turn) -> list[str]:
         """Return the batchers that wait for the worker of a turn and would get it if the turn ended now.
 
         Args:
             turn: a turn that has not ended.
         """
-        if not self._waiting.get(turn.worker):  # without the lock: the next block looks again
-            return []
         with self._changed:
             own = self._virtual[turn.batcher] + self._used_ms(turn) / self._shares[turn.batcher]
             return [name for name in self._waiting.get(turn.worker, {}) if self._virtual[name] < own]

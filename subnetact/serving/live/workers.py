@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from subnetact.errors import WorkerDied
@@ -139,11 +140,15 @@ class Workers:
             _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
             self._deliver(core.died(worker, job, error))
 
-    def _give_way(self, job: BatchJob, done: float) -> None:
+    def _is_calm(self, job: BatchJob, done: float) -> bool:
+        """Return whether a job goes on with its next block without a look at the queues."""
+        if self._turns is not None and self._turns[0].is_wanted(job.worker):
+            return False
+        return not job.abandoned and self._core.is_calm(job, done)
+
+    def _give_way(self, job: BatchJob, done: float, turns: WorkerTurns) -> None:
         """Pass the turn on between two blocks if a batcher that comes next has urgent requests."""
-        if self._turns is None:
-            return
-        turns, turn = self._turns[0], self._held[job.worker]
+        turn = self._held[job.worker]
         for rival in turns.rivals(turn):
             if self._core.suspend(job, done, turns.urgent[rival]):
                 turns.pass_on(turn)
@@ -181,13 +186,16 @@ class Workers:
             return engine.run(job.subnet, inputs, job.size)
         run = start(job.subnet, inputs, job.size)
         length = core.block_length(run.blocks)
-        while not run.step(length) and not job.abandoned:
-            urgent, outcomes = core.urgent_job(job, run.position / run.blocks)
+        calm = partial(self._is_calm, job)
+        while not run.step(length, calm) and not job.abandoned:
+            done = run.position / run.blocks
+            if self._turns is not None:
+                self._give_way(job, done, self._turns[0])
+            urgent, outcomes = core.urgent_job(job, done)
             self._deliver(outcomes)
             if urgent is not None:
                 self._run(urgent)
-            self._give_way(job, run.position / run.blocks)
-            for subnet, accuracy in core.tails_of(job, run.position / run.blocks):
+            for subnet, accuracy in core.tails_of(job, done):
                 if engine.continue_on(run, subnet):
                     core.went_over(job, subnet, accuracy)
                     break

@@ -23,8 +23,9 @@ class Preemptive:
     the urgent requests in time is chosen. A running batch gives way if the requests saved are more than
     `factor` times those of its own that become late.
 
-    The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`; the simulator needs
-    `resume=True` and the number of blocks.
+    The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`, in threads; worker
+    processes are refused. The simulator needs `resume=True` and the number of blocks. A batch looks at the
+    queue between two blocks only if a request has arrived, or its own end is expected later than before.
 
     Args:
         policy: decides in all other cases.
@@ -32,7 +33,6 @@ class Preemptive:
         longest: number of blocks that run without a look at the queue while the device is not shared.
             If `policy` estimates its co-runners (`Veltair`), that number falls as the estimate grows, down to
             1 beside the largest measured number.
-
         tails: pairs of subnets (from, to): a running batch of the first one that would miss a deadline may
             continue on the remaining blocks of the second one, where both fit together. The value is the
             accuracy of such batches, percent, which has to be measured: the mixture was never trained. The
@@ -123,13 +123,13 @@ class Preemptive:
         share = min(1.0, max(0.0, (estimate - least) / max(most - least, 1e-9)))
         return max(1, round(longest - share * (longest - 1)))
 
-    def wants(self, context: Context) -> bool:
-        """Return whether any request is urgent, so that `preempt` has to be asked; this is quicker.
+    def calm_until(self, context: Context) -> float:
+        """Return until when the next worker may be busy, ms, without that `preempt` has to be asked.
 
         Args:
             context: the state of the server while no worker is idle.
         """
-        return context.queue.deadline() < max(context.now_ms, min(context.free_at_ms)) + self._fastest
+        return context.queue.deadline() - self._fastest
 
     def preempt(self, context: Context, running: Sequence[RunningBatch]) -> int | None:
         """Choose the running batch that gives way to the urgent requests of the queue.

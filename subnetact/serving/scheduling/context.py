@@ -183,7 +183,8 @@ class Policy(Protocol):
     * `reset()`: forgets all state; called before a simulation.
     * `preempt(context, running)`: may interrupt a running batch; see `Flex.preempt`. The live batcher and,
       with `resume=True`, the simulator ask between two blocks of a batch, and continue it afterwards.
-    * `wants(context)`: whether `preempt` has to be asked at all; a quick answer keeps blocks cheap.
+    * `calm_until(context)`: `preempt` is not asked if a worker is expected to be free by this time, ms; with
+      it, a batch looks at the queue only if a request has arrived or its end is expected later than that.
     * `block_length(blocks)`: after how many blocks of a batch they ask; 1 without this method.
     """
 

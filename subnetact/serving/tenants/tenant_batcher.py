@@ -203,7 +203,9 @@ class TenantBatcher:
         }
 
     def batcher(self, tenant: str) -> Batcher:
-        """Return the batcher of a tenant, for its metrics (`prometheus`) and corrections.
+        """Return the batcher of a tenant, for its metrics and corrections.
+
+        `Collector(batcher.batcher(name), prefix=...)` puts the metrics of several tenants into one registry.
 
         Args:
             tenant: the name of the tenant.
