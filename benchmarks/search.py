@@ -176,14 +176,12 @@ def digits(args: argparse.Namespace) -> dict[str, Any]:
 def precision(args: argparse.Namespace) -> dict[str, Any]:
     """Compare the fronts of true accuracy and measured latency with and without an axis of precisions.
 
-    The candidates are the first two fronts of true accuracy and multiply-accumulates, at both precisions.
+    The candidates are the front of true accuracy and multiply-accumulates, at both precisions.
     """
     supernet, accuracy, macs, _ = true_digits(args.truth)
-    layers = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
-    rest = {spec: accuracy[spec] for spec in accuracy if spec not in layers}
-    layers += pareto_front(rest, cost=macs.__getitem__, gain=accuracy.__getitem__)
+    chosen = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
     space = supernet.enable_precision("int8")
-    specs = [space.at_precision(spec, name) for spec in layers for name in ("float32", "int8")]
+    specs = [space.at_precision(spec, name) for spec in chosen for name in ("float32", "int8")]
     training, held_out = read_digits()
     generator = torch.Generator().manual_seed(0)
     pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
@@ -199,7 +197,7 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     differences = [b - a for a, b in zip(percent[::2], percent[1::2], strict=True)]
     return {
         "machine": machine(torch.device("cpu")),
-        "subnets": len(layers),
+        "subnets": len(chosen),
         "int8_accuracy_minus_float32": {
             "mean": float(np.mean(differences)),
             "lowest": min(differences),
@@ -398,10 +396,10 @@ def precisions(found: dict[str, Any]) -> list[str]:
     on = found["machine"]
     lines = [
         "",
-        f"**Precision**, {found['subnets']} subnets of the first two fronts of the digits at float32 and "
-        f"int8, fused, latency measured on {on['device_name']}, {on['threads']} thread(s): int8 changes the "
-        f"accuracy by {off['mean']:+.2f} points on average ({off['lowest']:+.2f} to {off['highest']:+.2f}). "
-        "The front of both precisions compared with the front of float32 alone:",
+        f"**Precision**, the {found['subnets']} digits subnets on the front of accuracy and MACs, at float32 "
+        f"and int8, fused; latency measured on {on['device_name']}, {on['threads']} thread(s). int8 changes "
+        f"the accuracy by {off['mean']:+.2f} points on average ({off['lowest']:+.2f} to "
+        f"{off['highest']:+.2f}). The front of both precisions compared with the front of float32 alone:",
         "",
         "| batch size | subnets on the front | of these at int8 | hypervolume, relative |",
         "|---|---|---|---|",
