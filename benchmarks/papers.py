@@ -4,7 +4,8 @@
     python benchmarks/papers.py --only veltair shepherd inferline        # simulations, the same everywhere
     python benchmarks/papers.py --only blocks urgent pipeline tenants    # live, timed
 
-blocks: throughput of batches of 16 of the largest digits subnet, whole and in blocks, when nothing is urgent.
+blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in pairs of them, when
+    nothing is urgent.
 urgent: how long urgent requests wait behind such batches, with and without preemption.
 tail: accuracy of batches that continue on the tail of a shorter subnet, on scikit-learn's held-out digits.
 pipeline: the percentile of a planned pipeline of two stages, estimated and live, with engines that sleep.
@@ -93,10 +94,11 @@ def blocks(seconds: float) -> Found:
     engine = digits_engine()
     table = quick_table(engine)
     xs = [torch.randn(1, 16, 16) for _ in range(16)]
-    rates: dict[str, list[float]] = {"whole": [], "blocks": []}
+    rates: dict[str, list[float]] = {"whole": [], "blocks": [], "pairs": []}
     policies: dict[str, Callable[[], Any]] = {
         "whole": lambda: Fixed(table, 2),
         "blocks": lambda: Preemptive(Fixed(table, 2)),
+        "pairs": lambda: Preemptive(Fixed(table, 2), longest=2),
     }
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -111,6 +113,7 @@ def blocks(seconds: float) -> Found:
     return {
         **{f"{name}_per_s": value for name, value in per_second.items()},
         "cost": 1.0 - per_second["blocks"] / per_second["whole"],
+        "cost of pairs": 1.0 - per_second["pairs"] / per_second["whole"],
         "blocks": len(engine.blocks(2)),
         "repetitions": len(rates["whole"]),
     }
@@ -415,7 +418,7 @@ def inferline() -> Found:
 def main() -> None:
     """Run the experiments and print or write their figures."""
     everything: dict[str, Callable[[], Found]] = {
-        "blocks": lambda: blocks(20.0),
+        "blocks": lambda: blocks(30.0),
         "urgent": lambda: urgent(300),
         "tail": tail,
         "pipeline": pipeline,

@@ -225,6 +225,27 @@ def test_a_suspended_batch_does_not_count_as_hanging() -> None:
     assert stats["slow"].batcher.hung == 0
 
 
+def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:
+    started, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        started.set()
+        gate.wait(10)
+
+    bad, good = tenants()
+    bad.options["watchdog_ms"] = 100.0
+    batcher = TenantBatcher([bad, good])
+    held = batcher.submit("first", hang, 110.0)
+    assert started.wait(5)
+    waiting = batcher.submit("second", "x", FOREVER)
+    begin = time.perf_counter()
+    batcher.close()
+    assert time.perf_counter() - begin < 5.0  # the call that hangs takes 10 s
+    assert waiting.result(0).output == "x"
+    assert held.exception(0) is not None
+    gate.set()
+
+
 def test_a_tenant_may_run_in_processes_beside_one_that_runs_in_threads(tmp_path: Path) -> None:
     apart = {"process": True, "spares": 0, "learn": False}
     one = Tenant("apart", CommandRunner(tmp_path), 80.0, COMMANDS, options=apart)

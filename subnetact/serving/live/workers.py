@@ -93,8 +93,6 @@ class Workers:
         self._current[worker] = thread
 
     def _start_again(self, worker: int) -> None:
-        if self._turns is not None:
-            self._turns[0].end_of(worker, self._turns[1])  # the thread that was lost may hold it
         try:
             self._start(worker)
         except RuntimeError as error:  # the system has no thread left; try again after a pause
@@ -230,10 +228,12 @@ class Workers:
             self._on_end()
 
     def _stop_abandoned(self) -> None:
-        """Tell the runners that can stop a batch which of them run a batch that was taken to hang."""
+        """End the turns of workers whose batch was taken to hang, and tell the runners that can stop it."""
         for worker, job in list(self._jobs.items()):
             if job.abandoned:
                 del self._jobs[worker]
+                if self._turns is not None:
+                    self._turns[0].end_of(worker, self._turns[1])
                 abandon: Any = getattr(self._engines[worker], "abandon", None)
                 if abandon is not None:
                     abandon()
