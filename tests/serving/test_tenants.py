@@ -16,7 +16,7 @@ from process_runners import CommandRunner, command
 
 from subnetact.errors import BatchFailed, InvalidRequest, PolicyError, ProfileMismatch, QueueFull
 from subnetact.latency.table import LatencyTable
-from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher
+from subnetact.serving import Fixed, Preemptive, Tenant, TenantBatcher, Veltair
 from subnetact.serving.live.turns import WorkerTurns
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
@@ -223,6 +223,55 @@ def test_a_suspended_batch_does_not_count_as_hanging() -> None:
         stats = batcher.stats()
     assert stats["slow"].batcher.preempted == 1
     assert stats["slow"].batcher.hung == 0
+
+
+class Crowded(StandIn):
+    """Takes as many times the table's latency as there are batches on the device; a batch is one block."""
+
+    running = 0
+    blocks = position = 1
+
+    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        run = Crowded(self._table)
+        run.work = subnet, inputs, batch_size
+        return run
+
+    def step(self, blocks: int = 1, go_on: Any = None) -> bool:
+        Crowded.running += 1
+        for _ in range(Crowded.running):
+            StandIn.run(self, *self.work)
+        Crowded.running -= 1
+        return True
+
+    def outputs(self) -> Any:
+        return self.work[1]
+
+
+def test_blocks_are_long_alone_and_short_beside_another_tenant() -> None:
+    """The table says how much co-runners slow a tenant down; what it measures tells how many there are."""
+    latency = TABLE.latency_ms
+    table = LatencyTable.from_arrays(
+        TABLE.subnets, TABLE.accuracy, [1, 4], latency, co_runners=[0, 1], co_runner_ms=[latency, 2 * latency]
+    )
+    policies = [
+        Preemptive(Veltair(table, lambda given: Fixed(given, 0)), longest=5) for _ in ("first", "second")
+    ]
+    given = [
+        Tenant(name, Crowded(table), 80.0, policy=policy, options={"learn": False, "expired": "serve"})
+        for name, policy in zip(("first", "second"), policies, strict=True)
+    ]
+    with TenantBatcher(given, workers=2) as batcher:
+        batcher.batcher("first").assign([0])
+        batcher.batcher("second").assign([1])
+        for future in [batcher.submit("first", "x", FOREVER) for _ in range(60)]:
+            future.result(5)
+        assert policies[0].block_length(10) >= 4
+        futures = [batcher.submit(name, "x", FOREVER) for _ in range(120) for name in ("first", "second")]
+        for future in futures[:160]:
+            future.result(10)
+        assert policies[0].block_length(10) <= 2
+        for future in futures:
+            future.result(10)
 
 
 def test_a_tenant_that_hangs_while_it_closes_does_not_hold_the_worker() -> None:
