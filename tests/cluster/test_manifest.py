@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -16,11 +17,76 @@ from subnetact.serve.source import Source  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "cluster"
-RAY_SERVICE = {"serveConfigV2", "rayClusterConfig"}
-"""Fields of `spec` of ray.io/v1 RayService that the example uses; those of the parts are below."""
-CLUSTER = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
-HEAD = {"rayStartParams", "template"}
-WORKERS = HEAD | {"groupName", "replicas", "minReplicas", "maxReplicas"}
+POD = "pod"
+TEXTS = "object of texts"
+WORKERS = {
+    "groupName": (str, True),
+    "replicas": (int, False),
+    "minReplicas": (int, True),
+    "maxReplicas": (int, True),
+    "numOfHosts": (int, False),
+    "rayStartParams": (TEXTS, True),
+    "template": (POD, True),
+    "scaleStrategy": (dict, False),
+}
+HEAD = {
+    "serviceType": (str, False),
+    "headService": (dict, False),
+    "enableIngress": (bool, False),
+    "rayStartParams": (TEXTS, True),
+    "template": (POD, True),
+}
+CLUSTER = {
+    "headGroupSpec": (HEAD, True),
+    "workerGroupSpecs": ([WORKERS], False),
+    "rayVersion": (str, False),
+    "enableInTreeAutoscaling": (bool, False),
+    "autoscalerOptions": (dict, False),
+    "headServiceAnnotations": (TEXTS, False),
+    "suspend": (bool, False),
+}
+RAY_SERVICE = {
+    "apiVersion": (str, True),
+    "kind": (str, True),
+    "metadata": (dict, True),
+    "spec": (
+        {"serveConfigV2": (str, False), "rayClusterConfig": (CLUSTER, False), "serveService": (dict, False)},
+        True,
+    ),
+}
+"""Type and need of every field of ray.io/v1 RayService, as KubeRay (Apache License 2.0) publishes them in
+ray-operator/apis/ray/v1; fields that it calls deprecated are left out."""
+
+
+def faults(value, kind, where=""):
+    """Return what of a document does not fit a table of fields."""
+    if isinstance(kind, list):
+        if not isinstance(value, list):
+            return [f"{where}: no list"]
+        return [text for i, item in enumerate(value) for text in faults(item, kind[0], f"{where}[{i}]")]
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return [f"{where}: no object"]
+        found = [f"{where}.{name}: unknown" for name in value.keys() - kind.keys()]
+        found += [
+            f"{where}.{name}: missing" for name, (_, needed) in kind.items() if needed and name not in value
+        ]
+        return found + [
+            text
+            for name in value.keys() & kind.keys()
+            for text in faults(value[name], kind[name][0], f"{where}.{name}")
+        ]
+    if kind == TEXTS:
+        fits = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    elif kind == POD:  # the pods have a test of their own
+        fits = (
+            isinstance(value, dict)
+            and value.keys() <= {"metadata", "spec"}
+            and bool(value["spec"]["containers"])
+        )
+    else:
+        fits = type(value) is kind
+    return [] if fits else [f"{where}: {value!r} does not fit"]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +107,22 @@ def templates(manifest):
 def test_the_manifest_has_the_fields_of_a_ray_service(manifest):
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
-    cluster = manifest["spec"]["rayClusterConfig"]
-    assert set(manifest["spec"]) == RAY_SERVICE
-    assert set(cluster) == CLUSTER
-    assert set(cluster["headGroupSpec"]) == HEAD
-    for group in cluster["workerGroupSpecs"]:
-        assert set(group) == WORKERS
+    assert faults(manifest, RAY_SERVICE) == []
+    for group in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    assert all(isinstance(v, str) for group in groups for v in group["rayStartParams"].values())
+
+
+def test_faults_of_a_manifest_are_found(manifest):
+    broken = copy.deepcopy(manifest)
+    cluster = broken["spec"]["rayClusterConfig"]
+    cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0  # YAML without quotation marks
+    cluster["workerGroupSpecs"][0]["replica"] = cluster["workerGroupSpecs"][0].pop("minReplicas")
+    found = faults(broken, RAY_SERVICE)
+    assert sorted(text.rpartition(".")[2].split(":")[0] for text in found) == [
+        "minReplicas",
+        "rayStartParams",
+        "replica",
+    ]
 
 
 def test_versions_agree(manifest):
