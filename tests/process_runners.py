@@ -18,7 +18,7 @@ import numpy.typing as npt
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["TABLE", "AddressRunner", "CommandRunner", "command", "crash"]
+__all__ = ["TABLE", "AddressRunner", "CommandRunner", "FusedRunner", "command", "crash"]
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
 KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable")
@@ -107,3 +107,24 @@ class AddressRunner:
         addresses = [tensor.data_ptr() for tensor in self.engine.supernet.tensors()]
         inside = [any(int(a, 16) <= at < int(b, 16) for a, b in spans) for at in addresses]
         return [(sum(inside), len(inside)) for _ in inputs]
+
+
+class FusedRunner:
+    """Runs an engine, and tells whether the engine of this process runs the subnet as a fused program.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.keys = engine.keys
+
+    def check(self, x: Any, finite: bool = False) -> None:
+        """Accept everything."""
+
+    def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
+        """Return the output, whether the subnet is fused, and whether it is pinned, per input."""
+        outputs = self.engine.run(subnet, inputs, batch_size)
+        fused, pinned = self.engine.is_fused(subnet), subnet in self.engine.pinned
+        return [(output, np.array([fused, pinned])) for output in outputs]

@@ -1,32 +1,49 @@
-"""`SlackRouter`: sends every request to the replica that is expected to answer first."""
+"""`SlackRouter`: sends every request to the replica that has the least work."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from subnetact.cluster.deadline import unix_ms
-from subnetact.cluster.forecast import ReplicaForecast, ReplicaReport, ranking
+from subnetact.cluster.forecast import ReplicaForecast, ReplicaReport, ranking, work
 from subnetact.cluster.ray_serve import RequestRouter, refuse
 from subnetact.errors import QueueFull
 
 __all__ = ["SlackRouter"]
 
 
-CHOSEN_MS = 1000.0
+CHOSEN_MS = 5000.0
 """How long a choice counts if no replica accepts the request, in ms."""
 
 
-class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Ranks the replicas by the time at which they would answer one more request.
+class Sent(NamedTuple):
+    """A request without an answer.
 
-    The time follows from the last report of the replica (`record_routing_stats`: its queue and learned
-    latencies), corrected by what this router has sent to the replica since, and by what other routers have
-    probably sent. Of n routers each looks at a random n-th of the replicas first, at two or more, because all
-    have the same old reports and would choose the same replica. A request that no replica can answer before
-    its deadline, even with the fastest subnet, is refused with `QueueFull` before it is sent.
+    Attributes:
+        replica_id: the replica that was chosen.
+        inputs: its inputs.
+        since_ms: when it was chosen, by a monotonic clock, in ms.
+        accepted: whether the replica has accepted it.
+    """
+
+    replica_id: Any
+    inputs: int
+    since_ms: float
+    accepted: bool = False
+
+
+class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Sends every request to the replica that has the least work.
+
+    The work is the number of inputs that a replica holds, times its latency per input where that differs much
+    between the replicas. The router knows exactly what it has itself sent; the last report of the replica
+    (`record_routing_stats`) tells what others had sent, and how fast the replica is. Of n routers each looks
+    at a random n-th of the replicas first, at two or more, because all have the same old reports and would
+    choose the same replica. A request that no replica can answer before its deadline, even with the fastest
+    subnet, is refused with `QueueFull` before it is sent.
 
     Ray makes one router in every process that has a handle.
     """
@@ -34,8 +51,8 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._forecasts: dict[Any, ReplicaForecast] = {}
-        self._inputs: dict[str, int] = {}
-        self._chosen: dict[str, tuple[Any, int, float]] = {}
+        self._sent: dict[str, Sent] = {}
+        self._looked_ms = 0.0
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
@@ -52,33 +69,36 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         asked = {} if pending_request is None else pending_request.kwargs
         sender, inputs = asked.get("sender", ""), len(asked.get("xs", ())) or 1
         now = time.monotonic() * 1e3
-        self._forget_chosen(now)
-        ranked = []
+        if pending_request is not None:
+            self._release(pending_request.metadata.internal_request_id)  # it was refused, and is sent again
+        self._forget(now)
+        forecasts = []
         for replica in candidate_replicas:
-            forecast = self._forecast(replica.replica_id, sender)
-            forecast.learn(ReplicaReport.read(replica.routing_stats), now)
-            rank, finish = forecast.rank_ms(now, inputs), forecast.finish_ms(now, inputs)
-            ranked.append((round(rank, 6), random.random(), finish, forecast.reported, replica))
-        senders = max((self._forecasts[entry[-1].replica_id].senders for entry in ranked), default=1.0)
-        ranked = ranking(ranked, senders)
-        if pending_request is None:
-            return [[entry[-1]] for entry in ranked]
+            forecasts.append(self._forecast(replica.replica_id, sender))
+            forecasts[-1].learn(ReplicaReport.read(replica.routing_stats), now)
+        entries = [
+            (amount, random.random(), replica)
+            for amount, replica in zip(work(forecasts, inputs), candidate_replicas, strict=True)
+        ]
+        senders = max((forecast.senders for forecast in forecasts), default=1.0)
+        ranked = [replica for *_, replica in ranking(entries, senders)]
+        groups = [[replica] for replica in ranked]
+        if pending_request is None or not ranked:
+            return groups
         pending_request.routing_context.should_backoff = True  # after all were tried, wait and rank again
         deadline = asked.get("deadline")
-        if ranked and deadline is not None and all(reported for *_, reported, _ in ranked):
+        if deadline is not None and all(forecast.reported for forecast in forecasts):
             left_ms = deadline[1] - unix_ms()
-            if min(entry[2] for entry in ranked) > left_ms:
+            if min(forecast.finish_ms(now, inputs) for forecast in forecasts) > left_ms:
                 refuse(self, pending_request, QueueFull("no replica can answer in time; retry later"))
-                return [[entry[-1]] for entry in ranked]
-        if ranked:
-            name, best = pending_request.metadata.internal_request_id, ranked[0][-1].replica_id
-            self._release(name)
-            self._chosen[name] = best, inputs, now
-            self._forecasts[best].chosen(inputs)
-        return [[entry[-1]] for entry in ranked]
+                return groups
+        best = ranked[0].replica_id
+        self._sent[pending_request.metadata.internal_request_id] = Sent(best, inputs, now)
+        self._forecasts[best].outstanding += inputs
+        return groups
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Count a request that a replica accepted.
+        """Note that a replica has accepted a request.
 
         Args:
             pending_request: the request.
@@ -86,25 +106,24 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             result: Ray's handle of the result.
         """
         super().on_request_routed(pending_request, replica_id, result)
-        asked = pending_request.kwargs
-        name, inputs = pending_request.metadata.internal_request_id, len(asked.get("xs", ())) or 1
-        self._release(name)
-        self._forecast(replica_id, asked.get("sender", "")).sent(inputs, time.monotonic() * 1e3)
-        self._inputs[name] = inputs
+        name = pending_request.metadata.internal_request_id
+        sent = self._release(name)
+        if sent is not None:  # otherwise it has its answer already
+            self._sent[name] = Sent(replica_id, sent.inputs, sent.since_ms, accepted=True)
+            sender = pending_request.kwargs.get("sender", "")
+            self._forecast(replica_id, sender).outstanding += sent.inputs
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """Count a request that ended, however it ended.
+        """Note that a request has ended, however it ended.
 
         Args:
             replica_id: the replica.
             internal_request_id: Ray's name of the request.
         """
         super().on_request_completed(replica_id, internal_request_id)
-        self._release(internal_request_id)
-        inputs = self._inputs.pop(internal_request_id, 0)
-        forecast = self._forecasts.get(replica_id)
-        if forecast is not None and inputs:
-            forecast.completed(inputs, time.monotonic() * 1e3)
+        sent = self._sent.get(internal_request_id)
+        if sent is not None and sent.replica_id == replica_id:  # it may have been sent to another one since
+            self._release(internal_request_id)
 
     def update_replicas(self, replicas: Sequence[Any]) -> None:
         """Take over the list of replicas and forget those that ended.
@@ -117,18 +136,20 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         for gone in self._forecasts.keys() - alive:
             del self._forecasts[gone]
 
-    def _release(self, name: str) -> None:
-        replica_id, inputs, _ = self._chosen.pop(name, (None, 0, 0.0))
-        if replica_id in self._forecasts:
-            self._forecasts[replica_id].chosen(-inputs)
+    def _release(self, name: str) -> Sent | None:
+        sent = self._sent.pop(name, None)
+        forecast = None if sent is None else self._forecasts.get(sent.replica_id)
+        if sent is not None and forecast is not None:
+            forecast.outstanding = max(0, forecast.outstanding - sent.inputs)
+        return sent
 
-    def _forget_chosen(self, now_ms: float) -> None:
-        """Release the choices of requests that were cancelled before any replica accepted them."""
-        while self._chosen:
-            name, (_, _, since) = next(iter(self._chosen.items()))
-            if now_ms - since < CHOSEN_MS:
-                return
-            self._release(name)
+    def _forget(self, now_ms: float) -> None:
+        """Release requests that were cancelled before any replica accepted them: Ray does not tell."""
+        if now_ms - self._looked_ms > CHOSEN_MS:
+            self._looked_ms = now_ms
+            for name, sent in list(self._sent.items()):
+                if not sent.accepted and now_ms - sent.since_ms > CHOSEN_MS:
+                    self._release(name)
 
     def _forecast(self, replica_id: Any, sender: str) -> ReplicaForecast:
         found = self._forecasts.get(replica_id)

@@ -43,8 +43,8 @@ DONE, USAGE = 0, 2
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EPILOG = """backends:
   local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
-  machine or on the cluster at --ray-address, and the server sends every request to the replica that is
-  expected to answer first. The bundle must be at the same path on every node.
+  machine or on the cluster at --ray-address, and the server sends every request to the replica that has
+  the least work. The bundle must be at the same path on every node.
 
 your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
@@ -115,6 +115,13 @@ def options() -> argparse.ArgumentParser:
         choices=("replicas", "central"),
         default="replicas",
         help="one deadline queue per replica, or one in the server, which sends batches to idle replicas",
+    )
+    cluster.add_argument(
+        "--router",
+        choices=("slack", "ray"),
+        default="slack",
+        help="requests go to the replica with the least work, or, as Ray itself does, to the one with fewer "
+        "requests of two that are drawn at random",
     )
     usual = Limits()
     limits = parser.add_argument_group("limits")
@@ -194,7 +201,9 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         from subnetact.cluster.session import RaySession  # the extra `ray` may be missing
 
         source = replace(source, workers=1)
-        session = RaySession(source, args.workers, queue=args.queue, address=args.ray_address)
+        session = RaySession(
+            source, args.workers, queue=args.queue, router=args.router, address=args.ray_address
+        )
         stack.callback(session.close)
         signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed
         engine, batcher = session.engine, session.answerer

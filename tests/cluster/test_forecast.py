@@ -1,4 +1,4 @@
-"""The time at which a replica would answer one more request, from old reports."""
+"""What a replica holds and when it would answer one more request, from old reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from subnetact.cluster.forecast import QUIET_MS, ReplicaForecast, ReplicaReport, ranking
+from subnetact.cluster.forecast import ReplicaForecast, ReplicaReport, ranking, work
 
 IDLE = ReplicaReport(1, 0, 0, 0.0, 2.0, 10.0, {}, {})
 
@@ -26,30 +26,46 @@ def test_queue_free_time_and_latency_add_up():
     assert forecast.finish_ms(1e4) == 5 * 2.0 + 10.0
 
 
-def test_inputs_that_the_report_does_not_contain_are_added():
-    """7 sent, of which the replica had received 4 when it reported: 3 are on their way."""
+def test_what_a_sender_sent_is_counted_once_however_old_the_report_is():
+    """One sender; requests of several inputs arrive at the replica, are answered and reported with delays."""
+    rng = random.Random(0)
     forecast = ReplicaForecast("me")
-    forecast.sent(7, 0.0)
-    forecast.learn(IDLE._replace(queued=2, running=2, received={"me": 4, "other": 9}), now_ms=0.0)
-    assert forecast.waiting() == 5
-    forecast.chosen(2)
-    assert forecast.waiting() == 7
-    forecast.chosen(-2)
-    forecast.sent(1, 0.0)
-    assert forecast.waiting() == 6
+    on_the_way, held, answers, reports = [], [], [], []
+    received = finished = 0
+    for step in range(3000):
+        if rng.random() < 0.5:
+            inputs = rng.choice([1, 4, 16])
+            forecast.outstanding += inputs
+            on_the_way.append((step + rng.randrange(5), inputs))
+        for due, inputs in [one for one in on_the_way if one[0] <= step]:
+            on_the_way.remove((due, inputs))
+            held.append(inputs)
+            received += inputs
+        if held and rng.random() < 0.5:
+            done = held.pop(0)
+            finished += done
+            answers.append((step + rng.randrange(5), done))
+        for due, inputs in [one for one in answers if one[0] <= step]:
+            answers.remove((due, inputs))
+            forecast.outstanding -= inputs
+        if step % 20 == 0:
+            counts = {"queued": sum(held), "received": {"me": received}, "finished": {"me": finished}}
+            reports.append((step + 30, IDLE._replace(number=step, **counts)))
+        if reports and reports[0][0] <= step:
+            forecast.learn(reports.pop(0)[1], float(step))
+        on_both_ways = sum(inputs for _, inputs in on_the_way + answers)
+        assert forecast.held() == sum(held) + on_both_ways
+        assert forecast.senders == 1.0
 
 
-def test_answers_since_the_report_are_taken_off():
+def test_a_report_adds_what_others_have_sent():
     forecast = ReplicaForecast("me")
-    forecast.sent(8, 0.0)
-    forecast.completed(1, 0.0)
-    report = IDLE._replace(queued=5, running=2, received={"me": 8}, finished={"me": 1})
-    forecast.learn(report, now_ms=0.0)
-    assert forecast.waiting() == 5
-    forecast.completed(2, 0.0)  # those that ran
-    assert forecast.waiting() == 5
-    forecast.completed(3, 0.0)
-    assert forecast.waiting() == 2
+    forecast.outstanding = 7
+    counts = {"received": {"me": 4, "other": 9}, "finished": {"other": 3}}
+    forecast.learn(IDLE._replace(queued=8, running=2, **counts), now_ms=0.0)
+    assert forecast.held() == 7 + 6  # three of the seven are on their way
+    forecast.outstanding = 0
+    assert forecast.held() == 6
 
 
 def test_the_same_report_changes_nothing():
@@ -61,57 +77,31 @@ def test_the_same_report_changes_nothing():
 
 def test_without_a_report_the_shortest_queue_is_first():
     busy, idle = ReplicaForecast("me"), ReplicaForecast("me")
-    busy.sent(3, 0.0)
+    busy.outstanding = 3
     assert not busy.reported
     assert idle.finish_ms(0.0) < busy.finish_ms(0.0)
-    busy.completed(5, 0.0)
-    assert busy.outstanding == 0
+    assert work([busy, idle], 2) == [5.0, 2.0]
 
 
-def test_inputs_that_were_lost_on_the_way_do_not_count_for_ever():
-    """Two were sent and cancelled before the replica took them: its counts never show them."""
-    forecast = ReplicaForecast("me")
-    forecast.learn(IDLE, 0.0)
-    forecast.sent(2, 0.0)
-    assert forecast.waiting() == 2
-    forecast.completed(2, 0.0)
-    assert forecast.waiting() == 0
-    later = 2 * QUIET_MS
-    forecast.learn(IDLE._replace(number=2), later)
-    forecast.sent(4, later)
-    forecast.learn(IDLE._replace(number=3, queued=4, received={"me": 4}), later)
-    forecast.completed(0, later)
-    assert forecast.waiting() == 4
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_burst_between_two_reports_is_spread(spread):
-    """40 requests arrive before the next report of two idle replicas."""
+def test_a_burst_between_two_reports_is_spread():
+    """40 requests arrive before the next report of two idle replicas, one of which seems a little faster."""
     replicas = [ReplicaForecast("me"), ReplicaForecast("me")]
-    for forecast in replicas:
-        forecast.learn(IDLE, 0.0)
-    sent = [0, 0]
+    replicas[0].learn(IDLE, 0.0)
+    replicas[1].learn(IDLE._replace(per_input_ms=2.8, one_ms=14.0), 0.0)
     for _ in range(40):
-        best = min((0, 1), key=lambda i: replicas[i].rank_ms(0.0))
-        sent[best] += 1
-        if spread:
-            replicas[best].sent(1, 0.0)
-    assert sent == ([20, 20] if spread else [40, 0])
+        amounts = work(replicas, 16)
+        replicas[amounts.index(min(amounts))].outstanding += 16
+    assert [replica.outstanding for replica in replicas] == [320, 320]
 
 
-def test_the_rank_is_the_work_that_a_replica_holds():
-    forecast = ReplicaForecast("me")
-    assert forecast.rank_ms(0.0, inputs=3) == 3
-    forecast.learn(IDLE._replace(queued=5, running=2, free_ms=30.0), 0.0)
-    assert forecast.rank_ms(0.0) == 7 * 2.0 + 10.0
-    assert forecast.rank_ms(1e4, inputs=4) == 10 * 2.0 + 10.0
-    forecast.sent(2, 0.0)
-    assert forecast.rank_ms(0.0) == 9 * 2.0 + 10.0
-    forecast.completed(1, 0.0)
-    assert forecast.rank_ms(0.0) == 7 * 2.0 + 10.0  # one is on its way; the answered one was held
-    slow = ReplicaForecast("me")
-    slow.learn(IDLE._replace(queued=5, per_input_ms=20.0), 0.0)
-    assert slow.rank_ms(0.0) > forecast.rank_ms(0.0)
+def test_a_replica_of_half_the_speed_gets_half_the_requests():
+    replicas = [ReplicaForecast("me"), ReplicaForecast("me"), ReplicaForecast("me")]
+    for replica, input_ms in zip(replicas, (2.0, 4.0, 2.0), strict=True):
+        replica.learn(IDLE._replace(per_input_ms=input_ms), 0.0)
+    for _ in range(50):
+        amounts = work(replicas)
+        replicas[amounts.index(min(amounts))].outstanding += 1
+    assert [replica.outstanding for replica in replicas] == [20, 10, 20]
 
 
 def test_other_senders_have_the_same_old_report():
@@ -121,14 +111,12 @@ def test_other_senders_have_the_same_old_report():
     forecast.learn(IDLE._replace(received=dict(received)), 0.0)
     for number in range(2, 30):
         received = {sender: count + 5 for sender, count in received.items()}
-        forecast.sent(5, 0.0)
-        forecast.completed(5, 0.0)
         report = IDLE._replace(number=number, received=dict(received), finished=dict(received))
         forecast.learn(report, 0.0)
     assert forecast.senders == pytest.approx(10.0)
-    before = forecast.rank_ms(0.0)
-    forecast.sent(1, 0.0)
-    assert forecast.rank_ms(0.0) - before == pytest.approx(10 * 2.0)
+    before = forecast.held()
+    forecast.outstanding += 1
+    assert forecast.held() - before == pytest.approx(10.0)
     assert ReplicaForecast("alone").senders == 1.0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -239,6 +241,40 @@ def test_shutting_down_finishes_what_was_accepted(start, digits, wait_for):
     for watcher in watchers:
         watcher.close()
     assert server.stop() == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+def test_worker_processes_and_their_memory_end_with_the_server(start, digits, images):
+    """SIGTERM in the middle of requests: all are answered, and no process and no shared memory is left."""
+    engine, bundle = digits
+    before = set(os.listdir("/dev/shm"))
+    server = start("--bundle", str(bundle), "--worker-processes", "--workers", "2", "--grace-s", "0.3")
+    status, answer = server.infer(images[0], min_accuracy=82, output="values")
+    assert status == 200
+    assert torch.allclose(torch.tensor(answer["output"]), engine(images[:1], subnet=2)[0], atol=1e-3)
+    workers = descendants(server.process.pid)
+    assert len(workers) >= 2
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(server.infer, image) for image in images[:40]]
+        asked[8].result(30)
+        server.process.send_signal(signal.SIGTERM)
+        assert {one.result(30)[0] for one in asked[:12]} == {200}
+    assert server.process.wait(30) in (0, -signal.SIGTERM)
+    assert server.stop() == ""
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def descendants(pid):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid:
+            found += [int(path.parent.name), *descendants(int(path.parent.name))]
+    return found
 
 
 def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys):

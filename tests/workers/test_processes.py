@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_runners import TABLE, AddressRunner, CommandRunner, command
+from process_runners import TABLE, AddressRunner, CommandRunner, FusedRunner, command
 from torch import Tensor
 
 import subnetact
@@ -224,6 +224,30 @@ def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -
     finally:
         pool.close()
     assert not workers_of(os.getpid())
+
+
+def test_processes_follow_pin_and_unpin(digits: Supernet) -> None:
+    engine = engine_of(digits, memory_budget_mb=64)
+    runner = FusedRunner(engine)
+    pool = ProcessPool(runner, 1, threads=1, batch_sizes=(1,), spares=0)
+
+    def theirs(subnet: int) -> tuple[torch.Tensor, list[bool]]:
+        answers = pool.runners[0].run(subnet, list(IMAGES), len(IMAGES))
+        assert all((facts == answers[0][1]).all() for _, facts in answers)
+        return torch.stack([output for output, _ in answers]), answers[0][1].tolist()
+
+    try:
+        for pin in (True, False):
+            if pin:
+                assert engine.pin(1)
+            else:
+                engine.unpin(1)
+            output, (fused, pinned) = theirs(1)
+            assert (fused, pinned) == (True, pin)  # a program that nobody needs the room of stays
+            assert torch.allclose(output, engine(IMAGES, subnet=1), atol=5e-5)
+            assert theirs(0)[1][1] is False
+    finally:
+        pool.close()
 
 
 def test_batches_see_former_or_new_weights_and_no_mixture(digits: Supernet) -> None:
