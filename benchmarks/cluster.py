@@ -370,7 +370,12 @@ def main() -> None:
     if "faults" in args.sections:
         results["faults"] = faults_section(args.seeds[0])
     if "model" in args.sections:
-        results["model"] = model_section()
+
+        def keep(model: dict[str, Any]) -> None:
+            results["model"] = model
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+        model_section(results.get("model", {}).get("cells", []), keep)
     if args.sections:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     if args.report:

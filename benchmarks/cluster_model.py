@@ -17,6 +17,7 @@ knows of a replica only what it has itself sent there and which of these request
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ TABLE = (
 )
 SLO_MS = 36.0
 BUCKETS = 16
-WORKERS = {0.8: (1, 4, 16, 64, 1024, 256), 0.5: (1, 4, 16)}
+WORKERS = {0.8: (1, 4, 16, 64, 256, 1024), 0.5: (1, 4, 16)}
 """Numbers of workers per load."""
 INFORMATION = ((0.0, 1), (5.0, 1), (5.0, 64), (20.0, 1), (20.0, 64), (100.0, 1), (100.0, 64))
 """Periods of the reports, in ms, and numbers of routers."""
-LARGE = ((20.0, 64),)
+LARGE = ((20.0, 1), (5.0, 64), (20.0, 64), (100.0, 64))
 """The same for more than 64 workers, whose simulation takes minutes."""
+SETTINGS = ("routing", "period_ms", "routers", "load", "workers")
 MOST = 700_000
 
 
@@ -197,28 +199,41 @@ def arrivals_of(table: LatencyTable, workers: int, load: float, seed: int = 0) -
     return np.asarray(np.cumsum(gaps))
 
 
-def model_section() -> dict[str, Any]:
-    """Return attainment and accuracy of every routing, number of workers, of routers, period and load."""
+def model_section(known: Sequence[dict[str, Any]], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Find attainment and accuracy of every routing, number of workers, of routers, period and load.
+
+    Args:
+        known: cells that were found before; they are not simulated again.
+        keep: gets the results after every new cell.
+    """
     table = LatencyTable.load(TABLE)
-    cells: list[dict[str, Any]] = []
-
-    def add(found: dict[str, float], **settings: Any) -> None:
-        cells.append({**settings, **{name: round(value, 3) for name, value in found.items()}})
-        print(cells[-1], flush=True)
-
+    rate = float(1e3 / np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
+    cells = list(known)
+    done = {tuple(cell.get(name) for name in SETTINGS) for cell in cells}
     for load, counts in WORKERS.items():
         for count in counts:
             arrivals = arrivals_of(table, count, load)
-            same = {"load": load, "workers": count}
-            one = central(table, count, arrivals)
-            add(one, routing="central", **same)
-            found = Fleet(table, count, "random", 1, 20.0).run(arrivals)
-            add(found, routing="random", **same)
-            if count == 1 and abs(found["effective"] - one["effective"]) > 1e-6:
-                raise AssertionError(f"one replica is not the simulator: {found}, {one}")
-            for routing in ("slack", "naive", "two") if count > 1 else ():
-                for period, routers in INFORMATION if count <= 64 else LARGE:
-                    fleet = Fleet(table, count, routing, routers, period)
-                    add(fleet.run(arrivals), routing=routing, period_ms=period, routers=routers, **same)
-    rate = float(1e3 / np.nanmin(table.latency_ms / np.array(table.batch_sizes)))
-    return {"slo_ms": SLO_MS, "table": TABLE.name, "capacity_per_worker": rate, "cells": cells}
+            for routing, period, routers in _kinds(count):
+                settings = dict(zip(SETTINGS, (routing, period, routers, load, count), strict=True))
+                if tuple(settings.values()) in done:
+                    continue
+                if routing == "central":
+                    found = central(table, count, arrivals)
+                else:
+                    fleet = Fleet(table, count, routing, routers or 1, period or 0.0)
+                    found = fleet.run(arrivals)
+                    if count == 1 and abs(found["effective"] - cells[-1]["effective"]) > 1e-3:
+                        raise AssertionError(f"one replica is not the simulator: {found}, {cells[-1]}")
+                shown = {name: value for name, value in settings.items() if value is not None}
+                cells.append({**shown, **{name: round(value, 3) for name, value in found.items()}})
+                print(cells[-1], flush=True)
+                keep({"slo_ms": SLO_MS, "table": TABLE.name, "capacity_per_worker": rate, "cells": cells})
+
+
+def _kinds(workers: int) -> list[tuple[str, float | None, int | None]]:
+    """Return routing, period and number of routers of every simulation of so many workers."""
+    found: list[tuple[str, float | None, int | None]] = [("central", None, None), ("random", None, None)]
+    information = INFORMATION if workers <= 64 else LARGE
+    if workers > 1:
+        found += [(routing, *known) for routing in ("slack", "naive", "two") for known in information]
+    return found
