@@ -23,9 +23,13 @@ def router(monkeypatch):
     """A router that is connected to nothing."""
     base = slack_router.RequestRouter
     monkeypatch.setattr(base, "__init__", lambda self: None)
-    for name in ("on_request_routed", "on_request_completed", "update_replicas"):
+    for name in (
+        "on_request_routed",
+        "on_request_completed",
+        "update_replicas",
+        "_remove_pending_request_from_indices",
+    ):
         monkeypatch.setattr(base, name, lambda self, *_: None)
-    monkeypatch.setattr(slack_router, "refuse", lambda _, pending, error: pending.errors.append(error))
     return slack_router.SlackRouter()
 
 
@@ -34,11 +38,13 @@ def replica(name, **facts):
 
 
 def request(name, inputs=1, left_ms=1e4):
+    errors = []
     return SimpleNamespace(
         kwargs={"sender": "me", "xs": [0] * inputs, "deadline": tuple(Deadline.after(left_ms))},
         metadata=SimpleNamespace(internal_request_id=name),
         routing_context=SimpleNamespace(should_backoff=False),
-        errors=[],
+        future=SimpleNamespace(done=lambda: bool(errors), set_exception=errors.append),
+        errors=errors,
     )
 
 
