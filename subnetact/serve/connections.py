@@ -9,6 +9,7 @@ answers.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from importlib import import_module, util
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["Guard", "guarded_protocol"]
 SWEEP_S = 0.25
 PIPELINED = 64
 """Requests that a client may send before the answer to the first one."""
+END_OF_HEAD = re.compile(rb"\n\r?\n")
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -116,6 +118,7 @@ def guarded_protocol(guard: Guard) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self.since_s = time.monotonic()
             self.head_bytes = self.ahead_bytes = 0
+            self.head_end = b""
             self.stuck_since_s: float | None = None
             if not guard.add(self):
                 self.end(BUSY)
@@ -135,8 +138,12 @@ def guarded_protocol(guard: Guard) -> type[asyncio.Protocol]:
                 if self.ahead_bytes > guard.limits.header_bytes:
                     self.transport.abort()
                     return
-            if not self.head_bytes and self.waits:
-                self.since_s = time.monotonic()
+            if self.waits:
+                if not self.head_bytes:
+                    self.since_s, self.head_end = time.monotonic(), b""
+                if self._head_too_long(data):
+                    self.end(LONG)
+                    return
             super().data_received(data)
             if not self.waits and not self.cycle.more_body and self._too_far_ahead():
                 self.transport.abort()
@@ -145,10 +152,17 @@ def guarded_protocol(guard: Guard) -> type[asyncio.Protocol]:
                 self.ahead_bytes = 0
             if self.cycle is before and self.waits:
                 self.head_bytes += len(data)
-                if self.head_bytes > guard.limits.header_bytes:
-                    self.end(LONG)
+                self.head_end = (self.head_end + data)[-2:]
             else:
                 self.head_bytes = 0
+
+        def _head_too_long(self, data: bytes) -> bool:
+            """Return whether the head goes on beyond its limit; the parsers look at unfinished heads only."""
+            room = guard.limits.header_bytes - self.head_bytes
+            if len(data) <= room:
+                return False
+            end = len(self.head_end)
+            return END_OF_HEAD.search(self.head_end + data[: room + 1], 0, end + room) is None
 
         def _too_far_ahead(self) -> bool:
             pipeline = getattr(self, "pipeline", None)

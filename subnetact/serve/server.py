@@ -68,6 +68,7 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         app,
         host,
         port,
+        loop="asyncio",  # uvloop saves no time here, and raises on connections that the guard has closed
         http=guarded_protocol(Guard(limits)),
         ws="none",
         log_level="error",

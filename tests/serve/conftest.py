@@ -33,9 +33,13 @@ FOREVER_MS = 60_000
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, *options, environment=None):
+    def __init__(self, *options, environment=None, without=()):
+        program = ["-m", "subnetact.serve"]
+        if without:
+            missing = f"sys.modules.update(dict.fromkeys({without!r}))"
+            program = ["-c", f"import sys; {missing}; from subnetact.serve.cli import main; main()"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "subnetact.serve", "--port", "0", *options],
+            [sys.executable, *program, "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -104,8 +108,8 @@ def start():
     """Starts servers with short limits, and ends those that a test leaves."""
     servers = []
 
-    def begin(*options, environment=None):
-        servers.append(Server(*options, environment=environment))
+    def begin(*options, **settings):
+        servers.append(Server(*options, **settings))
         return servers[-1]
 
     yield begin

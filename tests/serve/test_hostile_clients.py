@@ -16,17 +16,29 @@ import pytest
 import torch
 
 ZEROS = [0.0] * 256
+LIMITS = "--name digits --max-body-mb 16 --header-s 1 --body-s 1 --idle-s 1 --write-s 1 --max-connections 400"
 GOOD = json.dumps({"input": ZEROS, "deadline_ms": 60_000}).encode()
 
 
 @pytest.fixture(scope="module")
 def strict(start, digits):
     """A server with short limits, whose log has to stay empty."""
-    limits = "--header-s 1 --body-s 1 --idle-s 1 --write-s 1 --max-connections 400"
-    server = start("--bundle", str(digits[1]), "--name", "digits", "--max-body-mb", "16", *limits.split())
+    server = start("--bundle", str(digits[1]), *LIMITS.split())
     yield server
     assert server.call("GET", "/healthz")[0] == 200
     assert server.stop() == ""
+
+
+@pytest.fixture(scope="module", params=["httptools", "h11"])
+def parser(request, start, digits, strict):
+    """Servers with short limits: one per parser of HTTP, the first of which an extra brings."""
+    if request.param == "httptools":
+        pytest.importorskip("httptools")
+        yield strict
+    else:
+        server = start("--bundle", str(digits[1]), *LIMITS.split(), without=("httptools",))
+        yield server
+        assert server.stop() == ""
 
 
 @contextlib.contextmanager
@@ -81,11 +93,24 @@ def test_a_body_without_a_length_is_refused_once_it_is_too_long(strict):
     assert memory_mb(strict) < before + 120
 
 
-def test_a_head_without_end_is_refused(strict):
-    with connected(strict) as connection, contextlib.suppress(OSError):
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_head_beyond_its_limit_is_refused(parser, whole):
+    with connected(parser) as connection, contextlib.suppress(OSError):
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x-name: value\r\n" * 10_000)
+        if whole:
+            connection.sendall(b"\r\n")
         found = statuses(read_all(connection))
         assert found in ([431], [400], [])
+
+
+@pytest.mark.parametrize("size", [30_000, 34_000])
+def test_a_whole_head_counts_even_if_it_comes_at_once(parser, size):
+    with connected(parser) as connection:
+        padding = f"x-padding: {'x' * size}"
+        connection.sendall(
+            head("/infer", padding, f"Content-Length: {len(GOOD)}", "Connection: close") + GOOD
+        )
+        assert statuses(read_all(connection)) == ([200] if size < 32_768 else [431])
 
 
 def test_bodies_of_15_mb_do_not_keep_others_waiting(server):
@@ -151,8 +176,8 @@ SMUGGLED = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
         (head("/infer", "Transfer-Encoding:\x0bchunked"), [400, 501]),
     ],
 )
-def test_no_request_is_smuggled(strict, first, allowed):
-    with connected(strict) as connection:
+def test_no_request_is_smuggled(parser, first, allowed):
+    with connected(parser) as connection:
         connection.sendall(first + SMUGGLED)
         received = read_all(connection)
         found = statuses(received)
@@ -161,21 +186,21 @@ def test_no_request_is_smuggled(strict, first, allowed):
     assert received.count(b'"status":"ok"') == (200 in allowed)
 
 
-def test_pipelined_requests_are_answered_in_order(strict):
-    with connected(strict) as connection:
+def test_pipelined_requests_are_answered_in_order(parser):
+    with connected(parser) as connection:
         one = head("/infer", f"Content-Length: {len(GOOD)}") + GOOD
         connection.sendall(one + SMUGGLED + one + head("/nothing", "Connection: close", method="GET"))
         assert statuses(read_all(connection)) == [200, 200, 200, 404]
 
 
-def test_malformed_heads_are_refused(strict):
+def test_malformed_heads_are_refused(parser):
     rng = random.Random(0)
     good = head("/infer", f"Content-Length: {len(GOOD)}", "Content-Type: application/json")
     for _ in range(100):
         bad = bytearray(good)
         for _ in range(rng.randint(1, 6)):
             bad[rng.randrange(len(bad))] = rng.randrange(256)
-        with connected(strict) as connection:
+        with connected(parser) as connection:
             connection.sendall(bytes(bad) + GOOD)
             connection.shutdown(socket.SHUT_WR)
             found = statuses(read_all(connection))
