@@ -15,8 +15,9 @@ import torch
 from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.deadline import ClockOffsets, Deadline
 from subnetact.cluster.forecast import ReplicaReport
-from subnetact.errors import DeadlinePassed, RequestError
+from subnetact.errors import DeadlinePassed, FileFormatError, RequestError
 from subnetact.serve.rows import infer_rows
+from subnetact.serve.service import bundle_state, written_over
 from subnetact.serve.source import Source
 from subnetact.serving.live.requests import Decided
 
@@ -52,6 +53,8 @@ class EngineReplica:
 
     def __init__(self, source: Source, central: bool = False) -> None:
         torch.set_num_threads(source.threads_per_worker)
+        self._bundle = source.bundle or ""
+        self._files = bundle_state(self._bundle)
         self.engine = source.engine(mapped=True)
         self.table = source.latency_table(self.engine)
         self._workers = source.workers
@@ -157,7 +160,18 @@ class EngineReplica:
         }
 
     def check_health(self) -> None:
-        """Raise if no worker is up, so that Ray replaces the replica."""
+        """Raise if no worker is up or the mapped weights were overwritten, so that Ray replaces the replica.
+
+        Raises:
+            FileFormatError: the file of the weights, which the replica reads while it serves, was changed in
+                place. Replicas that start later refuse the bundle.
+            RuntimeError: no worker is up.
+        """
+        if written_over(self._files, bundle_state(self._bundle)):
+            raise FileFormatError(
+                f"bundle {self._bundle}: it was written over while it is served; save it to a new folder, or "
+                "replace its files instead of changing them"
+            )
         if self.batcher is not None and not self.batcher.stats().workers_up:
             raise RuntimeError("no worker of the batcher is up")
 

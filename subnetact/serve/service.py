@@ -26,7 +26,16 @@ from subnetact.serve.rows import Answerer, RowAnswerer, infer_rows
 from subnetact.serve.signature import Signature, named_tensors
 from subnetact.serving.live.batcher import Answer
 
-__all__ = ["Attendance", "Service", "load_engine", "now_ms", "scheduler_table"]
+__all__ = [
+    "Attendance",
+    "BundleState",
+    "Service",
+    "bundle_state",
+    "load_engine",
+    "now_ms",
+    "scheduler_table",
+    "written_over",
+]
 
 WATCH_AFTER_S = 0.02
 """How long a request runs before the server watches whether its client leaves, in s."""
@@ -216,27 +225,42 @@ def load_engine(
         SubnetActError: the bundle does not fit the supernet.
     """
     for _ in range(attempts):
-        before = _state(bundle)
+        before = bundle_state(bundle)
         try:
             engine = Engine.load(bundle, supernet=supernet, mapped=mapped)
         except FileFormatError:
-            if _state(bundle) == before:
+            if bundle_state(bundle) == before:
                 raise
             continue
-        if _state(bundle) == before:
+        if bundle_state(bundle) == before:
             return engine
     raise FileFormatError(f"bundle {bundle}: it changes while it is read; start again when it is complete")
 
 
-def _state(bundle: str | PathLike[str]) -> object:
+BundleState = dict[tuple[str, int], tuple[int, int]]
+
+
+def bundle_state(bundle: str | PathLike[str]) -> BundleState | None:
+    """Return size and time of change of every file of a bundle by name and inode, or None without a folder.
+
+    Args:
+        bundle: the folder.
+    """
     try:
-        return sorted(
-            (path.name, found.st_ino, found.st_size, found.st_mtime_ns)
-            for path in Path(bundle).iterdir()
-            for found in (path.stat(),)
-        )
+        found = [(path.name, path.stat()) for path in Path(bundle).iterdir()]
     except OSError:
         return None
+    return {(name, stat.st_ino): (stat.st_size, stat.st_mtime_ns) for name, stat in found}
+
+
+def written_over(before: BundleState | None, now: BundleState | None) -> bool:
+    """Return whether a file of a bundle was changed in place; new files do no harm to those that are open.
+
+    Args:
+        before: what `bundle_state` returned when the bundle was loaded.
+        now: what it returns now.
+    """
+    return any(now[file] != facts for file, facts in (before or {}).items() if now and file in now)
 
 
 def scheduler_table(engine: Engine, given: str | PathLike[str] | None = None) -> LatencyTable | None:

@@ -160,3 +160,26 @@ def test_a_replica_refuses_a_bundle_that_was_replaced(source, tmp_path):
     with pytest.raises(FileFormatError, match="replaced"):
         EngineReplica(pinned)
     EngineReplica(pinned.pinned()).close()
+
+
+def test_weights_that_are_written_over_end_the_replica(source, tmp_path):
+    """Saving the bundle again makes new files, which do not matter; writing into its files does."""
+    bundle = tmp_path / "digits"
+    shutil.copytree(source.bundle, bundle)
+    replica = EngineReplica(replace(source, bundle=str(bundle)))
+    try:
+        expected = replica.engine(IMAGES, subnet=1)
+        replica.engine.save(bundle)
+        replica.check_health()
+        assert torch.equal(replica.engine(IMAGES, subnet=1), expected)
+    finally:
+        replica.close()
+    replica = EngineReplica(replace(source, bundle=str(bundle)))
+    try:
+        with (bundle / "weights.safetensors").open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"half")
+        with pytest.raises(FileFormatError, match="written over"):
+            replica.check_health()
+    finally:
+        replica.close()
