@@ -132,6 +132,34 @@ def test_the_ledger_weighs_what_expires_against_what_accuracy_gains():
     assert not losing(3), "the extra time is used up"
 
 
+def test_a_burst_of_losses_outweighs_neither_earlier_gains_nor_a_long_silence():
+    queue, meter, slo_ms = EDFQueue(), ArrivalMeter(), 100.0
+    context = Context(queue, meter, [0.0], slo_ms)
+    context.queued = 1
+    balance = Balance(slo_ms)
+
+    def losing(expired):
+        context.expired += expired
+        return balance.losing(context, tau_ms=2.0, accuracy=70.0, short=0)
+
+    for i in range(500):  # one request per SLO
+        context.now_ms = i * slo_ms
+        meter.append(context.now_ms)
+        assert not losing(0)
+        balance.book(extra_ms=2.0, gained=10.0, forgone=0.0)
+    assert not losing(10), "500 requests gained 5000 percent, ten lost ones cost 700"
+    assert losing(40)
+    context.now_ms += 1000 * slo_ms
+    balance.book(extra_ms=0.0, gained=0.0, forgone=500.0)
+    assert losing(0), "no request has arrived since, so the losses are no older than they were"
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+def test_bursts_of_losses_do_not_end_accuracy_that_gains_more(seed):
+    table = affine(0.15, 3, 3.0, (1, 2, 4, 8, 16, 32), concave=True)
+    assert lead(table, 0.9, workers=1, slo=3.0, cv2=4.0, seed=seed, count=8000) > 0.0
+
+
 def test_the_cheapest_subnet_need_not_be_the_least_accurate():
     table = LatencyTable.from_arrays(
         ["a", "b", "c"], [70.0, 73.0, 80.0], [1, 4], [[1, 5], [1.4, 2.8], [5, 8]]

@@ -12,11 +12,15 @@ from subnetact.serving.scheduling.context import Context
 __all__ = ["Balance"]
 
 _MEMORY = 50.0
-"""Gains and losses are forgotten within this many SLOs."""
+"""Gains and losses are forgotten within this many SLOs, but not before `_ARRIVALS` requests have arrived."""
+_ARRIVALS = 3000.0
+"""Requests are lost in bursts, so that fewer arrivals do not show what accuracy costs on average."""
 _TOLERATED = 0.5
 """Missed deadlines may cost this share of what accuracy above the cheapest subnet gains."""
-_RETURN = 0.01
-"""While time is spent as in overload, this share of the accuracy that is forgone is credited."""
+_RETURN = 0.02
+"""While time is spent as in overload, this share of the accuracy that is forgone is credited.
+
+The credit is what another attempt may cost, so that attempts in vain cost at most this share."""
 
 
 class Balance:
@@ -33,6 +37,7 @@ class Balance:
     def __init__(self, slo_ms: float) -> None:
         self._slo_ms = slo_ms
         self._at_ms: float | None = None
+        self._arrived = 0
         self._expired = 0
         self._extra_ms = 0.0
         self._surplus = 0.0
@@ -48,12 +53,13 @@ class Balance:
         """
         now = context.now_ms
         if self._at_ms is None:
-            self._at_ms, self._expired = now, context.expired
+            self._at_ms, self._expired, self._arrived = now, context.expired, context.arrivals.total
         gone = max(0.0, now - self._at_ms) / self._slo_ms
-        self._at_ms = now
+        arrived = context.arrivals.total - self._arrived
+        self._at_ms, self._arrived = now, context.arrivals.total
         if context.queued <= short:
             self._extra_ms *= math.exp(-gone)
-        self._surplus *= math.exp(-gone / _MEMORY)
+        self._surplus *= math.exp(-min(gone / _MEMORY, arrived / _ARRIVALS))
         expired = context.expired - self._expired
         self._expired = context.expired
         if expired > 0:
