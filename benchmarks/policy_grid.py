@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -194,23 +194,37 @@ class Trial:
         return fluid_bound(self.arrivals, self.table, self.slo_ms, workers=self.cell.workers, step_ms=step_ms)
 
     def _best_fixed(self) -> float:
-        """Return the effective accuracy of the best fixed subnet, percent."""
+        """Return the effective accuracy of the best fixed subnet, percent.
+
+        A subnet is not simulated if its accuracy, times the share of the requests that the workers can answer
+        with it before the last deadline, is no more than what another one reaches.
+        """
         table = self.table
         subnets = {o.subnet for j in range(len(table.batch_sizes)) for o in pareto_of_batch(table, j)}
         front = sorted(subnets, key=lambda i: table.accuracy[i])
+        pace = np.nanmax(np.array(table.batch_sizes) / table.latency_ms[front], axis=1)
+        answered = self.cell.workers * pace * (self.arrivals[-1] - self.arrivals[0] + self.slo_ms)
+        most = np.array(table.accuracy)[front] * np.minimum(1.0, answered / len(self.arrivals))
         known: dict[int, float] = {}
 
-        def value(at: int) -> float:
-            if at not in known:
-                known[at] = self.run(Fixed(table, front[at]))
-            return known[at]
+        def best(places: Iterable[int]) -> int:
+            found, most_found = -1, -math.inf
+            for at in sorted(places, key=lambda at: -most[at]):
+                if at not in known:
+                    if most[at] <= most_found:
+                        break
+                    known[at] = self.run(Fixed(table, front[at]))
+                if known[at] > most_found:
+                    found, most_found = at, known[at]
+            return found
 
         low, high = 0, len(front) - 1
-        while high - low > 6 and len(known) < 24:
+        while high - low > 6:
             grid = sorted({round(low + (high - low) * i / 6) for i in range(7)})
-            top = max(range(len(grid)), key=lambda i: value(grid[i]))
+            top = grid.index(best(grid))
             low, high = grid[max(top - 1, 0)], grid[min(top + 1, len(grid) - 1)]
-        return max(value(at) for at in range(low, min(high, low + 12) + 1))
+        best(range(low, high + 1))
+        return max(known.values())
 
 
 def measure(cell: Cell, requests: int, bound: bool) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
     python benchmarks/policy_live.py                      # five minutes on two idle cores (Linux)
     python benchmarks/policy_live.py --only sleeper --seeds 1 --reserves 0 1
+    python benchmarks/policy_live.py --report             # write the results into README.md and stop
+
+A section that is not measured keeps its earlier results.
 
 pages: the digits supernet serves pages of 16 digits, as in `batcher.py --only digits`; right and in time, %.
 sleeper: an engine that sleeps for the latencies of an A40; effective accuracy by the table, %.
@@ -18,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import batcher_digits
@@ -28,12 +31,14 @@ from batcher_client import ask_batcher
 from in_service import measured_in_service
 from tqdm import tqdm
 
-from subnetact import Batcher, HullFit, LatencyTable, SlackFit
+from subnetact import Batcher, HullFit, LatencyTable, SlackFit, __version__
 from subnetact.device import machine
 from subnetact.loadtest.arrivals import trace
 from subnetact.serving import Policy
 
+HERE = Path(__file__).parent
 LOADS = (1.0, 1.4, 2.0)
+BEGIN, END = "<!-- policy_live: begin -->", "<!-- policy_live: end -->"
 
 
 def contenders(table: LatencyTable, slo_ms: float, reserves: list[float]) -> dict[str, Policy]:
@@ -100,8 +105,39 @@ def sleeper(seeds: int, seconds: float, reserves: list[float]) -> list[dict[str,
     return rows
 
 
+def report(document: dict[str, Any]) -> None:
+    """Write the means into README.md, and the spread of the means of single seeds."""
+    sections = [(name, document[name]) for name in ("pages", "sleeper") if name in document]
+    names = list(sections[0][1]["means"])
+    lines = ["| section | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for section, found in sections:
+        runs = found["runs"]
+        loads = sorted({run["load"] for run in runs if "load" in run})
+        for load in [*loads, None]:
+            cells = []
+            for name in names:
+                mine = [r for r in runs if r["policy"] == name and load in (None, r.get("load"))]
+                seeds = [
+                    mean(r["effective_accuracy"] for r in mine if r["seed"] == seed)
+                    for seed in sorted({r["seed"] for r in mine})
+                ]
+                spread = f" ± {stdev(seeds):.2f}" if len(seeds) > 1 else ""
+                cells.append(f"{mean(seeds):.2f}{spread}")
+            lines.append(
+                f"| {section}{'' if load is None else f', load {load:g}'} | " + " | ".join(cells) + " |"
+            )
+    machines = {
+        f"{found['machine']['device_name']}, torch {found['machine']['torch']}" for _, found in sections
+    }
+    lines += ["", f"{'; '.join(sorted(machines))}."]
+    readme = HERE / "README.md"
+    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}", encoding="utf-8")
+
+
 def main() -> None:
-    """Measure, print the mean of every contender and write all runs."""
+    """Measure, print the mean of every contender and write all runs, or write the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,9 +147,12 @@ def main() -> None:
     parser.add_argument(
         "--reserves", type=float, nargs="+", default=[0, 2.5, 5, 10, 20], help="percent of the SLO"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "policy_live.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "policy_live.json")
+    parser.add_argument("--report", action="store_true", help="write --out into README.md and stop")
     args = parser.parse_args()
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.report:
+        return report(document)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -128,9 +167,15 @@ def main() -> None:
             policy: mean(row["effective_accuracy"] for row in rows if row["policy"] == policy)
             for policy in dict.fromkeys(row["policy"] for row in rows)
         }
-        document[name] = {"machine": machine(torch.device("cpu")), "means": means, "runs": rows}
+        document[name] = {
+            "subnetact": __version__,
+            "machine": machine(torch.device("cpu")),
+            "means": means,
+            "runs": rows,
+        }
         print(name, json.dumps(means, indent=1), flush=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return None
 
 
 if __name__ == "__main__":
