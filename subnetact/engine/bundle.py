@@ -159,7 +159,10 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
         precision = document.get("precision")
         if precision is not None and supernet.precision is None:
             supernet.enable_precision(
-                *precision["precisions"], keep=precision["keep"], slots=precision["slots"]
+                *precision["precisions"],
+                keep=precision["keep"],
+                slots=precision["slots"],
+                last=precision.get("last", False),
             )
         if supernet.space.id != document["space"]:
             message = (

@@ -7,7 +7,8 @@ place. Activations are quantised in every call, each row by itself, and products
 A product takes three steps, of which only the second multiplies:
 
 1. `quantise_rows`: per row the largest magnitude, then round(x * 127 / largest).
-2. `torch._int_mm`, which reads strided slices as fast as dense ones.
+2. `torch._int_mm`, which reads strided slices as fast as dense ones. For few rows, as in a step of
+   generation, it takes half the time if the weight is the first factor.
 3. `acc * row scale * channel scale + bias`, written over the int32 numbers.
 
 Steps 1 and 3 work on few rows at a time, so that what they write in between stays in the cache. For large
@@ -49,6 +50,8 @@ LARGEST = 127
 """The largest int8 magnitude that is used. -128 is left out, so that the scale is symmetric."""
 TINY = 1e-30
 """The smallest scale, for rows and channels of zeros."""
+FEW = 4
+"""The most rows for which the weight is the first factor of a product on the CPU."""
 CHUNK = 2**17
 """Numbers that are quantised, or scaled back, at a time."""
 
@@ -128,9 +131,20 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
     rows = x.reshape(-1, x.shape[-1])
     if not x.numel():
         return x.new_empty(*x.shape[:-1], len(weight))
+    if len(rows) <= FEW and x.device.type == "cpu" and not _is_traced():
+        return _few_rows(rows.float(), weight, bias, scale).view(*x.shape[:-1], len(weight)).to(x.dtype)
     short, row_scale = quantise_rows(rows.float())
     out = _scaled(_int_product(short, weight), row_scale, scale, bias)
     return out.view(*x.shape[:-1], len(weight)).to(x.dtype)
+
+
+def _few_rows(rows: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """Return what the three steps compute, bit for bit, with the weight as the first factor."""
+    row_scale = rows.abs().amax(1, keepdim=True).mul_(1 / LARGEST).clamp_(min=TINY)
+    short = (rows * row_scale.reciprocal()).round_().to(torch.int8)
+    acc = torch._int_mm(weight, short.t()).t()
+    out = torch.mul(acc.contiguous(), row_scale).mul_(scale)
+    return out if bias is None else out.add_(bias)
 
 
 def _int_product(short: Tensor, weight: Tensor) -> Tensor:
@@ -158,9 +172,13 @@ def _scaled(acc: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None) 
     return out
 
 
+def _is_traced() -> bool:
+    return bool(torch._C._is_tracing() or torch.compiler.is_compiling())
+
+
 def _in_one_piece(x: Tensor) -> bool:
     """Tell whether to work on a matrix at once: it is small, not on the CPU, or is being traced."""
-    if torch._C._is_tracing() or torch.compiler.is_compiling() or x.device.type != "cpu":
+    if _is_traced() or x.device.type != "cpu":
         return True
     return x.numel() <= 2 * CHUNK or type(x) is not Tensor
 
@@ -284,7 +302,9 @@ def _computes(precision: str, kind: str) -> str | None:
                 rows = short.to(torch.int8).to(kind)
                 got = _int_product(rows, rows[:, :192].repeat(1, 2)[:, :256]).cpu()
                 right = short @ short[:, :192].repeat(1, 2)[:, :256].t()
-                return None if torch.equal(got.long(), right) else "its int8 products are wrong"
+                few = torch._int_mm(rows, rows[:1].t()).cpu() if kind == "cpu" else short @ short[:1].t()
+                good = torch.equal(got.long(), right) and torch.equal(few.long(), short @ short[:1].t())
+                return None if good else "its int8 products are wrong"
             x, weight = torch.randn(2, 512, 512, generator=generator).to(kind)
             short_x, short_weight = x.bfloat16(), weight.bfloat16()
             off = (F.linear(short_x, short_weight).float() - F.linear(x, weight)).abs().max()

@@ -29,21 +29,29 @@ class PrecisionSettings:
         precisions: the precisions beside float32.
         keep: the names of modules that stay at float32.
         slots: the names of the parts of the network, each with the beginning of its modules' names.
+        last: whether the last module with weights follows the precision, too.
     """
 
     precisions: tuple[str, ...]
     keep: tuple[str, ...] = ()
     slots: tuple[tuple[str, str], ...] = (("network", ""),)
+    last: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as dictionaries, lists and strings that JSON can hold."""
-        return {"precisions": list(self.precisions), "keep": list(self.keep), "slots": dict(self.slots)}
+        return {
+            "precisions": list(self.precisions),
+            "keep": list(self.keep),
+            "slots": dict(self.slots),
+            "last": self.last,
+        }
 
 
 def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mapping[str, int]) -> list[str]:
     """Let the linear layers and 1x1 convolutions of a network follow the precision of the subnet, in place.
 
-    The first module with weights and the last one stay as they are. Layers that no operator slices get one.
+    The first module with weights stays as it is, and so does the last one, unless the settings include it.
+    Layers that no operator slices get an operator.
 
     Args:
         network: a network with operators.
@@ -62,7 +70,7 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
         raise PrecisionError(f"keep: the network has no module {unknown[0]!r}; supernet.report lists them")
     kept = {name for name in named if any(name == k or name.startswith(f"{k}.") for k in settings.keep)}
     weighted = [n for n, m in named.items() if isinstance(_plain(m), _WEIGHTED) or _is_conv1d(_plain(m))]
-    kept.update(weighted[:1] + weighted[-1:])
+    kept.update(weighted[:1] if settings.last else weighted[:1] + weighted[-1:])
     chosen: dict[str, Operator] = {}
     for name in weighted:
         module = named[name]

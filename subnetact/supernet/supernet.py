@@ -178,14 +178,15 @@ class Supernet(nn.Module):
         *precisions: str,
         keep: Sequence[str] = (),
         slots: Mapping[str, str] | None = None,
+        last: bool = False,
     ) -> SubnetSpace:
         """Let subnets choose a precision: the space gets one more axis, `precision`.
 
         At int8, the weights of linear layers and 1x1 convolutions are read from one int8 copy of the full
         weights, a quarter of their size, which all int8 subnets slice in place. The copy is made when an int8
         subnet is first bound, and follows the weights as views do. Activations are quantised in every call,
-        and sums are int32. Convolutions of other kernel sizes, normalisation, softmax, and the first and the
-        last layer stay at float32. At bfloat16 the same layers read a bfloat16 copy.
+        and sums are int32. Convolutions of other kernel sizes, normalisation, softmax, and the first and
+        (without `last`) the last layer stay at float32. At bfloat16 the same layers read a bfloat16 copy.
 
         Subnets run on the BatchNorm statistics of the same subnet at float32, and training uses the full
         weights. Specifications without a precision stay valid; they mean float32.
@@ -195,6 +196,8 @@ class Supernet(nn.Module):
             keep: the names of further modules that stay at float32, with all their submodules.
             slots: name of a part of the network -> the beginning of the names of its modules, so that each
                 part chooses a precision of its own. If None, the whole network is one part.
+            last: whether the last layer follows the precision, too. That of a language model with many
+                tokens is larger than many others together.
 
         Returns:
             The new space, which is `supernet.space` from now on.
@@ -211,7 +214,8 @@ class Supernet(nn.Module):
         network = self._present()
         parts = tuple({"network": ""}.items() if slots is None else slots.items())
         space = self.space.with_precision(*precisions, slots=[name for name, _ in parts])
-        settings = PrecisionSettings(tuple(p for p in PRECISIONS if p in precisions), tuple(keep), parts)
+        lower = tuple(p for p in PRECISIONS if p in precisions)
+        settings = PrecisionSettings(lower, tuple(keep), parts, bool(last))
         device = next(self.parameters()).device
         for precision in settings.precisions:
             require_precision(precision, device)

@@ -154,6 +154,18 @@ def test_products_of_any_number_of_rows(rows: int) -> None:
     assert (off < 0.1).all()
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+def test_few_rows_compute_what_they_compute_among_many(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, short, scale = torch.randn(40, 96), *kernels.lowered(torch.randn(48, 128), 8, 0, "layer")
+    weight, bias = short[:33, :96], torch.randn(33)
+    assert scale is not None
+    many = kernels.product(x, weight, bias, scale[:33])
+    few = kernels.product(x[:rows].view(1, rows, 96), weight, bias, scale[:33])
+    assert torch.equal(few[0], many[:rows])
+    assert few.is_contiguous()
+
+
 def test_not_a_number_stays_in_its_row() -> None:
     x, weight = torch.randn(6, 32), torch.randn(8, 32)
     x[2, 3], x[4, 1] = float("nan"), float("inf")
@@ -343,8 +355,11 @@ def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
     assert percent[:8] != percent[8:]
 
 
-def test_engines_serve_both_precisions_and_bundles_keep_them(digits: Supernet, tmp_path) -> None:
-    space = digits.space
+@pytest.mark.parametrize("last", [False, True])
+def test_engines_serve_both_precisions_and_bundles_keep_them(tmp_path, last: bool) -> None:
+    digits = load_digits_supernet()
+    space = digits.enable_precision("int8", last=last)
+    assert ("classifier" in dict(low_modules(digits))) == last
     exact, x = space.largest(), torch.randn(3, 1, 16, 16)
     specs = [exact, space.at_precision(exact, "int8")]
     engine = subnetact.Engine(
@@ -362,6 +377,31 @@ def test_engines_serve_both_precisions_and_bundles_keep_them(digits: Supernet, t
     torch.testing.assert_close(loaded(x, 1), before)
     with pytest.raises(InvalidRequest, match=r"bfloat16 and torch\.float32 in one batch"):
         engine.run(1, [x[0], x[1].bfloat16()], 2)
+
+
+def test_the_last_layer_of_a_language_model_follows_although_it_shares_the_embedding() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.randint(60, (2, 5))
+    supernet = subnetact.insert_(model, example={"input_ids": tokens}, axes=("ffn",))
+    space = supernet.enable_precision("int8", last=True)
+    exact, low = (supernet.subnet(space.at_precision(space.largest(), p)) for p in ("float32", "int8"))
+    assert low.lm_head.weight.dtype == torch.int8
+    assert low.model.embed_tokens.weight.data_ptr() == exact.lm_head.weight.data_ptr()
+    hidden = torch.randn(1, 1, 16)
+    expected = reference(hidden, exact.lm_head.weight, None, 60, 16)
+    torch.testing.assert_close(low.lm_head(hidden).double(), expected, rtol=1e-5, atol=1e-5)
+    off = (low(tokens).logits - exact(tokens).logits).norm() / exact(tokens).logits.norm()
+    assert 0 < off < 0.05
 
 
 def test_a_table_of_another_precision_is_refused(digits: Supernet) -> None:
