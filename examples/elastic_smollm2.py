@@ -149,7 +149,7 @@ def main() -> None:
             ),
         )
     if not args.no_int8:
-        supernet.enable_precision("int8")
+        supernet.enable_precision("int8", last=True)
     known = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else {}
     rows = known.get("rows") or [
         {"precision": precision, "share": share}
