@@ -99,9 +99,14 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
         speeds = [row["tokens_per_s"] for row in chosen]
         axes.plot(speeds, [row["perplexity"] for row in chosen], "o-", label=precision)
         for row in chosen:
-            axes.annotate(f"{row['share']:.0%}", (row["tokens_per_s"], row["perplexity"]), fontsize=8)
+            point = (row["tokens_per_s"], row["perplexity"])
+            label = f" {100 * row['share']:g} %"
+            axes.annotate(label, point, fontsize=8, va="center", xytext=(4, 0), textcoords="offset points")
     axes.set(xlabel="tokens per second, one sequence", ylabel="perplexity", yscale="log")
-    axes.legend(title="precision; share of the neurons")
+    axes.margins(x=0.12)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.legend(title="precision; share of the neurons", loc="lower center")
     pyplot.tight_layout()
     pyplot.savefig(path, dpi=150)
 
