@@ -81,6 +81,7 @@ class _Running:
         "accepted_ms",
         "completion",
         "deadlines",
+        "due_ms",
         "first_ms",
         "floor",
         "late",
@@ -102,13 +103,9 @@ class _Running:
         self.subnets: list[int] = []
         self.late = self.length = 0
         self.first_ms = 0.0
+        self.due_ms = deadlines.due_ms(accepted_ms, 0)  # of the next token
         self.place = (self.due_ms, "")
         self.stop: frozenset[int] = frozenset()
-
-    @property
-    def due_ms(self) -> float:
-        """When the next token is due."""
-        return self.deadlines.due_ms(self.accepted_ms, len(self.subnets))
 
 
 class Generator:
@@ -357,7 +354,7 @@ class Generator:
 
     def _choose(self, step: Step) -> None:
         begun = time.perf_counter()
-        names = (*step.decoding, *step.prompts)
+        names = {*step.decoding, *step.prompts}
         found = [one for one in map(self._running.get, names) if one is not None]
         if found:
             self._subnet = self._policy.choose(
@@ -374,7 +371,7 @@ class Generator:
             self._steps[step.subnet] += 1
             self._choosing_s += time.perf_counter() - begun
 
-    def _pace(self, names: Sequence[str], active: Sequence[_Running]) -> float:
+    def _pace(self, names: set[str], active: Sequence[_Running]) -> float:
         """Return how long steps may take so that waiting requests get a place in time."""
         if len(active) < self._places or not self._waiting:
             return math.inf
@@ -408,6 +405,7 @@ class Generator:
                     running.first_ms = now - running.accepted_ms
                     self._stop_waiting(running)
                 running.subnets.append(self._subnet)
+                running.due_ms = running.deadlines.due_ms(running.accepted_ms, len(running.subnets))
                 running.late += late
                 self._counts["tokens"] += 1
                 self._counts["late"] += late

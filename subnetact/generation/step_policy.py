@@ -121,13 +121,11 @@ class StepPolicy:
         if self._policies:
             wanted = self._wanted(now_ms, due_ms, context, prompt_tokens)
             limit = max(self._accuracy[wanted], self._accuracy[allowed[-1]])
-        longer = 1.0 + self.margin
+        times, longer = self.table.latencies_ms(sequences, context, prompt_tokens), 1.0 + self.margin
         for i in allowed:
-            if self._accuracy[i] > limit:
-                continue
-            if longer * self.expected_ms(i, sequences, context, prompt_tokens) <= slack:
+            if self._accuracy[i] <= limit and longer * (self.slowdown * times[i]) <= slack:
                 return i
-        return min(allowed, key=lambda i: self.table.latency_ms(i, sequences, context, prompt_tokens))
+        return min(allowed, key=times.__getitem__)
 
     @staticmethod
     def pace(now_ms: float, left: Sequence[int], waiting_due_ms: Sequence[float]) -> float:

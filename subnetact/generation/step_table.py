@@ -26,7 +26,9 @@ class StepTable:
     """Latency of one step of generation.
 
     A step computes one token of every active sequence, and the prompts of sequences that join. Its latency is
-    the latency of the sequences at their mean context, plus that of the prompts' tokens.
+    the latency of the sequences at their mean context, plus what the tokens of prompts add. A step that only
+    computes prompts has a share that does not depend on their tokens: it reads all weights. A step with both
+    reads them once, so this share is counted once. It is read off the two smallest numbers of prompt tokens.
 
     Args:
         decode: context in tokens -> the table of steps in which every sequence has at most this context. The
@@ -67,10 +69,10 @@ class StepTable:
             if table is not self.prefill and table.batch_sizes != first.batch_sizes:
                 raise TableError("decode: the tables are of different numbers of sequences")
         object.__setattr__(self, "_contexts", tuple(self.decode))
-        object.__setattr__(
-            self, "_decode_ms", [t.monotone().latency_ms.tolist() for t in self.decode.values()]
-        )
-        object.__setattr__(self, "_prefill_ms", self.prefill.monotone().latency_ms.tolist())
+        columns = [t.monotone().latency_ms.T.tolist() for t in (*self.decode.values(), self.prefill)]
+        object.__setattr__(self, "_decode_ms", columns[:-1])
+        object.__setattr__(self, "_prefill_ms", columns[-1])
+        object.__setattr__(self, "_fixed_ms", _without_tokens(columns[-1], self.prefill.batch_sizes))
 
     @property
     def subnets(self) -> tuple[str, ...]:
@@ -105,26 +107,42 @@ class StepTable:
             The latency in ms. Numbers of sequences between measured ones are rounded up, beyond the largest
             the latency grows in proportion. Prompt tokens are interpolated.
         """
-        total = 0.0
+        return self.latencies_ms(sequences, context, prompt_tokens)[subnet]
+
+    def latencies_ms(self, sequences: int, context: float = 1.0, prompt_tokens: int = 0) -> list[float]:
+        """Return the expected latency of a step with every subnet, in ms.
+
+        Args:
+            sequences: as for `latency_ms`.
+            context: as for `latency_ms`.
+            prompt_tokens: as for `latency_ms`.
+        """
+        prompts = self._prompts_ms(prompt_tokens)
         if sequences:
             sizes = self.sequences
-            row = self._decode_ms[self.bucket(context)][subnet]  # type: ignore[attr-defined]
             column = min(bisect_left(sizes, sequences), len(sizes) - 1)
-            total += row[column] * max(1.0, sequences / sizes[-1])
-        if prompt_tokens:
-            total += self._prompt_ms(subnet, prompt_tokens)
-        return total
+            found = list(self._decode_ms[self.bucket(context)][column])  # type: ignore[attr-defined]
+            if sequences > sizes[-1]:
+                found = [sequences / sizes[-1] * ms for ms in found]
+            if not prompt_tokens:
+                return found
+            fixed: list[float] = self._fixed_ms  # type: ignore[attr-defined]
+            return [ms + more - min(ms, both) for ms, more, both in zip(found, prompts, fixed, strict=True)]
+        return prompts
 
-    def _prompt_ms(self, subnet: int, tokens: int) -> float:
-        row, sizes = self._prefill_ms[subnet], self.prefill.batch_sizes  # type: ignore[attr-defined]
+    def _prompts_ms(self, tokens: int) -> list[float]:
+        if not tokens:
+            return [0.0] * len(self.subnets)
+        columns, sizes = self._prefill_ms, self.prefill.batch_sizes  # type: ignore[attr-defined]
         above = bisect_left(sizes, tokens)
         if above == 0:
-            return float(row[0])
+            return list(columns[0])
         if above == len(sizes):
-            return float(row[-1] * tokens / sizes[-1])
+            return [tokens / sizes[-1] * ms for ms in columns[-1]]
         low, high = sizes[above - 1], sizes[above]
         share = (tokens - low) / (high - low)
-        return float((1 - share) * row[above - 1] + share * row[above])
+        pairs = zip(columns[above - 1], columns[above], strict=True)
+        return [(1 - share) * less + share * more for less, more in pairs]
 
     def with_accuracy(self, accuracy: Sequence[float]) -> StepTable:
         """Return the same latencies with other accuracies.
@@ -198,3 +216,11 @@ class StepTable:
             f"StepTable({len(self.subnets)} subnets, sequences {list(self.sequences)}, "
             f"contexts {list(contexts)}, prompt tokens {list(self.prefill.batch_sizes)})"
         )
+
+
+def _without_tokens(columns: list[list[float]], sizes: Sequence[int]) -> list[float]:
+    """Return per subnet the latency of a step with prompts of no tokens, on the line through two sizes."""
+    if len(sizes) < 2:
+        return [0.0] * len(columns[0])
+    share = sizes[0] / (sizes[1] - sizes[0])
+    return [max(0.0, less - share * (more - less)) for less, more in zip(columns[0], columns[1], strict=True)]

@@ -132,14 +132,17 @@ def exact_subnets(kind: str, supernet: Supernet) -> list[SubnetSpec]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_subnets_switch_as_if_each_ran_from_scratch(kind: str) -> None:
-    """Eight places, with sequences that join and leave, and prompts that take several steps."""
+@pytest.mark.parametrize(
+    ("kind", "cache_tokens"), [("qwen3", 64), ("gemma3", 96), ("gemma3n", 16_384), ("gemma3n", 96)]
+)
+def test_exact_subnets_switch_as_if_each_ran_from_scratch(kind: str, cache_tokens: int) -> None:
+    """Eight places, sequences that join, leave and are pushed out of small caches, and prompts in parts."""
     supernet = KINDS[kind]()
     specs = exact_subnets(kind, supernet)
     assert {supernet.space.cache(a, b) for a in specs for b in specs} == {"exact"}
     rng, running, used = random.Random(1), [], set()
-    with generator_of(supernet, specs, max_sequences=8, step_tokens=24) as generator:
+    options = {"max_sequences": 8, "step_tokens": 24, "cache_tokens": cache_tokens}
+    with generator_of(supernet, specs, **options) as generator:
         for i in range(12):
             prompt = [rng.randrange(2, 50) for _ in range(3 + 5 * (i % 4))]
             running.append((prompt, generator.submit(prompt, max_new_tokens=4 + 3 * (i % 5), **LONG)))

@@ -35,7 +35,7 @@ def test_without_load_every_token_is_in_time_and_of_the_largest_subnet() -> None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_in_a_burst_switching_beats_every_fixed_subnet(seed: int) -> None:
-    table, prompts = step_table(), trace(seed)
+    table, prompts = step_table(), trace(seed, (0.05, 0.2, 0.05))
     elastic = simulate_generation(prompts, table, token_ms=6.0)
     fixed = [
         simulate_generation(prompts, _only(table, i), token_ms=6.0, policy=lambda t: Fixed(t, 0))

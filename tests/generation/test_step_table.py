@@ -26,9 +26,10 @@ def test_a_step_takes_its_sequences_and_its_prompts() -> None:
     assert table.latency_ms(1, 0, 1, 8) == pytest.approx(1.3 * 1.4)
     assert table.latency_ms(1, 0, 1, 36) == pytest.approx(1.3 * (1 + 0.05 * 36)), "between two prompts"
     assert table.latency_ms(1, 0, 1, 128) == pytest.approx(2 * 1.3 * 4.2)
-    assert table.latency_ms(1, 4, 20, 8) == pytest.approx(
-        table.latency_ms(1, 4, 20) + table.latency_ms(1, 0, 1, 8)
-    )
+    both = table.latency_ms(1, 4, 20) + table.latency_ms(1, 0, 1, 8)
+    assert table.latency_ms(1, 4, 20, 8) == pytest.approx(both - 1.3), "the weights are read once"
+    one = StepTable(table.decode, table.prefill.select(batch_sizes=[8]))
+    assert one.latency_ms(1, 4, 20, 8) == pytest.approx(both), "nothing tells what is read once"
     assert table.latency_ms(1, 0, 20) == 0.0
 
 
