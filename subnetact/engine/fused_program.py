@@ -197,7 +197,7 @@ class FusedProgram:
                 packed in every call with that shape instead of being kept.
         """
         for conv in self._convs:
-            conv.reserve = reserve
+            conv.limit(reserve)
 
     def __call__(self, x: Any) -> Any:
         """Run a batch.

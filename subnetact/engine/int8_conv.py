@@ -76,18 +76,23 @@ class Int8Conv(PackedConv):
         super().__init__(conv, lambda: conv.weight, bias, torch.float32, activation, scalars)
         self._onednn = True
         self._unsigned = unsigned
-        self._numbers, self._scales = _quantised(conv, factor)
+        numbers, scales = _quantised(conv, factor)
+        self._numbers, self._scales = numbers, scales
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int32)
         self._per_input = conv.out_channels * math.prod(conv.kernel_size) / math.prod(conv.stride)
         self._exact = PackedConv(
             conv,
-            lambda: self._numbers() * self._scales[:, None, None, None],
+            lambda: numbers() * scales[:, None, None, None],
             bias,
             torch.float32,
             activation,
             scalars,
         )
-        self._exact.reserve = lambda nbytes: self.reserve(nbytes)
+
+    def limit(self, reserve: Callable[[int], bool]) -> None:
+        """Ask before further layouts take memory, at int8 or float32, as `PackedConv` does."""
+        super().limit(reserve)
+        self._exact.limit(reserve)
 
     @property
     def nbytes(self) -> int:

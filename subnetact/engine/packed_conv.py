@@ -51,10 +51,6 @@ class PackedConv:
         scalars: the arguments of the activation.
         merge: whether oneDNN may compute the activation in the same pass. Its ReLU and hardtanh turn NaN into
             a number. If False, the activation runs by itself and keeps NaN.
-
-    Attributes:
-        reserve: called with the bytes of every layout. If it returns False, the weight is packed again in
-            each call.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class PackedConv:
         self._settings = padding, stride, dilation, conv.groups
         self._source = source
         self._bias = bias
-        self.reserve: Callable[[int], bool] = lambda _: True
+        self._reserve: Callable[[int], bool] = lambda _: True
         self._activation = activation
         self._scalars = tuple(scalars)
         self._onednn = _ONEDNN and conv.weight.device.type == "cpu" and dtype == torch.float32
@@ -116,6 +112,15 @@ class PackedConv:
                 y = convolve.binary(x, other, *add)
         return y if name == self._activation else self._activate(y)
 
+    def limit(self, reserve: Callable[[int], bool]) -> None:
+        """Ask before further layouts take memory.
+
+        Args:
+            reserve: called with the bytes of every further layout. If it returns False, the weight is packed
+                again in each call.
+        """
+        self._reserve = reserve
+
     @property
     def never_negative(self) -> bool:
         """Whether no result is ever negative."""
@@ -140,7 +145,7 @@ class PackedConv:
             packed, layout = self._source().contiguous(memory_format=torch.channels_last), b""
         found = self._by_layout.get(layout)
         if found is None:
-            if not self.reserve(self._nbytes(packed)):
+            if not self._reserve(self._nbytes(packed)):
                 return packed
             found = self._by_layout.setdefault(layout, packed)
         if len(self._by_shape) >= SHAPES:

@@ -375,7 +375,7 @@ def test_a_layout_without_room_is_packed_in_each_call() -> None:
         return conv.weight.detach()
 
     packed = PackedConv(conv, source, conv.bias, torch.float32)
-    packed.reserve = lambda _: False
+    packed.limit(lambda _: False)
     held = set()
     with torch.inference_mode():
         for side in (4, 32, 4, 32, 9):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -560,13 +561,16 @@ def test_small_inputs_run_at_float32_and_memory_is_asked_for() -> None:
     with torch.inference_mode():
         packed(large)
         before = packed.nbytes
-        packed.reserve = lambda nbytes: asked.append(nbytes) or False
+        packed.limit(lambda nbytes: asked.append(nbytes) or False)
         packed(small)
         assert packed.nbytes == before, "without memory, the weight is packed in each call"
-        packed.reserve = lambda nbytes: asked.append(nbytes) or True
+        packed.limit(lambda nbytes: asked.append(nbytes) or True)
         packed(small)
     assert asked == [packed.nbytes - before] * 2
     assert packed.nbytes > before
+    gone = weakref.ref(packed)
+    del packed
+    assert gone() is None, "an evicted program is freed at once, without the garbage collector"
 
 
 def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
