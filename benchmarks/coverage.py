@@ -84,8 +84,13 @@ def names() -> list[str]:
     return found + [f"transformers:{name}" for name in HUGGING_FACE]
 
 
-def model_of(source: str, name: str) -> tuple[nn.Module, Any, Callable[[Any], Any]]:
-    """Return a model with random weights, a batch for it, and a function from its output to a tensor."""
+def model_of(
+    source: str, name: str, pixels: int | None = None
+) -> tuple[nn.Module, Any, Callable[[Any], Any]]:
+    """Return a model with random weights, a batch for it, and a function from its output to a tensor.
+
+    Images have `pixels` on a side, or as few as the model takes if that is None.
+    """
     torch.manual_seed(0)
     if source == "transformers":
         transformers = importlib.import_module("transformers")
@@ -103,7 +108,7 @@ def model_of(source: str, name: str) -> tuple[nn.Module, Any, Callable[[Any], An
     if source == "torchvision":
         make, key = importlib.import_module("torchvision").models.get_model, "image_size"
     model, resized = make(name), False
-    for size in IMAGES:
+    for size in IMAGES if pixels is None else (pixels,):
         x = torch.randn(2, 3, size, size)
         for again in (False, True):  # some models are made for one size of images
             try:
@@ -117,9 +122,9 @@ def model_of(source: str, name: str) -> tuple[nn.Module, Any, Callable[[Any], An
     raise RuntimeError("no image size runs")
 
 
-def coverage(source: str, name: str) -> dict[str, Any]:
+def coverage(source: str, name: str, pixels: int | None = None) -> dict[str, Any]:
     """Insert operators into one model and measure what became elastic."""
-    model, x, scores = model_of(source, name)
+    model, x, scores = model_of(source, name, pixels)
     model.eval()
     parameters = sum(p.numel() for p in model.parameters())
     tensors = {n: t for n, t in x.items() if n in ("input_ids", "pixel_values")} if isinstance(x, dict) else x
@@ -189,11 +194,11 @@ def import_torchvision() -> list[Any]:
     return kept
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, pixels: int | None = None) -> dict[str, Any]:
     """Run one model in a process of its own."""
     context = multiprocessing.get_context("fork")  # a new interpreter would import everything again
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run_here, args=(name, theirs))
+    process = context.Process(target=_run_here, args=(name, pixels, theirs))
     process.start()
     theirs.close()
     try:
@@ -205,10 +210,11 @@ def run(name: str) -> dict[str, Any]:
     return found
 
 
-def _run_here(name: str, answer: Any) -> None:
+def _run_here(name: str, pixels: int | None, answer: Any) -> None:
     warnings.simplefilter("ignore")
+    source, kind = name.split(":")
     try:
-        answer.send(coverage(*name.split(":")))
+        answer.send(coverage(source, kind, pixels))
     except Exception as error:
         answer.send({"failed": f"{type(error).__name__}: {error}"[:300]})
 
@@ -229,6 +235,11 @@ def report(document: dict[str, Any]) -> str:
         lines.append(
             f"- {source}: {len(own)} models, {some} elastic, {two} in at least two axes "
             f"({100 * two / max(1, len(own)):.0f} %), {wrong} wrong"
+        )
+    for facts in document.get("large_images", {}).values():
+        lines.append(
+            f"- {facts['name']} on images of {facts['image']} pixels: {facts['seconds']} s of CPU, "
+            f"{len(facts['wrong'])} wrong"
         )
     lines += [
         "",
@@ -253,6 +264,9 @@ def _percent(share: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--one", metavar="SOURCE:NAME", help="run this model in this process")
+    parser.add_argument(
+        "--pixels", type=int, help="with --only: insert on images of this size, in a result of their own"
+    )
     parser.add_argument("--only", default="", help="run models whose names contain this text")
     parser.add_argument("--again", action="store_true", help="run models that are done already")
     parser.add_argument(
@@ -275,11 +289,15 @@ def main() -> None:
     versions = {package: importlib.import_module(package).__version__ for package in packages}
     wanted = names()
     for name in tqdm([n for n in wanted if args.only in n], disable=None):
-        if args.again or name not in known()["models"]:
-            facts = run(name)
-            models = {**known()["models"], name: facts}
-            models = {n: models[n] for n in sorted(models, key=wanted.index)}
-            document = {"models": models, "machine": {**machine(torch.device("cpu")), **versions}}
+        place, key = ("models", name) if args.pixels is None else ("large_images", f"{name}@{args.pixels}")
+        if args.again or key not in known().get(place, {}):
+            facts = {**({"name": name} if args.pixels else {}), **run(name, args.pixels)}
+            document = known()
+            models = {**document.get(place, {}), key: facts}
+            document[place] = {
+                n: models[n] for n in sorted(models, key=lambda n: wanted.index(n.split("@")[0]))
+            }
+            document["machine"] = {**machine(torch.device("cpu")), **versions}
             RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     del kept
     print(report(known()))

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
+from torch.overrides import resolve_name
 
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.blocks import ADDITIONS
@@ -444,12 +445,31 @@ def _rules() -> Any:
                     return comparisons[node.target]
                 if getattr(node.target, "__name__", "") in SILENT_IN_EVALUATION:
                     return dropout
-            return super().lookup(node, module)
+            if node.op == "call_method" and node.target == "norm" and "dim" in node.kwargs:
+                return reduction
+            found = super().lookup(node, module)
+            return unknown if found is None and _only_reads(node) else found
 
     rules = OperatorRegistry.default()
     rules.__class__ = Rules
-    dropout = rules.functions[F.dropout]
+    dropout, pointwise, reduction = (rules.functions[f] for f in (F.dropout, torch.add, torch.mean))
+    unknown = WithoutTensors()
+    for name in ("addcmul", "addcdiv", "lerp"):
+        rules.register(getattr(torch, name), pointwise, opaque=False)
+        rules.register_method(name, pointwise)
+    for name in ("reshape_as", "view_as"):
+        rules.register_method(name, rules.methods["flatten"])
     compared = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
     scalars = (*compared, operator.and_, operator.or_, operator.not_, torch._assert, int, bool, max, min)
     comparisons = {target: WithoutTensors(rules.functions.get(target)) for target in scalars}
     return rules
+
+
+def _only_reads(node: Node) -> bool:
+    """Tell whether torch promises that a call changes none of its arguments."""
+    if "out" in node.kwargs or node.kwargs.get("inplace"):
+        return False
+    if node.op == "call_method":
+        return hasattr(torch.Tensor, str(node.target)) and not str(node.target).endswith("_")
+    name = resolve_name(node.target) if node.op == "call_function" else None
+    return name is not None and not name.endswith("_")

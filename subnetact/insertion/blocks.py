@@ -1,10 +1,11 @@
 """Blocks that a subnet may skip: residual blocks in stacks, found in a traced graph, and their importance.
 
-A block is skippable if the identity can stand in its place: it is a layer of a `Sequential`, a `ModuleList`
-or another module without own weights, takes one tensor and returns one of the same shape and type, and there
-is a way from its input to its output that passes additions and otherwise nothing but activations, norms and
-dropout. A block without such a shortcut, a convolution of equal widths for example, computes something that
-its successors rely on.
+A block is skippable if the identity can stand in its place: it has matrices of weights, is a layer of a
+`Sequential`, a `ModuleList` or another module without own weights, takes one tensor and returns one of the
+same shape and type, and there is a way from its input to its output that passes additions and otherwise
+nothing but activations, norms and dropout. A block without such a shortcut, a convolution of equal widths for
+example, computes something that its successors rely on. A module without matrices, such as a norm with a
+shortcut, is a part of a block.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ def skippable_blocks(model: nn.Module, graph: fx.Graph) -> dict[str, torch.Size]
     found: dict[str, torch.Size] = {}
     for path, inside in nodes.items():
         stack = modules.get(path.rpartition(".")[0]) if "." in path else None
-        if stack is not None and not stack._parameters and not stack._buffers:
+        if (
+            stack is not None
+            and _has_matrices(modules.get(path))
+            and not stack._parameters
+            and not stack._buffers
+        ):
             shape = _residual_shape(inside, modules)
             if shape is not None:
                 found[path] = shape
@@ -143,6 +149,10 @@ def broken_chains(model: nn.Module, x: Any, blocks: Iterable[str]) -> dict[str, 
             names = {f"{path}.{layer}" for layer in layers}
             found |= {name: what for name in sorted(names & wanted) if name not in found}
     return found
+
+
+def _has_matrices(module: nn.Module | None) -> bool:
+    return module is not None and any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _residual_shape(inside: list[fx.Node], modules: Mapping[str, nn.Module]) -> torch.Size | None:

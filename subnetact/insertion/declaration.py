@@ -737,7 +737,7 @@ class _Trials:
         view = shared_view(network, space.resolve(space.smallest()))
         try:
             with torch.no_grad():
-                call_with(view, map_tensors(_fresh, self._example))
+                call_with(view, map_tensors(Tensor.clone, self._example))
         except Exception as error:
             return f"without these blocks, {summary(view, error)}"
         return ""

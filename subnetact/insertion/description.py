@@ -352,7 +352,9 @@ class Description:
         Raises:
             InsertError: there is none.
         """
-        names = [s.name for s in self.slots.values() if pattern == s.axis or fnmatchcase(s.name, pattern)]
+        given: Any = pattern
+        slots = self.slots.values() if isinstance(given, str) else ()
+        names = [s.name for s in slots if pattern == s.axis or fnmatchcase(s.name, pattern)]
         if not names:
             raise InsertError(
                 f"{self.name}: no group or stage matches {pattern!r}; it has {', '.join(self.slots)[:500]}"

@@ -349,6 +349,11 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
             f"{type(model).__name__} returns no tensors that can be compared; return tensors, in tuples, "
             "lists or dictionaries"
         )
+    if not any(bool(t.isfinite().any()) for t in found):
+        raise InsertError(
+            f"{type(model).__name__} returns nothing but NaN and infinity, with which no subnet can be "
+            "compared; look for them in the example and in the weights"
+        )
     _check_kept_tensors(model)
     return found
 

@@ -78,8 +78,9 @@ def trace_(
         is_leaf: a function that tells which further modules are leaves. If None, there are no further ones.
         enters: a function that tells which layers are no leaves, so that their inside is traced. If None,
             all layers are leaves.
-        tensors: receives the parameters and buffers that the forward of other modules reads itself, by the
-            names under which the graph gets them. If None, they are constants in the arguments of nodes.
+        tensors: receives the parameters and buffers that a forward reads itself, its own and those of
+            leaves, by the names under which the graph gets them. If None, they are constants in the arguments
+            of nodes.
 
     Returns:
         The graph, and the leaves by the names under which the graph calls them.
@@ -121,6 +122,8 @@ def trace_(
         if not isinstance(output, fx.Proxy):
             raise TypeError(f"the network returns {type(output).__name__}, not one tensor")
         graph.output(output.node)
+        if tensors is not None:
+            _name_tensors(graph, tensors)
     finally:
         for leaf in recording:
             mix_out_(leaf)
@@ -128,6 +131,22 @@ def trace_(
         for module, registry, own in replaced:
             object.__setattr__(module, registry, own)
     return graph, leaves
+
+
+def _name_tensors(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
+    """Let the graph get tensors that are arguments of nodes, such as the weight of a leaf, by names."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        name = names.setdefault(id(value), f"tensor_{len(names)}")
+        tensors[name] = value
+        return graph.get_attr(name)
+
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), named)
 
 
 def _proxy(tracer: Any, path: str, name: str, tensor: Tensor | None, tensors: dict[str, Tensor]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import subnetact
 from subnetact.engine.fused_program import FusedProgram
+from subnetact.operators import WeightSlice
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -243,6 +244,30 @@ def test_the_forward_of_a_derived_convolution_is_kept(kernel: int, budget: int) 
     engine = subnetact.Engine(supernet, [spec], example=x[0], memory_budget_mb=budget)
     assert bool(engine.pin(0)) == (budget > 0)
     torch.testing.assert_close(engine(x, 0), supernet(x, subnet=spec), rtol=1e-4, atol=1e-5)
+
+
+class Functional(nn.Module):
+    """A network whose forward reads a weight of its own and those of a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+        self.inner, self.read = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(F.conv2d(x, self.weight).relu()).relu()
+        return F.conv2d(x, self.read.weight, self.read.bias).mean((2, 3))
+
+
+def test_weights_of_layers_that_are_read_and_not_called() -> None:
+    elastic = {"inner": WeightSlice.on(out="width"), "read": WeightSlice.on(in_="width")}
+    supernet = subnetact.insert_(Functional(), widths((4, 8)), elastic).eval()
+    specs, x = [supernet.space.smallest(), supernet.space.largest()], torch.randn(2, 3, 12, 12)
+    engine = subnetact.Engine(supernet, specs, example=x[0], memory_budget_mb=64)
+    for i, spec in enumerate(specs):
+        pinned = engine.pin(i)
+        assert pinned, pinned.reason
+        torch.testing.assert_close(engine(x, i), supernet(x, subnet=spec), rtol=1e-4, atol=1e-5)
 
 
 TIMM = ("resnetv2_50", "mobilenetv3_small_050", "efficientnet_b0", "convnext_atto", "regnetx_002")

@@ -368,6 +368,12 @@ def test_only_residual_blocks_can_be_skipped(residual: bool) -> None:
     assert residual or "Feeding is not residual" in found.refused["0.depth"]
 
 
+def test_blocks_of_a_model_in_double_precision_can_be_skipped() -> None:
+    make, example = MODELS["vit"][:2]
+    x = {name: value.double() for name, value in example().items()}
+    assert set(declared(make().double(), x).blocks) == {f"vit.layers.{i}" for i in range(4)}
+
+
 def test_an_example_that_does_not_run_leaves_no_hooks() -> None:
     model = nn.Sequential(Block(Attention()), Block(Attention())).eval()
     with pytest.raises(InsertError, match=r"does not run on the example: 0\.attention"):

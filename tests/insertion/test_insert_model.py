@@ -231,6 +231,12 @@ def test_a_part_of_two_sizes_is_left_out_and_the_rest_is_elastic() -> None:
     ("options", "message"),
     [
         ({"axes": ("widths",)}, "choose from depth, width, stream, ffn, heads"),
+        ({"axes": None}, "axes: none is unknown; choose from depth, width, stream, ffn, heads"),
+        ({"only": 4}, "only: 4 is neither a pattern of names of modules nor a list of them"),
+        ({"fixed": None}, "fixed: None is neither a pattern"),
+        ({"choices": 0.5}, "choices: 0.5 is neither a list nor a mapping"),
+        ({"choices": {"width": None}}, "first.width: None are no choices"),
+        ({"choices": {4: (0.5,)}}, "no group or stage matches 4"),
         ({"only": "nothing.*"}, "only: no module matches 'nothing.*'"),
         ({"fixed": ["first", "4"]}, "fixed: no module matches '4'"),
         ({"choices": {"width": (0.5, 2.0)}}, r"first.width: 2.0 is not a choice"),
@@ -243,6 +249,13 @@ def test_a_part_of_two_sizes_is_left_out_and_the_rest_is_elastic() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InsertError, match=message):
         subnetact.describe(Hidden(torch.relu).eval(), X, **options)
+
+
+def test_an_example_that_hides_everything_behind_nan_is_refused() -> None:
+    model = Hidden(torch.relu).eval()
+    with pytest.raises(InsertError, match="returns nothing but NaN and infinity"):
+        subnetact.describe(model, X * float("nan"))
+    assert subnetact.describe(model, torch.stack([X[0], X[1] * float("nan")])).groups
 
 
 class WithoutTensors(nn.Module):
@@ -566,9 +579,59 @@ class Reshaped(nn.Module):
         return self.head(y.reshape(2, self.channels, 8, 8).mean((2, 3)))
 
 
+class ResponseNorm(nn.Module):
+    """Scales channels by how their norms compare with each other, and adds its input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.rand(channels)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        norm = x.norm(p=2, dim=(2, 3), keepdim=True)
+        scale, shift = self.scale.view(1, -1, 1, 1), self.shift.view(1, -1, 1, 1)
+        return x + torch.addcmul(shift, scale, x * norm / norm.mean(1, keepdim=True))
+
+
+class Shortcut(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def test_a_norm_that_compares_channels_keeps_them_and_is_a_part_of_its_block() -> None:
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Conv2d(16, 32, 1), ResponseNorm(32), nn.Conv2d(32, 16, 1)) for _ in range(3)]
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Sequential(*map(Shortcut, inner)), *head).eval()
+    description = subnetact.describe(model, X)
+    assert list(description.groups) == ["0.stream"]
+    assert {name: set(stage.blocks) for name, stage in description.stages.items()} == {
+        "1.depth": {"1.0", "1.1", "1.2"}
+    }
+
+
+class Standardised(nn.Module):
+    """Two convolutions, of which the second one standardises its weight in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 1)
+        self.third, self.head = nn.Conv2d(16, 12, 1), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.second.weight
+        flat = F.batch_norm(weight.reshape(1, 16, -1), None, None, training=True)
+        x = F.conv2d(self.first(x).relu(), flat.reshape_as(weight), self.second.bias)
+        return self.head(self.third(x).relu().mean((2, 3)))
+
+
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
+        (Standardised, {"third.width": 12}),
         (Reshaped, {"first.width": 16}),
         (Gated, {"both.width": 16, "second.width": 16}),
         (Branches, {"fine.0.stream": 16, "coarse.0.width": 32, "up.stream": 16}),

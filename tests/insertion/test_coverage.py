@@ -1,0 +1,62 @@
+"""The committed results of benchmarks/coverage.py meet the bounds, and small models still give them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS: dict[str, Any] = json.loads((BENCHMARKS / "results" / "coverage.json").read_text())
+MODELS: dict[str, dict[str, Any]] = RESULTS["models"]
+
+
+@pytest.mark.parametrize(
+    ("source", "count", "share"), [("torchvision", 80, 0.9), ("timm", 80, 0.7), ("transformers", 20, 0.9)]
+)
+def test_enough_models_are_elastic_in_two_axes_and_none_is_wrong(
+    source: str, count: int, share: float
+) -> None:
+    own = {name: facts for name, facts in MODELS.items() if name.startswith(f"{source}:")}
+    assert len(own) >= count
+    assert sum(len(facts.get("axes", {})) >= 2 for facts in own.values()) >= share * len(own)
+    for name, facts in own.items():
+        if "axes" in facts:
+            assert facts["wrong"] == [], name
+        else:
+            assert facts.get("refused"), f"{name} neither became elastic nor was refused with a reason"
+
+
+def test_the_results_name_their_machine_and_versions() -> None:
+    assert {"device_name", "threads", "torch", "python", "timm", "transformers"} <= RESULTS["machine"].keys()
+
+
+@pytest.fixture(scope="module")
+def coverage() -> ModuleType:
+    for package in ("timm", "torchvision", "torch_kirigami", "transformers"):
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location("coverage_of_insertion", BENCHMARKS / "coverage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name", ["torchvision:squeezenet1_1", "timm:ese_vovnet19b_slim", "transformers:qwen3"]
+)
+def test_a_model_gives_the_committed_results(coverage: ModuleType, name: str) -> None:
+    found, committed = coverage.coverage(*name.split(":")), MODELS[name]
+    assert found["wrong"] == []
+    assert found["parameters"] == committed["parameters"]
+    assert found["axes"].keys() == committed["axes"].keys()
+    for axis, shares in committed["axes"].items():
+        assert found["axes"][axis] == pytest.approx(shares, abs=0.02), axis
+    assert found["smallest"] == pytest.approx(committed["smallest"], abs=0.02)
