@@ -1,11 +1,11 @@
 """The demo several times in a row: does it answer in time on a machine whose speed changes?
 
-    python benchmarks/demo_repeated.py [--runs 5] [--load 0] [--out benchmarks/results/demo.json]
+    python benchmarks/demo_repeated.py [--text] [--seeds 0 1 2 3 4] [--load 0] [--out FILE]
 
 Every run is `python -m subnetact.demo` in a process of its own. With `--load N`, N processes compute for
 random spans of up to two seconds and pause for random spans, from the start of every run to its end, so that
-the machine has another speed while the demo serves than while it profiled. `--report` writes the section of
-README.md.
+the machine has another speed while the demo serves than while it profiled. `--text` runs the demo of
+the language model. Runs of seeds that the file has are kept. `--report` writes the sections of README.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from subnetact.files.atomic import replacing
 
-BEGIN, END = "<!-- demo: begin -->", "<!-- demo: end -->"
+RESULTS = Path("benchmarks/results")
+PAGE = Path("benchmarks/README.md")
 
 
 def compute(stop: EventType, seed: int) -> None:
@@ -40,7 +41,7 @@ def compute(stop: EventType, seed: int) -> None:
         stop.wait(rng.uniform(0.2, 2.0))
 
 
-def run(seed: int, load: int) -> dict[str, Any]:
+def run(seed: int, load: int, text: bool, figure: Path | None) -> dict[str, Any]:
     """Run the demo once beside `load` computing processes, and return its figures."""
     stop = Event()
     others = [Process(target=compute, args=(stop, 100 * seed + i), daemon=True) for i in range(load)]
@@ -50,7 +51,7 @@ def run(seed: int, load: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "demo.json"
             command = [sys.executable, "-m", "subnetact.demo", "--seed", str(seed), "--json", str(out)]
-            command += ["--out", str(Path(folder) / "demo.png")]
+            command += ["--out", str(figure or Path(folder) / "demo.png"), *(["--text"] if text else [])]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             found: dict[str, Any] = json.loads(out.read_text())
     finally:
@@ -60,47 +61,76 @@ def run(seed: int, load: int) -> dict[str, Any]:
     return found
 
 
-def report(result: dict[str, Any]) -> None:
-    """Put the figures into benchmarks/README.md."""
+def report(result: dict[str, Any], text: bool) -> None:
+    """Put the figures into the page's section of a demo."""
     lines = []
     for name, runs in result.items():
         facts = runs[0]["machine"]
         lines += ["", f"{facts['device_name']}, {facts['cpus']} CPUs, torch {facts['torch']}; {name}:", ""]
-        lines += ["| contender | in time, % of each run | right and in time, median % | speed, of each run |"]
-        lines += ["|---|---|---|---|"]
-        for i, contender in enumerate(runs[0]["contenders"]):
-            found = [run["contenders"][i] for run in runs]
-            in_time = ", ".join(f"{one['in_time']:.1f}" for one in found)
-            right = median(one["right_and_in_time"] for one in found)
-            slowdown = ", ".join(f"{one['slowdown']:.2f}" for one in found)
-            lines.append(f"| {contender['name']} | {in_time} | {right:.1f} | {slowdown} |")
+        lines += text_lines(runs) if text else digits_lines(runs)
         noted = sum(bool(run["notes"]) for run in runs)
         lines += ["", f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
-    page = Path("benchmarks/README.md")
-    text = page.read_text()
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    page.write_text(text[:start] + "\n".join(lines) + "\n" + text[end:])
+    section = "text demo" if text else "demo"
+    begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
+    page = PAGE.read_text()
+    start, stop = page.index(begin) + len(begin), page.index(end)
+    PAGE.write_text(page[:start] + "\n".join(lines) + "\n" + page[stop:])
+
+
+def digits_lines(runs: list[dict[str, Any]]) -> list[str]:
+    lines = ["| contender | in time, % of each run | right and in time, median % | speed, of each run |"]
+    lines += ["|---|---|---|---|"]
+    for i, contender in enumerate(runs[0]["contenders"]):
+        found = [run["contenders"][i] for run in runs]
+        right = median(one["right_and_in_time"] for one in found)
+        cells = each(found, "in_time", ".1f"), f"{right:.1f}", each(found, "slowdown", ".2f")
+        lines.append(f"| {contender['name']} | {' | '.join(cells)} |")
+    return lines
+
+
+def text_lines(runs: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| contender | tokens in time x right, % of each run | tokens in time, % of each run | loss, median |"
+    ]
+    lines += ["|---|---|---|---|"]
+    for i, contender in enumerate(runs[0]["contenders"]):
+        found = [run["contenders"][i] for run in runs]
+        loss = median(one["loss"] for one in found)
+        cells = each(found, "in_time_times_right", ".2f"), each(found, "in_time", ".1f"), f"{loss:.3f}"
+        lines.append(f"| {contender['name']} | {' | '.join(cells)} |")
+    return lines
+
+
+def each(found: list[dict[str, Any]], name: str, form: str) -> str:
+    """Return the value of every run."""
+    return ", ".join(format(one[name], form) for one in found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--text", action="store_true", help="the demo of the language model")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="one run per seed")
     parser.add_argument("--load", type=int, default=0, help="processes that compute now and then")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/demo.json"))
+    parser.add_argument("--out", type=Path, help="default: demo.json or text_demo.json of the results")
+    parser.add_argument("--figure", type=Path, help="file for the figure of seed 0")
     parser.add_argument("--report", action="store_true", help="write the section of README.md and stop")
     args = parser.parse_args()
-    result = json.loads(args.out.read_text()) if args.out.exists() else {}
+    out = args.out or RESULTS / ("text_demo.json" if args.text else "demo.json")
+    result = json.loads(out.read_text()) if out.exists() else {}
     if args.report:
-        report(result)
+        report(result, args.text)
         return
     name = f"beside processes that compute now and then: {args.load}" if args.load else "nothing else runs"
-    result[name] = [run(seed, args.load) for seed in tqdm(range(args.runs), desc=name)]
-    with replacing(args.out) as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-    for one in result[name]:
-        print([round(contender["in_time"], 2) for contender in one["contenders"]], one["notes"])
+    runs = result.setdefault(name, [])
+    known = {one.get("seed", i) for i, one in enumerate(runs)}  # in older files the seeds are 0, 1, ...
+    for seed in tqdm([seed for seed in args.seeds if seed not in known], desc=name):
+        runs.append(run(seed, args.load, args.text, None if seed else args.figure))
+        with replacing(out) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+        key = "in_time_times_right" if args.text else "in_time"
+        print([round(contender[key], 2) for contender in runs[-1]["contenders"]], runs[-1]["notes"])
 
 
 if __name__ == "__main__":

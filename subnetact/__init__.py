@@ -24,7 +24,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
-    digits, demo, simulate, plan         the embedded supernet; commands: the demo, the simulator, planning
+    digits, demo/, simulate, plan        the embedded supernet; commands: the demo, the simulator, planning
     serve/                               python -m subnetact.serve: a bundle over HTTP
     loadtest/                            python -m subnetact.loadtest: an open-loop client
     cluster/                             build_app: replicas of the service on Ray Serve

@@ -1,4 +1,4 @@
-"""Shared fixtures, and torchvision's two missing operators on a CPU-only torch."""
+"""Fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchvision_operators import define_missing
 
 from subnetact.supernet.supernet import Supernet
 
@@ -20,21 +22,7 @@ torch.set_num_threads(1)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
-def _define_missing_torchvision_operators() -> list[object]:
-    """The wheel's operators need CUDA libraries; defining their schemas lets `ofa` and `timm` import."""
-    libraries: list[object] = []
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            libraries.append(library)
-    return libraries
-
-
-try:
-    import torchvision  # noqa: F401
-except RuntimeError:
-    _KEPT_ALIVE = _define_missing_torchvision_operators()
+define_missing()
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +37,17 @@ def seeded() -> None:
 def any_program_is_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on what is faster: small networks and busy machines would decide it by chance."""
     monkeypatch.setattr("subnetact.engine.promotion.SLOWER", float("inf"))
+
+
+@pytest.fixture(scope="session")
+def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The PYTHONPATH of programs that import transformers, which imports torchvision."""
+    folder, tests = tmp_path_factory.mktemp("site"), Path(__file__).parent
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({str(tests)!r})\n"
+        "from torchvision_operators import define_missing\ndefine_missing()\n"
+    )
+    return os.pathsep.join([str(tests.parent), str(folder)])
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import subnetact
-from subnetact.demo import Run, machine_notes
+from subnetact.demo.digits_demo import Run
+from subnetact.demo.machine_notes import machine_notes
 from subnetact.digits import distort, load_digits_supernet, read_digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")

@@ -106,6 +106,10 @@ def test_archives_hold_what_they_should(archives: dict[str, Path]) -> None:
         "subnetact/py.typed",
         "ofa_adapters/py.typed",
         "subnetact/data/digits_supernet.safetensors",
+        "subnetact/data/text_supernet.safetensors",
+        "subnetact/data/text_supernet.json",
+        "subnetact/data/text_supernet.md",
+        "subnetact/data/text_tokenizer.json",
         "subnetact/data/traces/maf2019_per_minute.npz",
         "subnetact/serve/status.html",
     ):

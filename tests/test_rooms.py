@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 STARTED_BY_NAME = {
     "ofa_adapters.__main__": "python -m ofa_adapters",
-    "subnetact.demo": "python -m subnetact.demo",
+    "subnetact.demo.__main__": "python -m subnetact.demo",
     "subnetact.export.triton.python_backend": "copied into a Triton repository",
     "subnetact.loadtest.__main__": "python -m subnetact.loadtest",
     "subnetact.plan": "python -m subnetact.plan",

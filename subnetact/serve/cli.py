@@ -8,6 +8,10 @@ input is one. /v2 is the Open Inference Protocol of KServe and Triton. Deadlines
 parameters of the query, fields of the body, or the headers x-deadline-ms and x-min-accuracy. / shows a status
 page, /openapi.json describes all addresses, and /metrics returns Prometheus text.
 
+--text serves the language model of the package instead, at the addresses of OpenAI's interface:
+/v1/completions and /v1/chat/completions, whole or streamed. Deadlines are the headers x-slo-ttft-ms (to the
+first token) and x-deadline-ms (to the last one).
+
 GET /healthz and /readyz return 503 while no worker is up. After SIGTERM they return 503 for --grace-s seconds
 while the server keeps serving, so that load balancers can drain it. Accepted requests are always finished.
 
@@ -40,6 +44,23 @@ from subnetact.serve.source import Source
 __all__ = ["main", "options"]
 
 DONE, USAGE = 0, 2
+NOT_OF_TEXT = (
+    "backend",
+    "model",
+    "constructor",
+    "table",
+    "policy",
+    "workers",
+    "worker_processes",
+    "threads_per_worker",
+    "fair",
+    "image_mean",
+    "image_std",
+    "ray_address",
+    "queue",
+    "max_pixels",
+)
+"""Options that say nothing about a language model."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EPILOG = """backends:
   local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
@@ -66,6 +87,9 @@ def options() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="folder of a saved engine")
     source.add_argument("--demo", action="store_true", help="serve the supernet for digits of the package")
+    source.add_argument(
+        "--text", action="store_true", help="serve the language model of the package (the extra hf)"
+    )
     parser.add_argument(
         "--model", metavar="PKG.MOD:FACTORY", help="function that builds the bundle's own network"
     )
@@ -74,7 +98,13 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
     parser.add_argument("--policy", default="slackfit:4", help="for example slackfit:4, hullfit or fixed:0")
-    parser.add_argument("--slo-ms", type=float, default=36.0, help="deadline of requests that name none")
+    parser.add_argument(
+        "--slo-ms",
+        type=float,
+        default=36.0,
+        help="deadline of requests that name none; with --text, of one token after the other, and the first "
+        "has ten times as long",
+    )
     parser.add_argument(
         "--workers", type=int, default=1, help="threads that run batches; with Ray, replicas of one thread"
     )
@@ -88,7 +118,7 @@ def options() -> argparse.ArgumentParser:
         "--max-queue", type=int, default=2000, help="waiting requests beyond which all are refused"
     )
     parser.add_argument(
-        "--name", help="name of the model in the protocol; default: digits, or the folder's name"
+        "--name", help="name of the model in the protocol; default: digits, docstrings, or the folder's name"
     )
     parser.add_argument(
         "--fair", action="store_true", help="share the workers' time between clients: tokens, or addresses"
@@ -178,8 +208,6 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         args: the options.
         stack: closes what must be closed after the server has ended.
     """
-    from subnetact.serve import build_app
-
     limits = Limits(
         body_bytes=None if args.max_body_mb is None else int(args.max_body_mb * 2**20),
         connections=args.max_connections,
@@ -192,6 +220,10 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
     tokens = _tokens(args)
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
+    if args.text:
+        return _open_text(args, stack, limits, tokens)
+    from subnetact.serve import build_app
+
     source = _source(args)
     engine: Any
     batcher: Answerer
@@ -222,6 +254,30 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         tokens=tokens,
         image_mean=tuple(args.image_mean),
         image_std=tuple(args.image_std),
+        allowed_hosts=_hosts(args),
+    )
+
+
+def _open_text(args: argparse.Namespace, stack: ExitStack, limits: Limits, tokens: dict[str, str]) -> Any:
+    """Load the language model, measure its steps, and make the application."""
+    parser = options()
+    for name in NOT_OF_TEXT:
+        if getattr(args, name) != parser.get_default(name):
+            raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
+    from subnetact.generation.text import end_of_text
+    from subnetact.serve import build_text_app
+    from subnetact.serve.text_model import decode, encode, text_generator
+
+    generator = text_generator(args.slo_ms, args.max_queue)
+    stack.callback(generator.close, wait=False)
+    return build_text_app(
+        generator,
+        encode,
+        decode,
+        name=args.name or "docstrings",
+        stop=(end_of_text(),),
+        limits=limits,
+        tokens=tokens,
         allowed_hosts=_hosts(args),
     )
 

@@ -7,14 +7,11 @@ same arrivals are served three times: with all subnets, and with the largest and
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
-import logging
 import math
 import random
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -27,11 +24,11 @@ import numpy.typing as npt
 import torch
 
 from subnetact.calibration.calibrate import calibrate
-from subnetact.command import run_command
+from subnetact.demo.machine_notes import machine_notes, share_of_core
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
-from subnetact.errors import MissingExtra, RequestError, UncalibratedSubnetWarning
+from subnetact.errors import RequestError, UncalibratedSubnetWarning
 from subnetact.files.atomic import replacing
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
@@ -48,7 +45,7 @@ from subnetact.supernet.supernet import Supernet
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Run", "machine_notes", "main"]
+__all__ = ["Run", "demonstrate_digits"]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -59,10 +56,6 @@ PROFILE_MS = 300.0
 """Time spent on every cell of the latency table, in ms, so that slow phases of the machine are seen too."""
 BIN_MS = 100.0
 """Width of the bins of the figure, in ms."""
-BUSY_SHARE = 0.9
-"""A computing thread that gets less than this share of a core shares the machine with other work."""
-DRIFT = 1.5
-"""Batches that take this many times their profiled latency, or its inverse, mean another machine."""
 
 
 @dataclass(frozen=True)
@@ -109,55 +102,39 @@ class Run:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration on this machine, print its tables and draw its figure.
+def demonstrate_digits(
+    plt: Any,
+    out: Path,
+    seconds: float,
+    seed: int,
+    candidates: int = 40,
+    profile_ms: float = PROFILE_MS,
+    report: Path | None = None,
+) -> None:
+    """Take the whole path on the embedded supernet for digits, print tables and draw a figure.
 
     Args:
-        arguments: the command line without the program's name. If None, `sys.argv` is used.
+        plt: matplotlib's pyplot.
+        out: file of the figure.
+        seconds: length of the trace, in s.
+        seed: seed of candidates, digits and arrivals.
+        candidates: number of subnets to choose from.
+        profile_ms: time spent on every cell of the latency table, in ms.
+        report: file for the figures as JSON. If None, there is none.
 
-    Returns:
-        The exit status, 0.
+    Raises:
+        MissingExtra: scikit-learn is not installed.
     """
-    parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
-    parser.add_argument("--json", type=Path, help="also write the figures of every contender to this file")
-    parser.add_argument("--candidates", type=int, default=40, help="subnets to choose from")
-    parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
-    parser.add_argument("--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell")
-    parser.add_argument("--seed", type=int, default=0, help="seed of candidates, digits and arrivals")
-    args = parser.parse_args(arguments)
-    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2 or args.profile_ms <= 0:
-        parser.error(
-            "--out needs a folder that exists, --seconds and --profile-ms positive numbers, --candidates at "
-            "least 2"
-        )
-    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
-    torch.set_num_threads(1)
-    sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
-    log = logging.getLogger("subnetact.serving")
-    level = log.level
-    log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
-    try:
-        _demonstrate(args)
-    finally:
-        log.setLevel(level)
-        torch.set_num_threads(threads)
-        sys.setswitchinterval(interval)
-    return 0
-
-
-def _demonstrate(args: argparse.Namespace) -> None:
-    plt = _pyplot()
     supernet = load_digits_supernet()
     parameters = sum(p.numel() for p in supernet.parameters())
     print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {_machine()}")
     training, held_out = read_digits()
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(seed)
     pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
     validation = _distorted(Digits(held_out.images[::2], held_out.labels[::2]), 3, generator)
     test = _distorted(Digits(held_out.images[1::2], held_out.labels[1::2]), 3, generator)
 
-    specs = supernet.space.sample(random.Random(args.seed), args.candidates)
+    specs = supernet.space.sample(random.Random(seed), candidates)
     shown = [specs[0], *specs[2:6], specs[1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncalibratedSubnetWarning)
@@ -170,16 +147,16 @@ def _demonstrate(args: argparse.Namespace) -> None:
 
     front = _front(supernet, specs, validation)
     engine = Engine(supernet, [c.spec for c in front], example=test.images[0])
-    share = [_share_of_core()]
+    share = [share_of_core()]
     table = profile_latency(
-        engine, BATCH_SIZES, [c.accuracy for c in front], statistic="p90", min_time_ms=args.profile_ms
+        engine, BATCH_SIZES, [c.accuracy for c in front], statistic="p90", min_time_ms=profile_ms
     )
     print(f"\nPareto set of {len(specs)} candidates, profiled here (p90 latency in ms):")
     print("  accuracy  " + "".join(f"{f'batch {b}':>10}" for b in BATCH_SIZES) + "   subnet")
     for key, percent, cells in zip(table.subnets, table.accuracy, table.latency_ms, strict=True):
         print(f"{percent:>8.1f} % " + "".join(f"{ms:>10.2f}" for ms in cells) + f"   {key}")
 
-    slo_ms, arrivals_ms, burst_qps, capacity_qps = _trace(table, args.seconds, args.seed)
+    slo_ms, arrivals_ms, burst_qps, capacity_qps = _trace(table, seconds, seed)
     print(
         f"\nServing {len(arrivals_ms):,} digit images live, SLO {slo_ms:.0f} ms. Burst: {burst_qps:.0f}/s; "
         f"the largest subnet alone sustains {capacity_qps:.0f}/s."
@@ -195,7 +172,7 @@ def _demonstrate(args: argparse.Namespace) -> None:
     try:
         for name, policy in policies:
             runs.append(asyncio.run(_serve(name, policy, engine, test, arrivals_ms, slo_ms)))
-            share.append(_share_of_core())
+            share.append(share_of_core())
     finally:
         gc.unfreeze()
     print(f"{'policy':<26}{'in time':>13}{'profiled':>14}{'measured':>14}{'right+in time':>15}")
@@ -208,11 +185,12 @@ def _demonstrate(args: argparse.Namespace) -> None:
     )
     for note in machine_notes(runs, share, slo_ms):
         print(f"NOTE: {note}")
-    _draw(plt, args.out, runs, arrivals_ms, capacity_qps)
-    print(f"Figure: {args.out}")
-    if args.json is not None:
+    _draw(plt, out, runs, arrivals_ms, capacity_qps)
+    print(f"Figure: {out}")
+    if report is not None:
         found = {
             "machine": machine(torch.device("cpu")),
+            "seed": seed,
             "slo_ms": slo_ms,
             "burst_qps": burst_qps,
             "capacity_qps": capacity_qps,
@@ -220,7 +198,7 @@ def _demonstrate(args: argparse.Namespace) -> None:
             "notes": machine_notes(runs, share, slo_ms),
             "contenders": [run.figures for run in runs],
         }
-        with replacing(args.json) as temporary:
+        with replacing(report) as temporary:
             temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -310,57 +288,6 @@ async def _serve(
     return Run(name, in_time, right, accuracy, late_ms, slowdown)
 
 
-def _share_of_core(seconds: float = 0.2) -> float:
-    """Return the share of a core that a thread gets which does nothing but compute."""
-    wall, own = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - wall < seconds:
-        sum(range(1000))
-    return (time.thread_time() - own) / (time.perf_counter() - wall)
-
-
-def machine_notes(runs: Sequence[Run], share: Sequence[float], slo_ms: float) -> list[str]:
-    """Return the reasons for which the result says more about the machine than about the policies.
-
-    Args:
-        runs: what the contenders did.
-        share: shares of a core that `_share_of_core` found before and after serving.
-        slo_ms: time that every request was given, in ms.
-
-    Returns:
-        One sentence per reason; none if the machine was quiet and kept its speed.
-    """
-    found = []
-    if min(share) < BUSY_SHARE:
-        found.append(
-            f"other programs use this machine: a computing thread got {100 * min(share):.0f} % of a core. "
-            "Run the demo again on an idle machine before you trust these figures."
-        )
-    run = max(runs, key=lambda run: abs(math.log(run.slowdown)))
-    if not 1 / DRIFT < run.slowdown < DRIFT:
-        found.append(
-            f"the machine changed its speed after it was profiled: {run.slowdown:.2f} times the profiled "
-            f"latency while '{run.name}' was served, so the contenders did not have the same machine."
-        )
-    late_ms = max(float(np.percentile(run.late_ms, 99)) for run in runs)
-    if late_ms > slo_ms / 4:
-        found.append(
-            f"the client itself was late: 1 % of the requests were sent more than {late_ms:.0f} ms after "
-            "they were due, so the load was burstier than intended."
-        )
-    return found
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingExtra("the demo's figure needs matplotlib: pip install 'subnetact[demo]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
 def _draw(plt: Any, path: Path, runs: Sequence[Run], arrivals_ms: Floats, capacity_qps: float) -> None:
     """Draw arrivals, and for every contender accuracy and misses per bin of BIN_MS."""
     figure, axes = plt.subplots(
@@ -411,7 +338,3 @@ def _draw_run(
     bad = share > 0
     accuracy.scatter(middle[bad], mean[bad], marker="x", s=18 + share[bad] / 3, color=color, lw=1.2)
     missed.plot(middle, share, color=color, lw=1.5)
-
-
-if __name__ == "__main__":
-    run_command(main)

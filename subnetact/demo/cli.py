@@ -1,0 +1,88 @@
+"""Serve a burst of requests live on an embedded model, beside fixed subnets, and draw a figure.
+
+The demo loads the supernet that was trained on handwritten digits, repairs the accuracy of its subnets by
+calibration, profiles them on this machine, and serves a burst of real digit images under deadlines. With
+--text it serves prompts with the embedded language model, whose tokens have deadlines. The same arrivals are
+served several times: with all subnets, and with single ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subnetact.demo.digits_demo import PROFILE_MS, demonstrate_digits
+from subnetact.errors import MissingExtra
+
+__all__ = ["main"]
+
+USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a demonstration on this machine, print its tables and draw its figure.
+
+    Args:
+        arguments: the command line without the program's name. If None, `sys.argv` is used.
+
+    Returns:
+        The exit status: 0, or 2 if a package is missing.
+    """
+    parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
+    parser.add_argument(
+        "--text", action="store_true", help="serve prompts with the embedded language model (the extra hf)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("subnetact_demo.png"), help="file of the figure")
+    parser.add_argument("--json", type=Path, help="also write the figures of every contender to this file")
+    parser.add_argument("--candidates", type=int, default=40, help="subnets to choose from, of the digits")
+    parser.add_argument("--seconds", type=float, default=9.0, help="length of the trace")
+    parser.add_argument(
+        "--profile-ms", type=float, default=PROFILE_MS, help="time spent per table cell, of the digits"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of candidates, requests and arrivals")
+    args = parser.parse_args(arguments)
+    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2 or args.profile_ms <= 0:
+        parser.error(
+            "--out needs a folder that exists, --seconds and --profile-ms positive numbers, --candidates at "
+            "least 2"
+        )
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    torch.set_num_threads(1)
+    sys.setswitchinterval(5e-4)  # the client shares the interpreter with the server
+    log = logging.getLogger("subnetact.serving")
+    level = log.level
+    log.setLevel(logging.ERROR)  # a machine that changed its speed gets a note at the end
+    try:
+        if args.text:
+            from subnetact.demo.text_demo import demonstrate_text  # The extra `hf` may be missing.
+
+            demonstrate_text(_pyplot(), args.out, args.seconds, args.seed, args.json)
+        else:
+            demonstrate_digits(
+                _pyplot(), args.out, args.seconds, args.seed, args.candidates, args.profile_ms, args.json
+            )
+    except MissingExtra as error:
+        print(f"subnetact.demo: {error}", file=sys.stderr)
+        return USAGE
+    finally:
+        log.setLevel(level)
+        torch.set_num_threads(threads)
+        sys.setswitchinterval(interval)
+    return 0
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingExtra("the demo's figure needs matplotlib: pip install 'subnetact[demo]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt

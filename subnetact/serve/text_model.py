@@ -1,0 +1,57 @@
+"""The embedded language model as a generator that is ready to serve: `python -m subnetact.serve --text`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from subnetact.generation import Generator, profile_steps
+from subnetact.generation.text import (
+    end_of_text,
+    load_text_supernet,
+    switchable_subnets,
+    text_facts,
+    text_tokenizer,
+)
+
+__all__ = ["decode", "encode", "text_generator"]
+
+
+def text_generator(token_ms: float, max_queue: int) -> Generator:
+    """Load the embedded language model and measure its steps on this machine.
+
+    The generator chooses among the subnets of all layers. The accuracy of a subnet is the share of next
+    tokens of held-out docstrings that it predicts right.
+
+    Args:
+        token_ms: time from one token to the next of requests that name none, in ms.
+        max_queue: number of requests under way at which further ones are refused.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        SubnetActError: the settings cannot be used on this machine.
+    """
+    supernet = load_text_supernet()
+    subnets = switchable_subnets(supernet)
+    known = {one["subnet"]: one["right_percent"] for one in text_facts()["held_out"]}
+    table = profile_steps(
+        supernet,
+        subnets,
+        sequences=(1, 4, 16),
+        contexts=(64, 256),
+        prompt_tokens=(8, 64, 256),
+        accuracy=[known[str(spec)] for spec in subnets],
+        rounds=2,
+        progress=False,
+    )
+    return Generator(supernet, subnets, table, token_ms=token_ms, max_queue=max_queue, allow_approximate=True)
+
+
+def encode(text: str) -> list[int]:
+    """Return the tokens of a text, behind the token that begins texts."""
+    return [end_of_text(), *text_tokenizer().encode(text).ids]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Return the text of tokens."""
+    text: str = text_tokenizer().decode(list(tokens))
+    return text

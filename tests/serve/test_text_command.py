@@ -1,0 +1,149 @@
+"""`python -m subnetact.serve --text`, asked by OpenAI's own client until it is told to end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
+
+from subnetact.generation.text import text_facts
+from subnetact.serve.cli import main
+
+openai = pytest.importorskip("openai")
+
+TOKEN = "a-token-of-the-tests"
+PROMPT = ">>> help(json.dumps)\n"
+
+
+@pytest.fixture(scope="module")
+def served(start: Callable[..., Any], python_path: str) -> Any:
+    """The command on a free port, with a token, and time to finish after SIGTERM."""
+    environment = {"SUBNETACT_TOKEN": TOKEN, "PYTHONPATH": python_path}
+    return start("--text", "--slo-ms", "1000", "--grace-s", "1", environment=environment)
+
+
+@pytest.fixture(scope="module")
+def client(served: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=TOKEN, max_retries=0, timeout=60) as found:
+        yield found
+
+
+def largest() -> str:
+    """Return the accuracy that only the largest subnet has, as a header."""
+    return str(max(one["right_percent"] for one in text_facts()["held_out"]))
+
+
+def expected(prompt: str, count: int) -> str:
+    """Return what the largest subnet of the embedded model continues."""
+    import torch
+
+    from subnetact.generation.text import load_text_supernet
+    from subnetact.serve.text_model import decode, encode
+
+    supernet = load_text_supernet()
+    view: Any = supernet.subnet(supernet.space.largest())
+    given = torch.tensor([encode(prompt)])
+    tokens = view.generate(given, max_new_tokens=count, do_sample=False)[0, given.shape[1] :].tolist()
+    return decode(tokens[: tokens.index(0)] if 0 in tokens else tokens)
+
+
+def counts(served: Any) -> dict[str, int]:
+    """Return the counters of the generator."""
+    status, _, text = served.call("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert status == 200
+    found = re.findall(r"^subnetact_generation_(\w+?)(?:_total)? (\d+)$", text, re.MULTILINE)
+    return {name: int(value) for name, value in found}
+
+
+def test_openais_client_is_answered_by_the_embedded_model(client: Any) -> None:
+    best = {"x-min-accuracy": largest()}
+    whole = client.completions.create(model="docstrings", prompt=PROMPT, max_tokens=24, extra_headers=best)
+    assert whole.choices[0].text == expected(PROMPT, 24)
+    assert whole.usage.completion_tokens <= 24
+    pieces = list(
+        client.completions.create(
+            model="docstrings", prompt=PROMPT, max_tokens=24, stream=True, extra_headers=best
+        )
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert len(pieces) > 3
+    assert [model.id for model in client.models.list()] == ["docstrings"]
+    chat = client.chat.completions.create(
+        model="docstrings",
+        messages=[{"role": "user", "content": PROMPT}],
+        max_completion_tokens=24,
+        extra_headers={**best, "x-deadline-ms": "30000"},
+    )
+    assert chat.choices[0].message.content == whole.choices[0].text
+
+
+def test_a_deadline_that_no_subnet_meets_is_told_at_once(client: Any) -> None:
+    begun = time.monotonic()
+    with pytest.raises(openai.InternalServerError) as raised:
+        client.completions.create(
+            model="docstrings", prompt=PROMPT, max_tokens=24, extra_headers={"x-deadline-ms": "0.001"}
+        )
+    assert (raised.value.status_code, raised.value.code) == (504, "DeadlinePassed")
+    assert time.monotonic() - begun < 10
+    with pytest.raises(openai.BadRequestError, match="more than 512"):
+        client.completions.create(model="docstrings", prompt=PROMPT, max_tokens=4000)
+
+
+def test_a_client_that_leaves_in_mid_stream_ends_its_request(client: Any, served: Any) -> None:
+    before = counts(served)
+    stream = client.completions.create(
+        model="docstrings", prompt=PROMPT, max_tokens=450, temperature=1.5, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    end = time.monotonic() + 20
+    while (now := counts(served))["active"] and time.monotonic() < end:
+        time.sleep(0.02)
+    assert now["active"] == 0
+    assert now["cancelled"] + now["finished"] == before["cancelled"] + before["finished"] + 1
+
+
+def test_strangers_are_refused(served: Any) -> None:
+    body = {"prompt": PROMPT}
+    assert served.call("POST", "/v1/completions", body)[0] == 401
+    named = {"Authorization": f"Bearer {TOKEN}", "Host": "evil.example"}
+    assert served.call("POST", "/v1/completions", body, named)[0] == 400
+    assert served.call("GET", "/healthz")[0] == 200
+
+
+def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
+    pieces: list[Any] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        for piece in client.completions.create(
+            model="docstrings", prompt=PROMPT, max_tokens=300, temperature=1.5, stream=True
+        ):
+            pieces.append(piece)
+            begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(30)
+    served.process.send_signal(signal.SIGTERM)
+    reader.join(30)
+    assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+    assert served.process.wait(30) in (0, -signal.SIGTERM)
+    assert served.stop() == ""
+
+
+@pytest.mark.parametrize(
+    "options", [["--workers", "2"], ["--policy", "hullfit"], ["--table", "t.json"], ["--backend", "ray"]]
+)
+def test_options_of_other_models_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--text", *options]) == 2
+    assert f"{options[0]}: it does not apply to --text" in capsys.readouterr().err
