@@ -122,7 +122,7 @@ class BaseApp(FastAPI):
                 await super().__call__(scope, receive, send)
             return
         arrived_ms = now_ms()
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        path = _below_mount(scope)
         begun = False
 
         async def send_first(message: MutableMapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class BaseApp(FastAPI):
         return client or ""
 
     async def _known(self, request: Request, error: Exception) -> Response:
-        status, document, headers = self._told(request.url.path, error)
+        status, document, headers = self._told(_below_mount(request.scope), error)
         return JSONResponse(document, status, {name.decode(): value.decode() for name, value in headers})
 
     def _told(self, path: str, error: Exception) -> tuple[int, dict[str, Any], list[tuple[bytes, bytes]]]:
@@ -174,3 +174,9 @@ class BaseApp(FastAPI):
         if refusal.status in CLOSES:
             headers.append((b"connection", b"close"))
         return refusal.status, self.error_document(refusal, path), headers
+
+
+def _below_mount(scope: Scope) -> str:
+    """Return the address below the one where the application is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"

@@ -28,6 +28,7 @@ from subnetact.serve.exchange import (
     refusal_of,
     send_reply,
 )
+from subnetact.serve.json_text import SHORT
 from subnetact.serve.limits import Limits
 
 __all__ = ["TextApp", "TextService", "build_text_app"]
@@ -115,7 +116,8 @@ def build_text_app(
 
     Args:
         generator: generates tokens; the application closes it at its end.
-        encode: a function from a text to its tokens.
+        encode: a function from a text to its tokens. Texts of long requests are encoded on other threads, so
+            that nobody waits for them.
         decode: a function from tokens to their text.
         name: name of the model.
         stop: tokens that end every answer.
@@ -191,7 +193,10 @@ class TextApp(BaseApp):
         service, limits = self.service, self.service.limits
         body = await read_body(receive, headers, limits.body_for(0), limits.body_s, service.bodies)
         try:
-            ask = _ask(service, body, headers, chat)
+            if len(body) <= SHORT:
+                ask = _ask(service, body, headers, chat)
+            else:
+                ask = await asyncio.to_thread(_ask, service, body, headers, chat)
         finally:
             service.bodies.give_back(len(body))
         answer = _Answer(service, ask, chat, next(self._numbers))

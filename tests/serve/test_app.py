@@ -303,6 +303,8 @@ def test_the_application_can_be_mounted(gated, post):
             assert (status, json.loads(body)["class"]) == (200, 2)
             assert (await post(outer, None, path="/digits/healthz", method="GET"))[0] == 200
             assert (await post(outer, None, path="/infer"))[0] == 404
+            status, _, body = await post(outer, None, path="/digits/v2/nothing", method="GET")
+            assert (status, list(json.loads(body))) == (404, ["error"])  # the form of the protocol
 
     asyncio.run(main())
 

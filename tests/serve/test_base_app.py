@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -89,3 +90,26 @@ def test_an_error_in_the_middle_of_an_answer_begins_no_second_answer(post, caplo
     asyncio.run(app(scope, None, send))
     assert sent == ["http.response.start"]
     assert len(caplog.records) == 1
+
+
+def test_long_prompts_keep_nobody_waiting(post):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def encode(text):
+        begun.set()
+        assert go_on.wait(20)
+        return [len(text)]
+
+    async def main():
+        generator = SimpleNamespace(submit=broken, close=lambda wait=True: None)
+        app = build_text_app(generator, encode, str)
+        prompt = json.dumps({"prompt": "a" * 100_000}).encode()
+        waiting = asyncio.create_task(post(app, None, path="/v1/completions", raw=prompt))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        assert (await post(app, None, path="/healthz", method="GET"))[0] == 200
+        assert not waiting.done()
+        go_on.set()
+        assert (await waiting)[0] == 500  # the generator of this test is broken
+
+    asyncio.run(main())
