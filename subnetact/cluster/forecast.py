@@ -10,8 +10,8 @@ __all__ = ["ReplicaForecast", "ReplicaReport", "ranking", "work"]
 
 RECENT = 0.2
 """Weight of the newest report in the rates."""
-EQUAL = 1.5
-"""Replicas count as equally fast if one needs less than this many times the time of the other."""
+EQUAL = 2.0
+"""Replicas count as equally fast if none needs more than this many times the time of another."""
 
 
 class ReplicaReport(NamedTuple):

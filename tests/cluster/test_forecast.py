@@ -94,14 +94,14 @@ def test_a_burst_between_two_reports_is_spread():
     assert [replica.outstanding for replica in replicas] == [320, 320]
 
 
-def test_a_replica_of_half_the_speed_gets_half_the_requests():
+def test_a_replica_of_a_third_of_the_speed_gets_a_third_of_the_requests():
     replicas = [ReplicaForecast("me"), ReplicaForecast("me"), ReplicaForecast("me")]
-    for replica, input_ms in zip(replicas, (2.0, 4.0, 2.0), strict=True):
+    for replica, input_ms in zip(replicas, (2.0, 6.0, 2.0), strict=True):
         replica.learn(IDLE._replace(per_input_ms=input_ms), 0.0)
-    for _ in range(50):
+    for _ in range(70):
         amounts = work(replicas)
         replicas[amounts.index(min(amounts))].outstanding += 1
-    assert [replica.outstanding for replica in replicas] == [20, 10, 20]
+    assert [replica.outstanding for replica in replicas] == [30, 10, 30]
 
 
 def test_other_senders_have_the_same_old_report():
