@@ -284,7 +284,7 @@ def test_the_command_serves_and_leaves_nothing_behind(source):
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "subnetact.serve", "--backend", "ray", "--bundle", source.bundle),
-            *("--port", "0", "--slo-ms", "20000"),
+            *("--port", "0", "--slo-ms", "20000", "--router", "ray"),
         ],
         stdout=subprocess.PIPE,
         text=True,
