@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ __all__ = ["Prompt", "SimulatedGeneration", "simulate_generation"]
 
 MOST_TOKENS = 1_000_000
 """No prompt or answer of a trace is longer."""
+LATEST_MS = 1e15
+"""No request of a trace arrives later, nor earlier than this time before 0."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ def _checked(prompt: Prompt) -> Prompt:
             f"a request at {prompt.arrival_ms} ms has no prompt or no answer that can be simulated "
             f"({prompt.tokens!r} and {prompt.answer!r} tokens); give whole numbers from 1 to {MOST_TOKENS:,}"
         )
-    if not isinstance(prompt.arrival_ms, Real) or not -math.inf < prompt.arrival_ms < math.inf:
-        raise TraceError(f"a request arrives at {prompt.arrival_ms!r} ms; give a finite time")
+    if not isinstance(prompt.arrival_ms, Real) or not abs(prompt.arrival_ms) <= LATEST_MS:
+        raise TraceError(
+            f"a request arrives at {prompt.arrival_ms!r:.40} ms; give a finite time of at most {LATEST_MS:.0e} ms"
+        )
     return prompt
