@@ -185,6 +185,6 @@ def _checked(prompt: Prompt) -> Prompt:
         )
     if not isinstance(prompt.arrival_ms, Real) or not abs(prompt.arrival_ms) <= LATEST_MS:
         raise TraceError(
-            f"a request arrives at {prompt.arrival_ms!r:.40} ms; give a finite time of at most {LATEST_MS:.0e} ms"
+            f"a request arrives at {prompt.arrival_ms!r:.40} ms; allowed are times up to {LATEST_MS:.0e} ms"
         )
     return prompt
