@@ -174,7 +174,7 @@ def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: fl
     capacity = 1e3 / (24 * step_ms / SEQUENCES[-1] + prompt_ms)
     deadlines = TokenDeadlines(first_ms=12 * step_ms, token_ms=1.6 * step_ms)
     rows: list[dict[str, Any]] = []
-    plan = [(load, seed) for load in (0.5, 1.0, 1.5) for seed in range(seeds)]
+    plan = [(load, seed) for load in (1.0, 1.5, 2.0) for seed in range(seeds)]
     for load, seed in tqdm(plan, desc="loads"):
         trace = requests(load * capacity, seconds, seed, deadlines)
         names = list(contenders())
@@ -299,11 +299,14 @@ def waiting() -> list[dict[str, Any]]:
             max_sequences=16,
         ) as generator:
             for _ in range(number):
-                generator.submit([1, 2, 3], max_new_tokens=100, first_ms=60_000.0)
-            while generator.stats().tokens < 16 * 60:
-                time.sleep(0.01)
-            stats = generator.stats()
-            found.append({"requests": number, "active": 16, "choosing_us": stats.choosing_us})
+                generator.submit([1, 2, 3], max_new_tokens=500, first_ms=60_000.0)
+            before = generator.stats()
+            time.sleep(0.5)
+            after = generator.stats()
+            counts = [sum(stats.steps.values()) for stats in (before, after)]
+            spent = after.choosing_us * counts[1] - before.choosing_us * counts[0]
+            us = spent / (counts[1] - counts[0])
+            found.append({"requests": number, "under_way": after.active, "choosing_us": us})
             generator.close(wait=False)
     return found
 

@@ -363,7 +363,7 @@ class Generator:
                 sequences=len(step.decoding),
                 context=step.context,
                 prompt_tokens=step.prompt_tokens,
-                floor=max(one.floor for one in found),
+                floor=max([one.floor for one in found]),
                 pace_ms=self._pace(names, found),
             )
         step.subnet = self._subnet
@@ -376,9 +376,10 @@ class Generator:
         if len(active) < self._places or not self._waiting:
             return math.inf
         with self._lock:
-            urgent = self._waiting[: 2 * self._places]
+            urgent = self._waiting[: self._places]
         due = [due for due, name in urgent if name not in names]
-        return self._policy.pace(_now_ms(), [one.length - len(one.subnets) for one in active], due)
+        left = [one.length - len(one.subnets) for one in active]
+        return self._policy.pace(_now_ms(), left, due)
 
     def _observe(self, step: Step, measured_ms: float) -> None:
         self._policy.observe(step.subnet, len(step.decoding), step.context, step.prompt_tokens, measured_ms)

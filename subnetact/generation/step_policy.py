@@ -143,8 +143,10 @@ class StepPolicy:
         """
         found = math.inf
         for steps, due in zip(sorted(left), waiting_due_ms, strict=False):
-            found = min(found, WAITING_SHARE * max(due - now_ms, 0.0) / (steps + 1))
-        return found
+            time_ms = (due - now_ms) / (steps + 1)
+            if time_ms < found:
+                found = time_ms
+        return WAITING_SHARE * max(found, 0.0)
 
     def observe(
         self, subnet: int, sequences: int, context: float, prompt_tokens: int, measured_ms: float
