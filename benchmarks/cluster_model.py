@@ -6,11 +6,10 @@ when it is free every `period_ms`; the reports of the replicas are not aligned. 
 knows of a replica only what it has itself sent there and which of these requests were answered.
 
 * `central`: one queue for all workers, as in the paper; the routers know everything.
-* `slack`: the replica that holds the least work, as `SlackRouter` ranks them: the other routers are taken to
-  have sent in the same proportion since the last report, and of n routers each looks at a random n-th of the
-  replicas, but at two or more.
+* `slack`: the one that holds less work of two replicas that are drawn at random, as `SlackRouter` ranks them:
+  the other routers are taken to have sent in the same proportion since the last report.
+* `two`: the same without this assumption.
 * `naive`: the one of all replicas that holds the least by the last report and what this router has sent.
-* `two`: the one with fewer requests of two replicas that are drawn at random.
 * `random`: any replica.
 """
 
@@ -118,22 +117,21 @@ class Fleet:
     def _choose(self, router: int, pair: list[int]) -> int:
         if self._routing == "random" or self._workers == 1:
             return pair[0]
-        if self._routing == "two":
+        if self._routing in ("two", "slack"):
             a, b = pair
             return a if self._known(router, a) <= self._known(router, b) else b
         held = self._queued + self._running
         if self._period_ms:
-            others = self._routers if self._routing == "slack" else 1
-            held = np.maximum(held + (self._sent[router] - self._done[router]) * others, 0.0)
-        if self._routing == "slack" and self._period_ms and self._routers > 1:
-            count = max(2, round(self._workers / self._routers))
-            drawn = self._rng.integers(0, self._workers, count)
-            return int(drawn[(held[drawn] + self._order[router][drawn]).argmin()])
+            held = np.maximum(held + self._sent[router] - self._done[router], 0.0)
         return int((held + self._order[router]).argmin())
 
     def _known(self, router: int, worker: int) -> float:
-        own = self._sent[router, worker] - self._done[router, worker] if self._period_ms else 0.0
-        return float(self._queued[worker] + self._running[worker] + own)
+        """Return how many requests a worker holds, as far as a router knows."""
+        held = float(self._queued[worker] + self._running[worker])
+        if self._period_ms:
+            own = float(self._sent[router, worker] - self._done[router, worker])
+            held += own * (self._routers if self._routing == "slack" else 1)
+        return max(0.0, held)
 
     def _report(self, worker: int) -> None:
         self._queued[worker] = len(self._dispatchers[worker])

@@ -70,7 +70,7 @@ def build_app(
     """Make a Ray Serve application: fronts that speak HTTP, and replicas that each own an engine.
 
     With `queue="replicas"` every replica has a deadline queue of its own, and the front sends a request to
-    the replica that has the least work. With `queue="central"` one front has the only queue, and
+    the replica that has less work, of two. With `queue="central"` one front has the only queue, and
     idle replicas get whole batches from it.
 
     Args:

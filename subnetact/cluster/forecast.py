@@ -151,13 +151,14 @@ def work(forecasts: Sequence[ReplicaForecast], inputs: int = 1) -> list[float]:
     return found
 
 
-def ranking(entries: list[Any], senders: float) -> list[Any]:
-    """Return the replicas in order of their rank; of n senders each looks at a random n-th of them first.
+def ranking(entries: list[Any]) -> list[Any]:
+    """Return the replicas: of two at random the one with less work, the other one, the rest by their work.
+
+    One router that always takes the least work of all would keep every replica busy with small batches, and
+    several routers, which have the same old reports, would choose the same replica.
 
     Args:
-        entries: tuples that begin with the rank and a random number per replica.
-        senders: how many inputs all senders together send while this one sends one.
+        entries: tuples that begin with the work and a random number per replica.
     """
-    first = max(2, round(len(entries) / senders))
     drawn = sorted(entries, key=lambda entry: entry[1])  # a random order
-    return sorted(drawn[:first], key=lambda e: e[:2]) + sorted(drawn[first:], key=lambda e: e[:2])
+    return sorted(drawn[:2], key=lambda e: e[:2]) + sorted(drawn[2:], key=lambda e: e[:2])

@@ -1,4 +1,4 @@
-"""`SlackRouter`: sends every request to the replica that has the least work."""
+"""`SlackRouter`: sends every request to the replica that has less work, of two."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class Sent(NamedTuple):
 
 
 class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Sends every request to the replica that has the least work.
+    """Sends every request to the replica that has less work, of two that are drawn at random.
 
     The work is the number of inputs that a replica holds, times its latency per input where that differs much
     between the replicas. The router knows exactly what it has itself sent; the last report of the replica
-    (`record_routing_stats`) tells what others had sent, and how fast the replica is. Of n routers each looks
-    at a random n-th of the replicas first, at two or more, because all have the same old reports and would
-    choose the same replica. A request that no replica can answer before its deadline, even with the fastest
-    subnet, is refused with `QueueFull` before it is sent.
+    (`record_routing_stats`) tells what others had sent, and how fast the replica is. If the two replicas do
+    not accept the request, the others follow by their work. A request that no replica can answer before its
+    deadline, even with the fastest subnet, is refused with `QueueFull` before it is sent.
 
     Ray makes one router in every process that has a handle.
     """
@@ -80,8 +79,7 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             (amount, random.random(), replica)
             for amount, replica in zip(work(forecasts, inputs), candidate_replicas, strict=True)
         ]
-        senders = max((forecast.senders for forecast in forecasts), default=1.0)
-        ranked = [replica for *_, replica in ranking(entries, senders)]
+        ranked = [replica for *_, replica in ranking(entries)]
         groups = [[replica] for replica in ranked]
         if pending_request is None or not ranked:
             return groups

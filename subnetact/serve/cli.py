@@ -58,6 +58,7 @@ NOT_OF_TEXT = (
     "image_std",
     "ray_address",
     "queue",
+    "router",
     "max_pixels",
 )
 """Options that say nothing about a language model."""
@@ -65,7 +66,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EPILOG = """backends:
   local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
   machine or on the cluster at --ray-address, and the server sends every request to the replica that has
-  the least work. The bundle must be at the same path on every node.
+  less work, of two that are drawn at random. The bundle must be at the same path on every node.
 
 your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
@@ -150,8 +151,8 @@ def options() -> argparse.ArgumentParser:
         "--router",
         choices=("slack", "ray"),
         default="slack",
-        help="requests go to the replica with the least work, or, as Ray itself does, to the one with fewer "
-        "requests of two that are drawn at random",
+        help="of two replicas that are drawn at random, the one with less work gets a request, or, as in Ray "
+        "itself, the one with fewer requests",
     )
     usual = Limits()
     limits = parser.add_argument_group("limits")

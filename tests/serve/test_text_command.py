@@ -142,7 +142,14 @@ def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--workers", "2"], ["--policy", "hullfit"], ["--table", "t.json"], ["--backend", "ray"]]
+    "options",
+    [
+        ["--workers", "2"],
+        ["--policy", "hullfit"],
+        ["--table", "t.json"],
+        ["--backend", "ray"],
+        ["--router", "ray"],
+    ],
 )
 def test_options_of_other_models_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--text", *options]) == 2
