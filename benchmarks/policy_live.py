@@ -108,7 +108,8 @@ def sleeper(seeds: int, seconds: float, reserves: list[float]) -> list[dict[str,
 def report(document: dict[str, Any]) -> None:
     """Write the means into README.md, and the spread of the means of single seeds."""
     sections = [(name, document[name]) for name in ("pages", "sleeper") if name in document]
-    names = list(sections[0][1]["means"])
+    reserves = {float(name.split()[1]): name for name in sections[0][1]["means"] if name != "HullFit"}
+    names = ["HullFit", *(reserves[share] for share in sorted(reserves))]
     lines = ["| section | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for section, found in sections:
         runs = found["runs"]
