@@ -465,7 +465,7 @@ class Engine:
         bound, blocks = self._blocks_of(ready, batch)
         graphs = self._graphs
         if graphs is None or len(blocks) == 1:
-            return [*blocks], blocks
+            return [block.quickest for block in blocks], blocks
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
         return [
             partial(graphs.run, ready.id, bound, block, part=part)

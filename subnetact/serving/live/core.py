@@ -316,7 +316,7 @@ class Core:
             job: the job.
             done: share of its blocks that have run, > 0.
         """
-        if self._inbox:
+        if self._inbox or job.abandoned:
             return False
         now = self.clock_ms()
         return now + (now - job.started_ms - job.paused_ms) * (1.0 - done) / done <= job.calm_ms

@@ -140,9 +140,8 @@ class Workers:
 
     def _is_calm(self, job: BatchJob, done: float) -> bool:
         """Return whether a job goes on with its next block without a look at the queues."""
-        if self._turns is not None and self._turns[0].is_wanted(job.worker):
-            return False
-        return not job.abandoned and self._core.is_calm(job, done)
+        wanted = self._turns is not None and self._turns[0].is_wanted(job.worker)
+        return not wanted and self._core.is_calm(job, done)
 
     def _give_way(self, job: BatchJob, done: float, turns: WorkerTurns) -> None:
         """Pass the turn on between two blocks if a batcher that comes next has urgent requests."""
@@ -184,7 +183,7 @@ class Workers:
             return engine.run(job.subnet, inputs, job.size)
         run = start(job.subnet, inputs, job.size)
         length = core.block_length(run.blocks)
-        calm = partial(self._is_calm, job)
+        calm = partial(core.is_calm if self._turns is None else self._is_calm, job)
         while not run.step(length, calm) and not job.abandoned:
             done = run.position / run.blocks
             if self._turns is not None:
