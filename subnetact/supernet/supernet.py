@@ -329,8 +329,9 @@ class Supernet(nn.Module):
         view is cached and nothing is recomputed.
 
         Args:
-            cache: a key-value cache of transformers, a `DynamicCache` for example. The subnets that wrote
-                its positions are noted on it.
+            cache: a key-value cache of transformers, a `DynamicCache` for example, or the pages of continuous
+                batching, for which approximate subnets are then allowed for good. The subnets that wrote it
+                are noted on it.
             spec: the subnet that is to continue.
             allow_approximate: whether keys and values of other numbers will do, which have the same shapes
                 (`"approximate"`). The answers are then those of neither subnet.
