@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from generation_tables import step_table
 
 from subnetact.demo.text_demo import (
     ANSWER,
-    SEQUENCES,
     Quality,
     TextRun,
     TextTrace,
@@ -45,19 +43,18 @@ def test_the_score_is_over_all_tokens_that_were_asked_for() -> None:
 
 
 def test_the_largest_subnet_can_serve_the_lulls_and_only_smaller_ones_the_burst() -> None:
-    table = step_table()
-    trace = text_trace(table, 60.0, seed=0)
-    steps = [table.latency_ms(i, SEQUENCES, 32) + table.latency_ms(i, 0, 1, 24) for i in range(3)]
-    assert trace.sustained == pytest.approx([1e3 * SEQUENCES / step for step in steps])
-    assert trace.token_ms == pytest.approx(1.5 * steps[-1])
-    assert trace.lull < trace.sustained[-1] < trace.burst == trace.sustained[0]
+    sustained = (1500.0, 1200.0, 1000.0)
+    trace = text_trace(sustained, 60.0, seed=0)
+    assert trace.sustained == sustained
+    assert trace.token_ms == pytest.approx(1.5 * 16.0)
+    assert trace.lull < sustained[-1] < trace.burst < sustained[0]
     assert list(trace.arrivals_ms) == sorted(trace.arrivals_ms)
     burst = [1 for ms in trace.arrivals_ms if 22_500 <= ms < 37_500]
     assert ANSWER * len(burst) / 15 == pytest.approx(trace.burst, rel=0.1)
     lulls = len(trace.arrivals_ms) - len(burst)
     assert ANSWER * lulls / 45 == pytest.approx(trace.lull, rel=0.1)
-    assert trace == text_trace(table, 60.0, seed=0)
-    assert trace.arrivals_ms != text_trace(table, 60.0, seed=1).arrivals_ms
+    assert trace == text_trace(sustained, 60.0, seed=0)
+    assert trace.arrivals_ms != text_trace(sustained, 60.0, seed=1).arrivals_ms
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Quality", "TextRun", "TextTrace", "count_tokens", "demonstrate_text", "text_trace"]
 
-PROMPT = (16, 32)
+PROMPT = (48, 80)
 """Shortest and longest prompt, in tokens."""
 ANSWER = 16
 """Tokens of every answer."""
@@ -53,8 +53,10 @@ SEQUENCES = 16
 """Sequences that are active at the same time."""
 CONTEXT = (sum(PROMPT) + ANSWER) // 2
 """Usual number of tokens of a sequence: the prompt and half of the answer."""
-LULL, BURST = 0.7, 1.0
+LULL, BURST = 0.7, 0.95
 """Load of the lulls as a share of what the largest subnet sustains, and of the burst, of the smallest's."""
+SATURATED = 128
+"""Prompts that are sent at once to see how many tokens per second a subnet sustains."""
 PARTS = (0.375, 0.25, 0.375)
 """Shares of the trace: a lull, the burst, a lull."""
 SLACK = 1.5
@@ -90,7 +92,7 @@ class TextTrace:
         token_ms: time from one token to the next, in ms; the first has `FIRST` times as much.
         lull: tokens asked for per second in the lulls.
         burst: tokens asked for per second in the burst.
-        sustained: tokens per second that every subnet alone sustains with all places taken.
+        sustained: tokens per second that every subnet alone sustains, the smallest one first.
     """
 
     arrivals_ms: tuple[float, ...]
@@ -197,13 +199,18 @@ def demonstrate_text(
         supernet,
         specs,
         sequences=(1, 4, 8, SEQUENCES),
-        contexts=(16, CONTEXT, 48),
-        prompt_tokens=(16, 32, 64, 128),
+        contexts=(48, CONTEXT, 96),
+        prompt_tokens=(32, 64, 128, 256),
         accuracy=[one.right for one in quality],
     )
-    trace = text_trace(table, seconds, seed)
+    encoded = _encoded(texts)
+    sustained = [
+        _sustained(supernet, specs[i], _only(table, [i]), _prompts(encoded, SATURATED, 0))
+        for i in tqdm(range(len(specs)), "sustained", disable=None)
+    ]
+    trace = text_trace(sustained, seconds, seed)
     _print_subnets(specs, quality, table, trace)
-    prompts = _prompts(texts, len(trace.arrivals_ms), seed)
+    prompts = _prompts(encoded, len(trace.arrivals_ms), seed)
     print(
         f"\nThe largest subnet continues {text_tokenizer().decode(prompts[0])!r}:\n"
         f"{_continued(supernet, specs[-1], prompts[0])}"
@@ -276,16 +283,39 @@ def _print_subnets(
         )
     print(
         "next right: share of next tokens that are predicted right; switched: the same on keys and values\n"
-        "that another subnet wrote. tokens/s: what the subnet sustains with all places taken."
+        "that another subnet wrote. tokens/s: what the subnet sustains while prompts wait for places."
     )
 
 
-def _prompts(texts: Sequence[str], count: int, seed: int) -> list[list[int]]:
+def _encoded(texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of the texts that are long enough for a prompt and an answer."""
+    found = [[end_of_text(), *one.ids] for one in text_tokenizer().encode_batch(list(texts))]
+    return [one for one in found if len(one) >= PROMPT[1] + ANSWER]
+
+
+def _prompts(encoded: Sequence[list[int]], count: int, seed: int) -> list[list[int]]:
     """Return beginnings of texts, as tokens."""
-    encoded = [[end_of_text(), *one.ids] for one in text_tokenizer().encode_batch(list(texts))]
-    long = [one for one in encoded if len(one) >= sum(PROMPT)]
     rng = random.Random(seed)
-    return [rng.choice(long)[: rng.randint(*PROMPT)] for _ in range(count)]
+    return [rng.choice(encoded)[: rng.randint(*PROMPT)] for _ in range(count)]
+
+
+def _only(table: StepTable, ids: Sequence[int]) -> StepTable:
+    """Return the table of some subnets."""
+    return StepTable({c: one.select(ids) for c, one in table.decode.items()}, table.prefill.select(ids))
+
+
+def _sustained(supernet: Supernet, spec: SubnetSpec, table: StepTable, prompts: Sequence[list[int]]) -> float:
+    """Measure how many tokens per second a subnet generates while prompts wait for places."""
+    rng, options = random.Random(0), {"first_ms": 1e6, "token_ms": 1e6}
+    with Generator(supernet, [spec], table, token_ms=1e6, max_sequences=SEQUENCES) as generator:
+        begun = time.perf_counter()
+        lengths = [rng.randint(1, 2 * ANSWER - 1) for _ in prompts]  # so that they do not all end at once
+        sent = [
+            generator.submit(prompt, max_new_tokens=length, **options)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        count = sum(len(one.result().tokens) for one in sent)
+        return count / (time.perf_counter() - begun)
 
 
 def measure_quality(supernet: Supernet, specs: Sequence[SubnetSpec], stream: torch.Tensor) -> list[Quality]:
@@ -313,21 +343,17 @@ def _continued(supernet: Supernet, spec: SubnetSpec, prompt: Sequence[int]) -> s
     return text_tokenizer().decode(made[0, len(prompt) :].tolist())
 
 
-def text_trace(table: StepTable, seconds: float, seed: int) -> TextTrace:
-    """Choose the time per token and the rates from the profile: a lull, a burst and a lull.
+def text_trace(sustained: Sequence[float], seconds: float, seed: int) -> TextTrace:
+    """Choose the time per token and the rates from what subnets sustain: a lull, a burst and a lull.
 
-    The largest subnet can serve the lulls alone, and the smallest just about the burst. The time per token is
-    `SLACK` times what the largest subnet takes with all places taken.
+    The largest subnet can serve the lulls alone, and the smallest the burst. The time per token is `SLACK`
+    times what the largest subnet takes with all places taken.
 
     Args:
-        table: the step latencies, of the smallest subnet first and of the largest last.
+        sustained: tokens per second that every subnet sustains, the smallest one first.
         seconds: length of the trace, in s.
         seed: seed of the arrivals.
     """
-    sustained = []
-    for subnet in range(len(table.subnets)):
-        prompts_ms = SEQUENCES / ANSWER * table.latency_ms(subnet, 0, 1, sum(PROMPT) // 2)
-        sustained.append(1e3 * SEQUENCES / (table.latency_ms(subnet, SEQUENCES, CONTEXT) + prompts_ms))
     lull, burst = LULL * sustained[-1], BURST * sustained[0]
     rng, found, start = random.Random(seed), list[float](), 0.0
     for part, rate in zip(PARTS, (lull, burst, lull), strict=True):
@@ -349,11 +375,10 @@ def _serve(
     trace: TextTrace,
 ) -> TextRun:
     """Send the prompts in real time, and count the tokens that come in time."""
-    decode = {context: one.select(ids) for context, one in table.decode.items()}
     generator = Generator(
         supernet,
         [specs[i] for i in ids],
-        StepTable(decode, table.prefill.select(ids)),
+        _only(table, ids),
         token_ms=trace.token_ms,
         max_sequences=SEQUENCES,
         allow_approximate=True,
