@@ -306,12 +306,12 @@ def _only(table: StepTable, ids: Sequence[int]) -> StepTable:
 
 def _sustained(supernet: Supernet, spec: SubnetSpec, table: StepTable, prompts: Sequence[list[int]]) -> float:
     """Measure how many tokens per second a subnet generates while prompts wait for places."""
-    rng, options = random.Random(0), {"first_ms": 1e6, "token_ms": 1e6}
+    rng = random.Random(0)
     with Generator(supernet, [spec], table, token_ms=1e6, max_sequences=SEQUENCES) as generator:
         begun = time.perf_counter()
         lengths = [rng.randint(1, 2 * ANSWER - 1) for _ in prompts]  # so that they do not all end at once
         sent = [
-            generator.submit(prompt, max_new_tokens=length, **options)
+            generator.submit(prompt, max_new_tokens=length, first_ms=1e6)
             for prompt, length in zip(prompts, lengths, strict=True)
         ]
         count = sum(len(one.result().tokens) for one in sent)
