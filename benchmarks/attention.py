@@ -47,6 +47,7 @@ BEGIN, END = "<!-- attention: begin -->", "<!-- attention: end -->"
 KINDS = {
     "products": (
         "mkl::_mkl_linear",
+        "mkldnn::_linear_pointwise",
         "mkldnn::_convolution_pointwise",
         "aten::mkldnn_convolution",
         "aten::addmm",
@@ -80,6 +81,7 @@ def network_of(name: str) -> Network:
         network.eval()
         supernet = subnetact.insert_(network, example=torch.randn(1, 3, 224, 224))
         return supernet.eval(), same, lambda n: torch.randn(n, 3, 224, 224)
+    import_torchvision()
     from transformers import BertConfig, BertForSequenceClassification
 
     network = BertForSequenceClassification(BertConfig())

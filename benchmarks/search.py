@@ -188,7 +188,13 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     loader = [(distort(held_out.images, generator), held_out.labels) for _ in range(COPIES)]
     percent = subnetact.evaluate(supernet, specs, loader, calibration=pool)
-    engine = subnetact.Engine(supernet, specs, example=torch.zeros(1, SIDE, SIDE), memory_budget_mb=512.0)
+    engine = subnetact.Engine(
+        supernet,
+        specs,
+        example=torch.zeros(1, SIDE, SIDE),
+        memory_budget_mb=512.0,
+        allow_uncalibrated=True,  # Latencies do not depend on the statistics.
+    )
     for i in range(len(specs)):
         engine.pin(i)
     table = subnetact.profile_latency(
@@ -203,6 +209,7 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
             "lowest": min(differences),
             "highest": max(differences),
         },
+        "accuracy": {"float32": percent[::2], "int8": percent[1::2]},
         "fronts": [
             {"batch": size, **fronts_of(specs, percent, [float(ms) for ms in table.latency_ms[:, column]])}
             for column, size in enumerate(table.batch_sizes)
@@ -375,7 +382,8 @@ def report(result: dict[str, Any], out: Path) -> None:
             if isinstance(e, dict) and "mean_percent" in e
         ]
     if "precision" in result:
-        plot_precision(result["precision"], out)
+        if result["precision"]["fronts"]:
+            plot_precision(result["precision"], out)
         lines += precisions(result["precision"])
     if "costs" in result:
         lines += ["", "**Costs** of subnets not seen before, one thread, processor time:", ""]
@@ -396,10 +404,16 @@ def precisions(found: dict[str, Any]) -> list[str]:
     on = found["machine"]
     lines = [
         "",
-        f"**Precision**, the {found['subnets']} digits subnets on the front of accuracy and MACs, at float32 "
-        f"and int8, fused; latency measured on {on['device_name']}, {on['threads']} thread(s). int8 changes "
-        f"the accuracy by {off['mean']:+.2f} points on average ({off['lowest']:+.2f} to "
-        f"{off['highest']:+.2f}). The front of both precisions compared with the front of float32 alone:",
+        f"**Precision**, the {found['subnets']} digits subnets on the front of accuracy and MACs: at int8, "
+        f"their accuracy is {off['mean']:+.2f} points from that at float32 on average "
+        f"({off['lowest']:+.2f} to {off['highest']:+.2f}).",
+    ]
+    if not found["fronts"]:
+        return lines
+    lines += [
+        "",
+        f"Latency measured on {on['device_name']}, {on['threads']} thread(s), all subnets fused. The front "
+        "of both precisions compared with the front of float32 alone:",
         "",
         "| batch size | subnets on the front | of these at int8 | hypervolume, relative |",
         "|---|---|---|---|",

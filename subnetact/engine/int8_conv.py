@@ -23,7 +23,7 @@ LEVELS = 255
 """The largest uint8 number."""
 WORTHWHILE = 160
 """Quantising one number takes as long as int8 saves in this many products with it."""
-FIXED = 5e6
+FIXED = 1.5e7
 """The operations of a quantisation take as long as int8 saves in this many products, whatever their size."""
 
 

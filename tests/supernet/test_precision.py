@@ -556,7 +556,7 @@ def test_small_inputs_run_at_float32_and_memory_is_asked_for() -> None:
     view = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
     packed = Int8Conv(view.get_submodule("stages.1.1.conv2"), None, None)
     asked: list[int] = []
-    small, large = (torch.randn(n, packed._numbers().shape[1], 8, 8) for n in (1, 64))
+    small, large = (torch.randn(n, packed._numbers().shape[1], 8, 8) for n in (1, 512))
     assert [packed.pays(x.shape) for x in (small, large)] == [False, True]
     with torch.inference_mode():
         packed(large)
