@@ -12,6 +12,7 @@ import pytest
 
 from subnetact.demo.text_demo import (
     ANSWER,
+    SEQUENCES,
     Quality,
     TextRun,
     TextTrace,
@@ -46,7 +47,7 @@ def test_the_largest_subnet_can_serve_the_lulls_and_only_smaller_ones_the_burst(
     sustained = (1500.0, 1200.0, 1000.0)
     trace = text_trace(sustained, 60.0, seed=0)
     assert trace.sustained == sustained
-    assert trace.token_ms == pytest.approx(1.5 * 16.0)
+    assert trace.token_ms == pytest.approx(1.5 * SEQUENCES)
     assert trace.lull < sustained[-1] < trace.burst < sustained[0]
     assert list(trace.arrivals_ms) == sorted(trace.arrivals_ms)
     burst = [1 for ms in trace.arrivals_ms if 22_500 <= ms < 37_500]

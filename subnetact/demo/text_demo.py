@@ -45,11 +45,11 @@ from subnetact.supernet.supernet import Supernet
 
 __all__ = ["Quality", "TextRun", "TextTrace", "count_tokens", "demonstrate_text", "text_trace"]
 
-PROMPT = (48, 80)
+PROMPT = (64, 128)
 """Shortest and longest prompt, in tokens."""
-ANSWER = 16
+ANSWER = 8
 """Tokens of every answer."""
-SEQUENCES = 16
+SEQUENCES = 8
 """Sequences that are active at the same time."""
 CONTEXT = (sum(PROMPT) + ANSWER) // 2
 """Usual number of tokens of a sequence: the prompt and half of the answer."""
@@ -198,9 +198,9 @@ def demonstrate_text(
     table = profile_steps(
         supernet,
         specs,
-        sequences=(1, 4, 8, SEQUENCES),
-        contexts=(48, CONTEXT, 96),
-        prompt_tokens=(32, 64, 128, 256),
+        sequences=(1, 2, 4, SEQUENCES),
+        contexts=(64, CONTEXT, 136),
+        prompt_tokens=(64, 128, 256, 512),
         accuracy=[one.right for one in quality],
     )
     encoded = _encoded(texts)
@@ -271,9 +271,7 @@ def demonstrate_text(
 def _print_subnets(
     specs: Sequence[SubnetSpec], quality: Sequence[Quality], table: StepTable, trace: TextTrace
 ) -> None:
-    print(
-        "\nOne set of weights, on held-out text; steps with 1 and 16 sequences, profiled here (p50, in ms):"
-    )
+    print(f"\nOne set of weights, on held-out text; steps with 1 and {SEQUENCES} sequences, p50 in ms:")
     print(f"{'loss':>8}{'next right':>13}{'switched':>13}{'1':>9}{SEQUENCES:>9}{'tokens/s':>10}   subnet")
     for i, (spec, one) in enumerate(zip(specs, quality, strict=True)):
         times = table.latency_ms(i, 1, CONTEXT), table.latency_ms(i, SEQUENCES, CONTEXT)
