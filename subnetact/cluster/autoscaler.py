@@ -21,7 +21,7 @@ HEADROOM = 0.5
 
 
 def planned_rate(
-    table: LatencyTable, slo_ms: float, accuracy_floor: float, attainment: float, policy: str = "slackfit:4"
+    table: LatencyTable, slo_ms: float, accuracy_floor: float, attainment: float, policy: str = "hullfit"
 ) -> float:
     """Return the highest rate, in requests per second, at which one replica keeps floor and attainment.
 
@@ -85,7 +85,7 @@ class AccuracyFirst:
         attainment: float = 0.99,
         patience_s: float = 15.0,
         most: int = 256,
-        policy: str = "slackfit:4",
+        policy: str = "hullfit",
     ) -> None:
         if not 0.0 < attainment <= 1.0:
             raise PolicyError(f"attainment: {attainment} must be in (0, 1]")

@@ -98,7 +98,7 @@ def options() -> argparse.ArgumentParser:
         "--constructor", type=json_object, default={}, metavar="JSON", help="arguments of the factory"
     )
     parser.add_argument("--table", type=Path, help="latency table; default: the bundle's, or a new profile")
-    parser.add_argument("--policy", default="slackfit:4", help="for example slackfit:4, hullfit or fixed:0")
+    parser.add_argument("--policy", default="hullfit", help="for example hullfit, slackfit:4 or fixed:0")
     parser.add_argument(
         "--slo-ms",
         type=float,

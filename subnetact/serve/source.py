@@ -29,7 +29,7 @@ class Source:
         model: `PKG.MOD:FACTORY`, the function that builds the bundle's own network.
         constructor: arguments of that function.
         table: file of a latency table. If None, the bundle's, or a new profile.
-        policy: name of the policy, for example `slackfit:4`.
+        policy: name of the policy, for example `hullfit`.
         slo_ms: the deadline of requests that name none, in ms.
         workers: number of workers that run batches.
         processes: whether the workers are processes, which do not share an interpreter with HTTP.
@@ -43,7 +43,7 @@ class Source:
     model: str | None = None
     constructor: Mapping[str, Any] = field(default_factory=dict)
     table: str | None = None
-    policy: str = "slackfit:4"
+    policy: str = "hullfit"
     slo_ms: float = 36.0
     workers: int = 1
     processes: bool = False

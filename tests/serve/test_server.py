@@ -303,7 +303,7 @@ def test_help_keeps_the_lines_of_the_description(capsys):
         main(["--help"])
     printed = capsys.readouterr().out
     assert "\n    python -m subnetact.serve --demo\n" in printed
-    assert "(default: slackfit:4)" in " ".join(printed.split())
+    assert "(default: hullfit)" in " ".join(printed.split())
 
 
 def test_the_server_of_this_machine_refuses_foreign_names(server):

@@ -307,11 +307,20 @@ def test_foreign_tables_are_refused(a40, engine):
         Batcher(engine, policy=Fixed(a40, 0))
 
 
-def test_a_table_and_an_slo_are_enough(a40, engine):
+def test_a_table_and_an_slo_are_enough(a40, engine, monkeypatch):
+    made = []
+
+    class Recorded(HullFit):
+        def decide(self, context):
+            made.append(self.slo_ms)
+            return super().decide(context)
+
+    monkeypatch.setattr("subnetact.serving.live.batcher.HullFit", Recorded)
     with pytest.raises(PolicyError, match="a table and slo_ms"):
         Batcher(engine, table=a40)
     with Batcher(engine, table=a40, slo_ms=36.0) as batcher:
         assert batcher.submit(3, FOREVER).result(20).output[1] == 6
+    assert set(made) == {36.0}, "HullFit decides if no policy is given"
 
 
 def test_the_policy_hears_how_long_batches_took(a40, engine):

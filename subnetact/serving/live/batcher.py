@@ -35,7 +35,7 @@ from subnetact.serving.live.requests import (
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import WorkerTurns
 from subnetact.serving.live.workers import Workers
-from subnetact.serving.policies import SlackFit
+from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import (
     check_count,
     check_policy,
@@ -79,7 +79,7 @@ class Batcher:
         engine: a `Runner`, for example an `Engine`, the folder of a bundle, or a list of them with the same
             subnets: each is one worker, and they share the queue. The keys of the subnets must be those of
             the policy's table.
-        policy: chooses the subnet and the batch size. If None, `SlackFit` over `table` with `slo_ms`.
+        policy: chooses the subnet and the batch size. If None, `HullFit` over `table` with `slo_ms`.
         max_queue: number of waiting requests at which further requests are refused with `QueueFull`.
         table: the latency table. If None, the policy's. For an engine of several input shapes, a list of one
             table per shape in the order of `engine.examples`: batches then hold inputs of one shape, and
@@ -126,7 +126,7 @@ class Batcher:
         OSError: The decision log cannot be written.
 
     Example:
-        >>> policy = subnetact.SlackFit(table, slo_ms=36.0)
+        >>> policy = subnetact.HullFit(table, slo_ms=36.0)
         >>> with subnetact.Batcher(engine, policy=policy) as batcher:
         ...     answer = batcher.submit(x, deadline_ms=36.0).result()
     """
@@ -159,7 +159,7 @@ class Batcher:
         if policy is None:
             if not tables or slo_ms is None:
                 raise PolicyError("policy: none given; give a policy, or a table and slo_ms to make one from")
-            policy = SlackFit(tables[-1], slo_ms=slo_ms)
+            policy = HullFit(tables[-1], slo_ms=slo_ms)
         check_policy(policy)
         if slo_ms is None:
             slo_ms = getattr(policy, "slo_ms", None)

@@ -26,7 +26,7 @@ class Tenant:
         engine: the runner of its subnets.
         slo_ms: the usual time that its requests are given, ms.
         table: its latency table; if None, the policy's.
-        policy: chooses its subnets and batch sizes; if None, `SlackFit` over the table. A policy for a table
+        policy: chooses its subnets and batch sizes; if None, `HullFit` over the table. A policy for a table
             with co-runners (`Veltair`) follows how much the other tenants slow this one down.
         share: its part of the workers' time while others want it too, in relation to theirs; > 0.
         max_queue: number of its waiting requests at which further ones are refused.
