@@ -473,7 +473,7 @@ def _draw(plt: Any, path: Path, runs: Sequence[TextRun], trace: TextTrace) -> No
         mean = np.where(counts > 0, right / np.maximum(counts, 1), np.nan)
         axes[1].plot(middle, mean, color=color, label=f"{run.name}: {run.score:.2f} %")
     axes[0].set_ylabel("tokens per second")
-    axes[0].legend(loc="upper right", fontsize=8)
+    axes[0].legend(loc="upper left", fontsize=7)
     axes[1].set_ylabel("next token right (%), of the\nsubnets of the tokens in time")
     axes[1].legend(loc="lower right", fontsize=8, title="in time x right", title_fontsize=8)
     axes[1].set_xlabel("seconds")
