@@ -2,7 +2,8 @@
 
 The input is quantised in every call, with one scale for the whole batch, and the weight per output channel.
 oneDNN's int8 convolution then adds the bias, applies the activation and writes float32. Input shapes for
-which this would take longer than float32 run at float32, with the same int8 weight scaled back.
+which this would take longer than float32 run at float32, with the same int8 weight scaled back, and so do
+batches in which one input is much larger than another one, which would be left with few levels.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LEVELS = 255
 """The largest uint8 number."""
 WORTHWHILE = 160
 """Quantising one number takes as long as int8 saves in this many products with it."""
+SPREAD = 8.0
+"""The largest ratio of the ranges of two inputs of one batch that share a scale."""
 FIXED = 1.5e7
 """The operations of a quantisation take as long as int8 saves in this many products, whatever their size."""
 
@@ -123,7 +126,10 @@ class Int8Conv(PackedConv):
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self.prepare(x.shape)
-        short, scale, zero = _short(x, self._unsigned)
+        quantised = _short(x, self._unsigned)
+        if quantised is None:
+            return self._exact(x, other, overwrite)
+        short, scale, zero = quantised
         padding, stride, dilation, groups = self._settings
         name, scalars = self._merged
         given = (short, scale, zero, weight, self._scales, self._zeros)
@@ -159,12 +165,18 @@ def _quantised(conv: Any, factor: Tensor | None) -> tuple[Callable[[], Tensor], 
     return numbers, (scales * factor.abs()).detach().clamp_min(TINY)
 
 
-def _short(x: Tensor, unsigned: bool) -> tuple[Tensor, float, int]:
-    """Quantise a tensor in channels_last to uint8; return the scale and the number that stands for zero."""
+def _short(x: Tensor, unsigned: bool) -> tuple[Tensor, float, int] | None:
+    """Quantise a tensor in channels_last to uint8; return the scale and the number that stands for zero.
+
+    Returns None if the ranges of its inputs differ too much to share a scale.
+    """
     n, c, h, w = x.shape
     flat = x.permute(0, 2, 3, 1).reshape(-1)
-    low, high = (float(t) for t in torch.aminmax(flat))
-    low, high = min(low, 0.0), max(high, 0.0)
+    # One call per input is five times as fast as one call over a dimension.
+    ends = torch.stack([torch.stack(torch.aminmax(one)) for one in flat.view(n, -1)]).tolist()
+    low, high = min(0.0, *(a for a, _ in ends)), max(0.0, *(b for _, b in ends))
+    if any(0.0 < SPREAD * (max(b, 0.0) - min(a, 0.0)) < high - low for a, b in ends):
+        return None
     scale = max((high - low) / LEVELS, TINY)
     zero = 0 if unsigned else min(max(round(-low / scale), 1), LEVELS)
     out = torch.empty(flat.shape, dtype=torch.uint8)

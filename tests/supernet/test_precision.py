@@ -573,6 +573,25 @@ def test_small_inputs_run_at_float32_and_memory_is_asked_for() -> None:
     assert gone() is None, "an evicted program is freed at once, without the garbage collector"
 
 
+def test_a_huge_input_leaves_its_batch_mates_their_precision() -> None:
+    torch.manual_seed(0)
+    supernet = load_digits_supernet()
+    space = supernet.enable_precision("int8")
+    view = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
+    packed = Int8Conv(view.get_submodule("stages.1.1.conv2"), None, None)
+    x = torch.randn(512, packed._numbers().shape[1], 8, 8)
+    assert packed.pays(x.shape)
+    with torch.inference_mode():
+        before = packed(x)
+        x[7] *= 1e4
+        after = packed(x)
+        x[7] = 0.0
+        silent = packed(x)
+    mates = torch.arange(512) != 7
+    assert (after - before)[mates].norm() < 0.02 * before[mates].norm()
+    assert (silent - before)[mates].norm() < 0.02 * before[mates].norm()
+
+
 def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
