@@ -54,7 +54,7 @@ class EngineReplica:
     def __init__(self, source: Source, central: bool = False) -> None:
         torch.set_num_threads(source.threads_per_worker)
         self._bundle = source.bundle or ""
-        self._files = bundle_state(self._bundle)
+        self._files = bundle_state(self._bundle) if self._bundle else None
         self.engine = source.engine(mapped=True)
         self.table = source.latency_table(self.engine)
         self._workers = source.workers

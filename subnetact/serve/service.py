@@ -254,13 +254,17 @@ def bundle_state(bundle: str | PathLike[str]) -> BundleState | None:
 
 
 def written_over(before: BundleState | None, now: BundleState | None) -> bool:
-    """Return whether a file of a bundle was changed in place; new files do no harm to those that are open.
+    """Return whether tensors of a bundle, which stay mapped after loading, were changed in place.
+
+    New files do no harm to those that are mapped. Other files are closed after loading, so that a new file
+    may get the inode of an old one.
 
     Args:
         before: what `bundle_state` returned when the bundle was loaded.
         now: what it returns now.
     """
-    return any(now[file] != facts for file, facts in (before or {}).items() if now and file in now)
+    tensors = {file: facts for file, facts in (before or {}).items() if file[0].endswith(".safetensors")}
+    return any(now[file] != facts for file, facts in tensors.items() if now and file in now)
 
 
 def scheduler_table(engine: Engine, given: str | PathLike[str] | None = None) -> LatencyTable | None:
