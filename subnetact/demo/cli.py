@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of candidates, requests and arrivals")
     args = parser.parse_args(arguments)
-    if not args.out.parent.is_dir() or args.seconds <= 0 or args.candidates < 2 or args.profile_ms <= 0:
+    folders = [path.parent for path in (args.out, args.json) if path is not None]
+    times = (args.seconds, args.profile_ms)
+    if (
+        not all(folder.is_dir() for folder in folders)
+        or not all(0 < time < math.inf for time in times)
+        or args.candidates < 2
+    ):
         parser.error(
-            "--out needs a folder that exists, --seconds and --profile-ms positive numbers, --candidates at "
-            "least 2"
+            "--out and --json need folders that exist, --seconds and --profile-ms finite numbers above 0, "
+            "--candidates at least 2"
         )
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
