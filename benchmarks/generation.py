@@ -48,6 +48,8 @@ SLEEPS_MS = (4.0, 7.0, 12.0)
 """How long the subnets of the section sleeping sleep in a step; each token of the step adds a thirtieth."""
 SEQUENCES = (1, 2, 4, 8)
 VOCABULARY = 97
+CONTENDERS = ("elastic", "narrowest", "middle", "widest")
+"""All subnets together, and each of them alone."""
 
 
 def llama(hidden: int, layers: int) -> tuple[Supernet, list[SubnetSpec]]:
@@ -136,16 +138,11 @@ def serve(generator: Generator, trace: list[Prompt]) -> list[Watched]:
     return found
 
 
-def contenders() -> dict[str, Callable[[LatencyTable], Policy] | None]:
-    """Return the elastic policy and the fixed subnets; those leave the policy no choice, see `only`."""
-    return {"elastic": None, "narrowest": None, "middle": None, "widest": None}
-
-
 def only(name: str, specs: list[SubnetSpec], table: StepTable) -> tuple[list[SubnetSpec], StepTable]:
     """Return the subnets that a contender may choose from, and their table."""
     if name == "elastic":
         return specs, table
-    i = ("narrowest", "middle", "widest").index(name)
+    i = CONTENDERS.index(name) - 1
     decode = {context: one.select([i]) for context, one in table.decode.items()}
     return [specs[i]], StepTable(decode, table.prefill.select([i]))
 
@@ -177,7 +174,7 @@ def compare(supernet: Supernet, specs: list[SubnetSpec], seeds: int, seconds: fl
     plan = [(load, seed) for load in (1.0, 1.5, 2.0) for seed in range(seeds)]
     for load, seed in tqdm(plan, desc="loads"):
         trace = requests(load * capacity, seconds, seed, deadlines)
-        names = list(contenders())
+        names = list(CONTENDERS)
         random.Random(seed).shuffle(names)
         for name in names:
             chosen, measured = only(name, specs, table)
