@@ -2,7 +2,7 @@
 
 * `build_app` makes an application for `ray.serve.run`, `serve build` and KubeRay.
 * `python -m subnetact.serve --backend ray` starts replicas from one command.
-* `SlackRouter` sends every request to the replica that has less work, of two at random.
+* `SlackRouter` sends every request to the one of two random replicas that holds less work.
 
 The names are imported on first use, because Ray takes seconds to import.
 """

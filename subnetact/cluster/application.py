@@ -70,8 +70,8 @@ def build_app(
     """Make a Ray Serve application: fronts that speak HTTP, and replicas that each own an engine.
 
     With `queue="replicas"` every replica has a deadline queue of its own, and the front sends a request to
-    the replica that has less work, of two. With `queue="central"` one front has the only queue, and
-    idle replicas get whole batches from it.
+    the one of two random replicas that holds less work. With `queue="central"` one front has the only queue,
+    and idle replicas get whole batches from it.
 
     Args:
         bundle: folder of a saved engine with a latency table, at the same path on every node; or a `Source`.

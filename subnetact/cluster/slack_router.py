@@ -1,4 +1,4 @@
-"""`SlackRouter`: sends every request to the replica that has less work, of two."""
+"""`SlackRouter`: sends every request to the one of two random replicas that holds less work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sent(NamedTuple):
 
 
 class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Sends every request to the replica that has less work, of two that are drawn at random.
+    """Sends every request to the one of two random replicas that holds less work.
 
     The work is the number of inputs that a replica holds, times its latency per input where that differs much
     between the replicas. The router knows exactly what it has itself sent; the last report of the replica

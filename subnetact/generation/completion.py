@@ -164,8 +164,9 @@ class Completion:
         """Call a function after every new token and at the end, on the generator's thread; keep it short.
 
         Args:
-            listener: the function, without arguments. It is called at once if there is something already. If
-                it raises, this is logged, and it is not called any more.
+            listener: the function, without arguments. It is called at once, on the thread of the caller, if
+                there is something already. If a later call raises, this is logged, and the function is not
+                called any more.
         """
         with self._changed:
             self._listeners.append(listener)

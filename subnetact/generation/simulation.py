@@ -112,7 +112,8 @@ def simulate_generation(
         Counts of tokens and steps.
 
     Raises:
-        TraceError: a prompt or an answer has no token, or a request arrives at no finite time.
+        TraceError: a prompt or an answer has no token or more than a million, or a request arrives at no
+            finite time.
         PolicyError: an argument is out of range.
         TableError: the accuracy of a subnet is not known.
     """

@@ -75,7 +75,7 @@ def new_text_supernet() -> Supernet:
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
-    except (ImportError, ModuleNotFoundError) as error:
+    except ImportError as error:
         raise _missing(error) from error
 
     config = LlamaConfig(

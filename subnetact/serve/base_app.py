@@ -1,4 +1,4 @@
-"""What all applications have before their addresses: names of the server, tokens, errors without secrets."""
+"""The base of all applications: it checks server names and tokens, and tells errors without secrets."""
 
 from __future__ import annotations
 

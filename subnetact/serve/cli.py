@@ -65,8 +65,8 @@ NOT_OF_TEXT = (
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EPILOG = """backends:
   local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
-  machine or on the cluster at --ray-address, and the server sends every request to the replica that has
-  less work, of two that are drawn at random. The bundle must be at the same path on every node.
+  machine or on the cluster at --ray-address, and the server sends every request to the one of two random
+  replicas that holds less work. The bundle must be at the same path on every node.
 
 your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
@@ -103,8 +103,8 @@ def options() -> argparse.ArgumentParser:
         "--slo-ms",
         type=float,
         default=36.0,
-        help="deadline of requests that name none; with --text, of one token after the other, and the first "
-        "has ten times as long",
+        help="deadline of requests that name none; with --text, the time from one token to the next, and a "
+        "tenth of the time to the first token",
     )
     parser.add_argument(
         "--workers", type=int, default=1, help="threads that run batches; with Ray, replicas of one thread"

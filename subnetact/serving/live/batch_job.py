@@ -27,8 +27,8 @@ class BatchJob:
         abandoned: whether the worker was replaced; the outputs that it still returns are discarded.
         beneath: the job that is suspended while this one runs; None if this one preempted no other.
         paused_ms: time that the current part was suspended, in ms.
-        calm_ms: as long as the end of the part is expected by this time, in ms, and no request arrives, no
-            request is urgent.
+        calm_ms: no request is urgent while the part is expected to end by this time, in ms, and no request
+            arrives.
         suspended_ms: when the job was suspended last, in ms on the same clock.
         accuracy: measured accuracy in percent, if the part went over to the tail of another subnet.
         left_ms: how long the part was expected to run on at that time, in ms.

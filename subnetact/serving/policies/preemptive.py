@@ -124,7 +124,7 @@ class Preemptive:
         return max(1, round(longest - share * (longest - 1)))
 
     def calm_until(self, context: Context) -> float:
-        """Return until when the next worker may be busy, ms, without that `preempt` has to be asked.
+        """Return the time, ms, until which the next worker may be busy before `preempt` is asked.
 
         Args:
             context: the state of the server while no worker is idle.
