@@ -145,7 +145,7 @@ def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
     "options",
     [
         ["--workers", "2"],
-        ["--policy", "hullfit"],
+        ["--policy", "slackfit:4"],
         ["--table", "t.json"],
         ["--backend", "ray"],
         ["--router", "ray"],
