@@ -316,16 +316,19 @@ def _sustained(supernet: Supernet, spec: SubnetSpec, table: StepTable, prompts: 
         return count / (time.perf_counter() - begun)
 
 
-def measure_quality(supernet: Supernet, specs: Sequence[SubnetSpec], stream: torch.Tensor) -> list[Quality]:
+def measure_quality(
+    supernet: Supernet, specs: Sequence[SubnetSpec], stream: torch.Tensor, progress: bool = True
+) -> list[Quality]:
     """Measure how well subnets predict held-out text, alone and on the caches of others.
 
     Args:
         supernet: the language model.
         specs: the subnets, from the smallest to the largest.
         stream: tokens of held-out texts, of shape (tokens,).
+        progress: whether a terminal shows a progress bar.
     """
     found = []
-    for spec in tqdm(specs, "held-out text", disable=None):
+    for spec in tqdm(specs, "held-out text", disable=not progress or None):
         loss, right = next_token_quality(supernet, spec, stream)
         _, own = next_token_quality(supernet, spec, stream, written_by=spec)
         others = [other for other in (specs[0], specs[-1]) if other != spec]

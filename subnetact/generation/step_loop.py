@@ -42,6 +42,8 @@ except ImportError as error:
 __all__ = ["ElasticDecoder", "Step", "StepLoop"]
 
 logger = logging.getLogger("subnetact.generation")
+# Nothing here asks how much memory the process has, so nobody needs to hear that psutil is missing.
+logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: "psutil" not in record.getMessage())
 SCHEDULER = "subnetact_earliest_deadline_first"
 GREEDY = {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
 PLAIN = 1.0 - 1e-9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -79,7 +79,7 @@ def describe(
         >>> print(subnetact.describe(torchvision.models.resnet18().eval(), torch.randn(1, 3, 224, 224)))
     """
     asked: Any = (axes,) if isinstance(axes, str) else axes
-    unknown = [axis for axis in asked if axis not in AXES] if isinstance(asked, Sequence) else asked
+    unknown = [axis for axis in asked if axis not in AXES] if isinstance(asked, Collection) else asked
     if unknown or not asked:
         raise InsertError(f"axes: {unknown or 'none'} is unknown; choose from {', '.join(AXES)}")
     axes, chosen = tuple(asked), cast(Any, choices)

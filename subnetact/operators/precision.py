@@ -131,7 +131,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
     rows = x.reshape(-1, x.shape[-1])
     if not x.numel():
         return x.new_empty(*x.shape[:-1], len(weight))
-    if len(rows) <= FEW and x.device.type == "cpu" and not _is_traced():
+    if not _is_traced() and len(rows) <= FEW and x.device.type == "cpu":
         return _few_rows(rows.float(), weight, bias, scale).view(*x.shape[:-1], len(weight)).to(x.dtype)
     short, row_scale = quantise_rows(rows.float())
     out = _scaled(_int_product(short, weight), row_scale, scale, bias)

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
-from fuzz.targets import TARGETS, Finding, run, seeds
+from fuzz.targets import TARGETS, Finding, close, run, seeds
 
 
 def main() -> int:
@@ -65,6 +65,7 @@ def main() -> int:
                 signal.alarm(0)
             tried[name] += 1
         number += 1
+    close()
     print(f"{sum(tried.values())} inputs, {len(found)} kinds of findings")
     if args.results is not None:
         facts = {"minutes": args.minutes, "inputs": dict(tried), "findings": found}

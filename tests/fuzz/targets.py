@@ -7,7 +7,6 @@ each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an h
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import math
@@ -651,7 +650,6 @@ class _Served:
             engine.keys, [60.0] * len(engine), [1, 2], [[1.0, 2.0]] * len(engine)
         )
         self.batcher = subnetact.Batcher(engine, policy=Fixed(table, 0), slo_ms=6e4)
-        atexit.register(self.batcher.close)
         self.app = build_app(self.batcher, engine, slo_ms=6e4)
         self.loop = asyncio.new_event_loop()
 
@@ -684,6 +682,14 @@ class _Served:
 
 
 _served = cache(_Served)
+
+
+def close() -> None:
+    """End the threads of the application, if a target has opened it."""
+    if _served.cache_info().currsize:
+        _served().batcher.close()
+        _served().loop.close()
+        _served.cache_clear()
 
 
 def fuzz_http(source: random.Random, place: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz.targets import TARGETS, run
+from fuzz.targets import TARGETS, close, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,13 @@ CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """By target: the seeds of inputs that once raised something else than an error of the library."""
 SLOW = {"constructor", "checkpoint", "Batcher.submit", "unfinished calibration", "bundle"}
 SLOW |= {"python -m subnetact.profile", "python -m subnetact.simulate"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_end() -> Iterator[None]:
+    """Leave no thread to the tests of other modules."""
+    yield
+    close()
 
 
 @pytest.mark.parametrize("name", TARGETS)

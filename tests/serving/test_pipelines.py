@@ -127,6 +127,13 @@ def test_bad_pipelines_are_refused_before_anything_starts() -> None:
     assert "failed on the example" in refused(engine("a"), failing)
 
 
+@pytest.mark.parametrize("name", ["workers", "policies"])
+def test_options_that_a_stage_cannot_have_are_refused(name: str) -> None:
+    stage = Stage("a", lambda x: x, options={name: 2})
+    with pytest.raises(PipelineError, match=f"stage 'a': options: '{name}' is no further argument"):
+        Pipeline([stage], slo_ms=100.0)
+
+
 def test_a_deadline_below_the_shortest_path_is_refused() -> None:
     with pipeline(engine("a"), engine("b", after=["a"])) as live:
         with pytest.raises(InvalidRequest, match="shortest path"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
 import time
@@ -38,6 +39,8 @@ __all__ = ["Pipeline", "PipelineStats"]
 
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
+_OF_STAGES = {"engine", "policy", "table", "workers", "expired", "slo_ms", "hopeless"}
+"""The arguments of a stage's `Batcher` that the pipeline gives itself."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,13 @@ class Pipeline:
             policy = SlackFit(table, max(slo_ms, table.fastest_ms))
         runner: Any = FunctionRunner(name, stage.runner) if stage.is_function else stage.runner  # type: ignore[arg-type]
         several = isinstance(runner, (list, tuple))
+        own = set(inspect.signature(Batcher).parameters) - _OF_STAGES
+        wrong = sorted(set(stage.options) - own)
+        if wrong:
+            raise PipelineError(
+                f"stage {name!r}: options: {wrong[0]!r} is no further argument of a Batcher; allowed are "
+                f"{', '.join(sorted(own))}"
+            )
         batcher = Batcher(
             runner,
             policy=policy,
