@@ -168,7 +168,7 @@ class TextRun:
 
 
 def demonstrate_text(
-    plt: Any, out: Path, seconds: float, seed: int, report: Path | None = None
+    plt: Any, out: Path, seconds: float, seed: int, report: Path | None = None, progress: bool = True
 ) -> list[TextRun]:
     """Measure the language model, serve a burst of prompts, print tables and draw a figure.
 
@@ -178,6 +178,7 @@ def demonstrate_text(
         seconds: length of the trace, in s.
         seed: seed of the prompts and arrivals.
         report: file for the figures as JSON. If None, there is none.
+        progress: whether a terminal shows progress bars.
 
     Returns:
         What the contenders did, the one with all subnets first.
@@ -194,7 +195,7 @@ def demonstrate_text(
     )
     texts = read_text(held_out=True)
     specs = switchable_subnets(supernet)
-    quality = measure_quality(supernet, specs, tokens(texts)[: HELD_OUT_TOKENS + 1])
+    quality = measure_quality(supernet, specs, tokens(texts)[: HELD_OUT_TOKENS + 1], progress)
     table = profile_steps(
         supernet,
         specs,
@@ -206,7 +207,7 @@ def demonstrate_text(
     encoded = _encoded(texts)
     sustained = [
         _sustained(supernet, specs[i], _only(table, [i]), _prompts(encoded, SATURATED, 0))
-        for i in tqdm(range(len(specs)), "sustained", disable=None)
+        for i in tqdm(range(len(specs)), "sustained", disable=not progress or None)
     ]
     trace = text_trace(sustained, seconds, seed)
     _print_subnets(specs, quality, table, trace)
@@ -227,7 +228,7 @@ def demonstrate_text(
     gc.freeze()  # A full collection that visits all objects of torch would stop the server for tens of ms.
     try:
         for name, ids in contenders:
-            runs.append(_serve(name, ids, supernet, specs, table, quality, prompts, trace))
+            runs.append(_serve(name, ids, supernet, specs, table, quality, prompts, trace, progress))
             share.append(share_of_core())
     finally:
         gc.unfreeze()
@@ -374,6 +375,7 @@ def _serve(
     quality: Sequence[Quality],
     prompts: Sequence[list[int]],
     trace: TextTrace,
+    progress: bool,
 ) -> TextRun:
     """Send the prompts in real time, and count the tokens that come in time."""
     generator = Generator(
@@ -389,7 +391,8 @@ def _serve(
     late_ms: list[float] = []
     with generator:
         begun = time.perf_counter()
-        for due_ms, prompt in zip(tqdm(trace.arrivals_ms, name, disable=None), prompts, strict=True):
+        arrivals = tqdm(trace.arrivals_ms, name, disable=not progress or None)
+        for due_ms, prompt in zip(arrivals, prompts, strict=True):
             time.sleep(max(0.0, begun + due_ms / 1e3 - time.perf_counter()))
             late_ms.append(1e3 * (time.perf_counter() - begun) - due_ms)
             completions.append(

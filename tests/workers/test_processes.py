@@ -326,7 +326,7 @@ if sys.argv[1] == "fork":
         time.sleep(30)  # It has a copy of every descriptor of its parent.
         os._exit(0)
 if sys.argv[1] == "interrupt":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell may have it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # It may be ignored in the background.
     try:
         print("ready", flush=True)
         time.sleep(60)

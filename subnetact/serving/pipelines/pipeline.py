@@ -39,7 +39,7 @@ __all__ = ["Pipeline", "PipelineStats"]
 
 _NOTHING = object()
 """What stands for the output of a stage that a request does not take."""
-_OF_STAGES = {"engine", "policy", "table", "workers", "expired", "slo_ms", "hopeless"}
+_OF_STAGES = {"engine", "policy", "table", "workers", "expired", "slo_ms"}
 """The arguments of a stage's `Batcher` that the pipeline gives itself."""
 
 
