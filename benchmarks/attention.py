@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from peers import as_upstream_autoformer, as_upstream_dynabert, import_torchvision
+from readme_section import write_section
 from torch import Tensor
 
 import subnetact
@@ -43,7 +44,6 @@ from subnetact.supernet.supernet import Supernet
 
 BASE = "upstream_eager"
 BUDGET_MB = 2048.0
-BEGIN, END = "<!-- attention: begin -->", "<!-- attention: end -->"
 KINDS = {
     "products": (
         "mkl::_mkl_linear",
@@ -224,10 +224,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             f"{cell['median_ms'][BASE]:.0f} | {ratios} | {cell['fused_to_zero_copy']:.2f} | "
             f"{cell['fused_MiB']:.0f} | {shared(cell)} |"
         )
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    write_section("attention", lines)
 
 
 def shared(cell: dict[str, Any]) -> str:

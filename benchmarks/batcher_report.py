@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from readme_section import write_section
+
 __all__ = ["report"]
 
-BEGIN, END = "<!-- batcher: begin -->", "<!-- batcher: end -->"
 OURS = ("SlackFit", "HullFit")
 LONGEST_LAG_MS = 5.0
 
@@ -19,10 +20,7 @@ def report(result: dict[str, Any], out: Path) -> None:
     _plot(result, out.with_suffix(".png"))
     lines = [*_null(result["null"]), *_digits(result["digits"])]
     lines += [*_replay(result["replay"]), *_http(result["http"])]
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    write_section("batcher", lines)
 
 
 def _where(section: dict[str, Any]) -> str:

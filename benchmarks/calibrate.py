@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from peers import upstream_network
+from readme_section import write_section
 from torch import Tensor
 from tqdm import tqdm
 
@@ -42,7 +43,6 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
 
 FAMILY = "ofa_resnet50"
-BEGIN, END = "<!-- calibrate: begin -->", "<!-- calibrate: end -->"
 
 
 def independent(supernet: Supernet, count: int, seed: int = 0) -> list[SubnetSpec]:
@@ -246,10 +246,7 @@ def report(result: dict[str, Any]) -> None:
             for name, cells in result["table"].items()
             for count, c in cells.items()
         ]
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    write_section("calibrate", lines)
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from peers import upstream_network
+from readme_section import write_section
 from torch import Tensor
 from tqdm import tqdm
 
@@ -61,7 +62,6 @@ SWITCHES = {
     "upstream_extract_ms": "upstream: `get_active_subnet`, ms",
     "load_state_dict_from_disk_ms": "load an extracted network's weights from disk, ms",
 }
-BEGIN, END = "<!-- engine: begin -->", "<!-- engine: end -->"
 
 
 def resident_mb() -> float:
@@ -430,10 +430,7 @@ def report(result: dict[str, Any], out: Path) -> None:
         ]
         settings = ", ".join(f"`{name}={value}`" for name, value in some["environment"].items())
         lines += ["", f"The frugal run sets {settings}."]
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    write_section("engine", lines)
 
 
 def main() -> None:

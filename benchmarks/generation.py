@@ -143,8 +143,7 @@ def only(name: str, specs: list[SubnetSpec], table: StepTable) -> tuple[list[Sub
     if name == "elastic":
         return specs, table
     i = CONTENDERS.index(name) - 1
-    decode = {context: one.select([i]) for context, one in table.decode.items()}
-    return [specs[i]], StepTable(decode, table.prefill.select([i]))
+    return [specs[i]], table.select([i])
 
 
 def quantiles(values: list[float]) -> dict[str, float]:

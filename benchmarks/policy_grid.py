@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from readme_section import write_section
 from tqdm import tqdm
 
 from subnetact import __version__
@@ -51,7 +52,6 @@ LOADS = (0.01, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0)
 MARGIN, RESERVE = 0.1, 0.014
 NEAR, FAR = 0.2, 0.5
 REPEATS = 4
-BEGIN, END = "<!-- policy_grid: begin -->", "<!-- policy_grid: end -->"
 Floats = npt.NDArray[np.float64]
 
 
@@ -307,10 +307,7 @@ def report(document: dict[str, Any]) -> None:
             f"{row['sizes'][-1] if affine else ''} | {row['workers']} | {row['load']:g} | {row['cv2']:g} | "
             f"{row['slo']:g} | {row['best_other']} |"
         )
-    readme = HERE / "README.md"
-    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}", encoding="utf-8")
+    write_section("policy_grid", lines)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ import batcher_replay
 import torch
 from batcher_client import ask_batcher
 from in_service import measured_in_service
+from readme_section import write_section
 from tqdm import tqdm
 
 from subnetact import Batcher, HullFit, LatencyTable, SlackFit, __version__
@@ -38,7 +39,6 @@ from subnetact.serving import Policy
 
 HERE = Path(__file__).parent
 LOADS = (1.0, 1.4, 2.0)
-BEGIN, END = "<!-- policy_live: begin -->", "<!-- policy_live: end -->"
 
 
 def contenders(table: LatencyTable, slo_ms: float, reserves: list[float]) -> dict[str, Policy]:
@@ -131,10 +131,7 @@ def report(document: dict[str, Any]) -> None:
         f"{found['machine']['device_name']}, torch {found['machine']['torch']}" for _, found in sections
     }
     lines += ["", f"{'; '.join(sorted(machines))}."]
-    readme = HERE / "README.md"
-    head, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}", encoding="utf-8")
+    write_section("policy_live", lines)
 
 
 def main() -> None:

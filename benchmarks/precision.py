@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from readme_section import write_section
 from torch import Tensor, nn
 
 import subnetact
@@ -39,7 +40,6 @@ from subnetact.supernet.supernet import Supernet
 BASE = "eager_float32"
 ROOMY_MB = 2048.0
 TOKENS, PIXELS = 128, 224
-BEGIN, END = "<!-- precision: begin -->", "<!-- precision: end -->"
 
 
 def supernet_of(family: str) -> Supernet:
@@ -285,10 +285,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             f"| {family} | {exact['subnets']} | {exact['beyond_MiB']:.1f} | {low['beyond_MiB']:.1f} | "
             f"{low['lowered_MiB']:.1f} | {low['weights_MiB']:.1f} | {result['switch_us'][family]:.2f} |"
         )
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    write_section("precision", lines)
 
 
 def save(args: argparse.Namespace, result: dict[str, Any]) -> None:

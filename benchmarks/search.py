@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from readme_section import write_section
 from tqdm import tqdm
 
 import subnetact
@@ -44,7 +45,6 @@ from subnetact.nas.nsga2 import METHODS, evolve
 from subnetact.spec import SubnetSpec
 
 TRUTH = Path("benchmarks/results/search_digits_accuracy.json")
-BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
 SEEDS = tuple(range(10))
 COPIES = 4
 """Distortions of each held-out digit."""
@@ -392,10 +392,7 @@ def report(result: dict[str, Any], out: Path) -> None:
             f"| {family} | {c['set_up_s']:.1f} | {c['subnets_per_s']:,.0f} |"
             for family, c in result["costs"].items()
         ]
-    readme = Path(__file__).with_name("README.md")
-    head, _, rest = readme.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    readme.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
+    write_section("search", lines)
 
 
 def precisions(found: dict[str, Any]) -> list[str]:

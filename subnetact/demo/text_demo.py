@@ -206,7 +206,7 @@ def demonstrate_text(
     )
     encoded = _encoded(texts)
     sustained = [
-        _sustained(supernet, specs[i], _only(table, [i]), _prompts(encoded, SATURATED, 0))
+        _sustained(supernet, specs[i], table.select([i]), _prompts(encoded, SATURATED, 0))
         for i in tqdm(range(len(specs)), "sustained", disable=not progress or None)
     ]
     trace = text_trace(sustained, seconds, seed)
@@ -298,11 +298,6 @@ def _prompts(encoded: Sequence[list[int]], count: int, seed: int) -> list[list[i
     return [rng.choice(encoded)[: rng.randint(*PROMPT)] for _ in range(count)]
 
 
-def _only(table: StepTable, ids: Sequence[int]) -> StepTable:
-    """Return the table of some subnets."""
-    return StepTable({c: one.select(ids) for c, one in table.decode.items()}, table.prefill.select(ids))
-
-
 def _sustained(supernet: Supernet, spec: SubnetSpec, table: StepTable, prompts: Sequence[list[int]]) -> float:
     """Measure how many tokens per second a subnet generates while prompts wait for places."""
     rng = random.Random(0)
@@ -381,7 +376,7 @@ def _serve(
     generator = Generator(
         supernet,
         [specs[i] for i in ids],
-        _only(table, ids),
+        table.select(ids),
         token_ms=trace.token_ms,
         max_sequences=SEQUENCES,
         allow_approximate=True,

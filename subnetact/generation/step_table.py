@@ -144,6 +144,18 @@ class StepTable:
         pairs = zip(columns[above - 1], columns[above], strict=True)
         return [(1 - share) * less + share * more for less, more in pairs]
 
+    def select(self, indices: Sequence[int]) -> StepTable:
+        """Return the table of some of the subnets.
+
+        Args:
+            indices: the subnets to keep, by index and in this order.
+
+        Raises:
+            TableError: the table has no such subnet.
+        """
+        decode = {context: table.select(indices) for context, table in self.decode.items()}
+        return StepTable(decode, self.prefill.select(indices))
+
     def with_accuracy(self, accuracy: Sequence[float]) -> StepTable:
         """Return the same latencies with other accuracies.
 

@@ -38,16 +38,11 @@ def test_in_a_burst_switching_beats_every_fixed_subnet(seed: int) -> None:
     table, prompts = step_table(), trace(seed, (0.05, 0.2, 0.05))
     elastic = simulate_generation(prompts, table, token_ms=6.0)
     fixed = [
-        simulate_generation(prompts, _only(table, i), token_ms=6.0, policy=lambda t: Fixed(t, 0))
+        simulate_generation(prompts, table.select([i]), token_ms=6.0, policy=lambda t: Fixed(t, 0))
         for i in range(3)
     ]
     assert fixed[2].attainment < 0.95, "the burst is more than the largest subnet sustains"
     assert elastic.effective_accuracy > max(one.effective_accuracy for one in fixed)
-
-
-def _only(table: Any, subnet: int) -> Any:
-    decode = {context: one.select([subnet]) for context, one in table.decode.items()}
-    return type(table)(decode, table.prefill.select([subnet]))
 
 
 @pytest.mark.parametrize("expired", ["drop", "serve"])
