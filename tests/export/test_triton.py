@@ -22,6 +22,7 @@ from subnetact.digits import load_digits_supernet
 from subnetact.errors import (
     ExportError,
     FileFormatError,
+    PolicyError,
     ProfileMismatch,
     QueueFull,
 )
@@ -67,6 +68,7 @@ def test_python_flavour(engine: subnetact.Engine, table: subnetact.LatencyTable,
         "dynamic_batching { }",
         'parameters { key: "slo_ms" value: { string_value: "40" } }',
         'parameters { key: "memory_budget_mb" value: { string_value: "0" } }',
+        'parameters { key: "policy" value: { string_value: "hullfit" } }',
         'parameters { key: "learn" value: { string_value: "true" } }',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
     ]
@@ -113,9 +115,12 @@ def test_wrong_arguments(engine: subnetact.Engine, table: subnetact.LatencyTable
         ({"max_batch_size": 2.5}, "must be a whole number"),
         ({"queue_delay_us": -1}, "whole number of microseconds"),
         ({"flavour": "python", "table": table, "queue_delay_us": 5}, "queues by itself"),
+        ({"policy": "slackfit"}, "policy: .* the client chooses"),
     ):
         with pytest.raises(ExportError, match=message):
             to_triton(engine, tmp_path, **arguments)
+    with pytest.raises(PolicyError, match="'nearest' is not known; choose from"):
+        to_triton(engine, tmp_path, "python", table=table, slo_ms=SLO_MS, policy="nearest")
     other = subnetact.LatencyTable.from_arrays(["a", "b"], [1.0, 2.0], [1], [[1.0], [2.0]])
     with pytest.raises(ProfileMismatch):
         to_triton(engine, tmp_path, "python", table=other, slo_ms=SLO_MS)
@@ -235,7 +240,8 @@ def model(
     spec.loader.exec_module(module)
     started = module.TritonPythonModel()
     strings = {"slo_ms": {"string_value": str(SLO_MS)}, "memory_budget_mb": {"string_value": "0"}}
-    strings["learn"] = {"string_value": "false"}
+    # The latencies of the table are made up, and a policy that counts arrivals would save time for more.
+    strings |= {"policy": {"string_value": "slackfit"}, "learn": {"string_value": "false"}}
     started.initialize({"model_config": json.dumps({"parameters": strings}), "model_instance_kind": "CPU"})
     yield started
     started.finalize()

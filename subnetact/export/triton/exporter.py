@@ -23,6 +23,7 @@ from subnetact.export.programs.program import chosen_subnets, example_batch, qui
 from subnetact.export.torchscript.exporter import engines_table, to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.policies.registry import make_policy
 
 __all__ = ["KIND", "to_triton"]
 
@@ -52,6 +53,7 @@ def to_triton(
     max_batch_size: int | None = None,
     external_scheduler: bool = False,
     queue_delay_us: int = 0,
+    policy: str = "hullfit",
 ) -> Path:
     """Write one model, the directory `<repository>/<name>`, with its `config.pbtxt` and version 1.
 
@@ -61,7 +63,7 @@ def to_triton(
     Ids are positions among the subnets that the engine serves. With `external_scheduler` Triton does not
     batch (`max_batch_size: 0`): clients send whole batches, and INPUT__1 is the id, int64 of shape (1,).
 
-    In the flavour "python" the model is a bundle and a short `model.py` around the `Batcher`. SlackFit
+    In the flavour "python" the model is a bundle and a short `model.py` around the `Batcher`. Its policy
     chooses the subnet of each batch by the request parameters `deadline_ms` and `min_accuracy`. The outputs
     are OUTPUT__0, the SUBNET (int32), and MET, whether the deadline was met, each with one entry per sample.
     Triton's Python needs subnetact installed.
@@ -79,6 +81,7 @@ def to_triton(
         external_scheduler: whether clients send whole batches; for "libtorch" only.
         queue_delay_us: time in microseconds that Triton's batcher waits for a batch to fill; for "libtorch"
             only.
+        policy: name of the policy, as `subnetact.serving.make_policy` takes it; for "python" only.
 
     Returns:
         The directory of the model.
@@ -86,7 +89,7 @@ def to_triton(
     Raises:
         ExportError: the flavour cannot take an argument, or the network.
         ProfileMismatch: the table belongs to other subnets or other weights.
-        PolicyError: no subnet meets `slo_ms`.
+        PolicyError: no subnet meets `slo_ms`, or the policy is not known.
         FileFormatError: the directory of the model contains something else.
 
     Example:
@@ -118,6 +121,8 @@ def to_triton(
         raise ExportError(f"queue_delay_us: {queue_delay_us!r} must be a whole number of microseconds, >= 0")
     if queue_delay_us and flavour == "python":
         raise ExportError("queue_delay_us: the Python flavour queues by itself; choose flavour='libtorch'")
+    if policy != "hullfit" and flavour == "libtorch":
+        raise ExportError("policy: in the flavour 'libtorch' the client chooses; choose flavour='python'")
     if table is not None and slo_ms is None:
         raise ExportError("slo_ms: give the time in ms that a request has if it names no deadline")
     if not isinstance(engine.example, Tensor):
@@ -146,6 +151,7 @@ def to_triton(
                     "table: the Python flavour schedules by latencies; "
                     "give table=profile_latency(engine, ...)"
                 )
+            make_policy(policy, table, slo_ms)
             _write_python(engine, version, table, slo_ms)
             outputs += [
                 'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',
@@ -160,6 +166,7 @@ def to_triton(
                     for key, value in (
                         ("slo_ms", f"{slo_ms:g}"),
                         ("memory_budget_mb", f"{budget:g}"),
+                        ("policy", policy),
                         ("learn", "true"),
                     )
                 ),

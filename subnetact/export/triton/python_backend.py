@@ -20,6 +20,7 @@ import triton_python_backend_utils as pb  # type: ignore[import-not-found]
 
 import subnetact
 from subnetact.errors import InvalidRequest, RequestError
+from subnetact.serving import make_policy
 
 
 class TritonPythonModel:
@@ -43,7 +44,8 @@ class TritonPythonModel:
         table = subnetact.LatencyTable.load(here / "table.json")
         engine.prepare(table.batch_sizes)
         learn = parameters["learn"] == "true"
-        self.batcher = subnetact.Batcher(engine, table=table, slo_ms=self.slo_ms, learn=learn)
+        policy = make_policy(parameters["policy"], table, self.slo_ms)
+        self.batcher = subnetact.Batcher(engine, policy=policy, table=table, slo_ms=self.slo_ms, learn=learn)
 
     def execute(self, requests: list[Any]) -> None:
         """Queue every request and return; a request is answered when all of its samples are.
