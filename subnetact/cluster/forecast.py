@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,14 +40,23 @@ class ReplicaReport(NamedTuple):
 
     @classmethod
     def read(cls, values: Mapping[str, Any] | None) -> ReplicaReport | None:
-        """Return the report that a replica sent as a dictionary, or None if it has sent none.
+        """Return the report that a replica sent as a dictionary, or None if there is no sensible one.
 
         Args:
             values: the dictionary that `_asdict` returned.
         """
         if not values or any(name not in values for name in cls._fields):
             return None
-        return cls(**{name: values[name] for name in cls._fields})
+        report = cls(**{name: values[name] for name in cls._fields})
+        counts: list[Any] = [report.received, report.finished]
+        if not all(isinstance(count, Mapping) for count in counts):
+            return None
+        numbers = (*report[:6], *report.received.values(), *report.finished.values())
+        return report if all(_is_amount(number) for number in numbers) else None
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and 0.0 <= value < math.inf
 
 
 class ReplicaForecast:

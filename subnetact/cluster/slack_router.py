@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from subnetact.cluster.deadline import unix_ms
@@ -16,7 +16,7 @@ __all__ = ["SlackRouter"]
 
 
 CHOSEN_MS = 5000.0
-"""How long a choice counts if no replica accepts the request, in ms."""
+"""How long a choice counts if no replica accepts the request, in ms. It counts again if one does so later."""
 
 
 class Sent(NamedTuple):
@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     Attributes:
         replica_id: the replica that was chosen.
         inputs: its inputs.
-        since_ms: when it was chosen, by a monotonic clock, in ms.
+        since_ms: when it was chosen or accepted, by a monotonic clock, in ms.
         accepted: whether the replica has accepted it.
     """
 
@@ -51,6 +51,9 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().__init__(*args, **kwargs)
         self._forecasts: dict[Any, ReplicaForecast] = {}
         self._sent: dict[str, Sent] = {}
+        self._early: dict[
+            str, tuple[Any, float]
+        ] = {}  # ended before they were accepted: the replica, and when
         self._looked_ms = 0.0
 
     async def choose_replicas(
@@ -66,10 +69,11 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             The replicas in order, each in a group of its own.
         """
         asked = {} if pending_request is None else pending_request.kwargs
-        sender, inputs = asked.get("sender", ""), len(asked.get("xs", ())) or 1
+        sender, inputs = asked.get("sender", ""), _inputs(asked)
         now = time.monotonic() * 1e3
         if pending_request is not None:
             self._release(pending_request.metadata.internal_request_id)  # it was refused, and is sent again
+            self._early.pop(pending_request.metadata.internal_request_id, None)
         self._forget(now)
         forecasts = []
         for replica in candidate_replicas:
@@ -105,11 +109,12 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """
         super().on_request_routed(pending_request, replica_id, result)
         name = pending_request.metadata.internal_request_id
-        sent = self._release(name)
-        if sent is not None:  # otherwise it has its answer already
-            self._sent[name] = Sent(replica_id, sent.inputs, sent.since_ms, accepted=True)
-            sender = pending_request.kwargs.get("sender", "")
-            self._forecast(replica_id, sender).outstanding += sent.inputs
+        self._release(name)
+        if self._early.pop(name, (None, 0.0))[0] != replica_id:  # otherwise it has its answer already
+            asked = pending_request.kwargs
+            inputs = _inputs(asked)
+            self._sent[name] = Sent(replica_id, inputs, time.monotonic() * 1e3, accepted=True)
+            self._forecast(replica_id, asked.get("sender", "")).outstanding += inputs
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Note that a request has ended, however it ended.
@@ -120,6 +125,8 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """
         super().on_request_completed(replica_id, internal_request_id)
         sent = self._sent.get(internal_request_id)
+        if sent is None or not sent.accepted:
+            self._early[internal_request_id] = (replica_id, time.monotonic() * 1e3)
         if sent is not None and sent.replica_id == replica_id:  # it may have been sent to another one since
             self._release(internal_request_id)
 
@@ -148,9 +155,16 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             for name, sent in list(self._sent.items()):
                 if not sent.accepted and now_ms - sent.since_ms > CHOSEN_MS:
                     self._release(name)
+            for name, (_, ended_ms) in list(self._early.items()):
+                if now_ms - ended_ms > CHOSEN_MS:
+                    del self._early[name]
 
     def _forecast(self, replica_id: Any, sender: str) -> ReplicaForecast:
         found = self._forecasts.get(replica_id)
         if found is None:
             found = self._forecasts[replica_id] = ReplicaForecast(sender)
         return found
+
+
+def _inputs(asked: Mapping[str, Any]) -> int:
+    return len(asked.get("xs", ())) or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -16,6 +17,12 @@ def test_reports_travel_as_dictionaries():
     assert ReplicaReport.read({}) is None
     assert ReplicaReport.read(None) is None
     assert ReplicaReport.read({"number": 1}) is None  # of another version
+
+
+@pytest.mark.parametrize("field", ReplicaReport._fields)
+@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -1, {"me": math.nan}, {"me": -1}, [1]])
+def test_a_report_that_makes_no_sense_is_none(field, value):
+    assert ReplicaReport.read({**IDLE._asdict(), field: value}) is None
 
 
 def test_queue_free_time_and_latency_add_up():

@@ -100,6 +100,36 @@ def test_requests_that_nobody_accepted_are_forgotten(router, monkeypatch):
     assert outstanding(router) == {one: 1}
 
 
+def test_a_request_that_is_accepted_late_counts_until_its_answer(router, monkeypatch):
+    late = request("1", 4)
+    choose(router, [replica("a")], late)
+    now = slack_router.time.monotonic()
+    monkeypatch.setattr(slack_router.time, "monotonic", lambda: now + 6.0)
+    choose(router, [replica("a")], request("2", 1))
+    assert outstanding(router) == {"a": 1}  # the first one may have been cancelled
+    router.on_request_routed(late, "a", None)
+    assert outstanding(router) == {"a": 5}
+    router.on_request_completed("a", "1")
+    assert outstanding(router) == {"a": 1}
+
+
+def test_an_early_answer_of_another_replica_than_the_first_choice_is_no_work(router):
+    pending = request("1", 4)
+    _, other = choose(router, [replica("a"), replica("b")], pending)
+    router.on_request_completed(other, "1")
+    router.on_request_routed(pending, other, None)
+    assert set(outstanding(router).values()) == {0}
+
+
+def test_the_end_of_a_refused_attempt_is_not_the_answer(router):
+    pair, pending = [replica("a"), replica("b", queued=100)], request("1", 4)
+    assert choose(router, pair, pending)[0] == "a"
+    assert choose(router, pair[1:], pending) == ["b"]
+    router.on_request_completed("a", "1")
+    router.on_request_routed(pending, "b", None)
+    assert outstanding(router) == {"a": 0, "b": 4}
+
+
 def test_what_no_replica_can_answer_in_time_is_refused_and_not_counted(router):
     pair = [replica("a", queued=400), replica("b", queued=300)]
     pending = request("1", left_ms=500.0)

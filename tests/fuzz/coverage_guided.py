@@ -1,55 +1,92 @@
-"""Fuzzes one target guided by coverage: `python tests/fuzz/coverage_guided.py "latency table"`.
+"""Fuzzes targets guided by coverage: `python tests/fuzz/coverage_guided.py "latency table" --minutes 3`.
 
 This needs `pip install atheris`. Atheris watches which lines of the library an input reaches, and changes the
-inputs that reached new ones. Every random number that a target draws comes from the input's bytes. A finding
-stops the run and leaves the input in a file; give this file as the second argument to make the finding again.
-Further arguments are libFuzzer's, for example `-max_total_time=600`.
+inputs that reached new ones. Every random number that a target draws comes from the input's bytes. A kind of
+finding is printed once, with its input; put the input into `corpus.json`, from where `test_fuzz.py` replays it.
+An input that takes longer than `--patience-s` counts as a finding, and so does one that takes more memory than
+`--memory-gb`. `--results` adds the target to a file of results.
 """
 
 from __future__ import annotations
 
-import random
+import argparse
+import json
+import os
+import platform
+import resource
+import signal
 import sys
+import time
+import traceback
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 with atheris.instrument_imports(include=["subnetact", "ofa_adapters"]):
-    from fuzz.targets import TARGETS, run, seeds
-
-
-class BytesRandom(random.Random):
-    """Random numbers that are read from bytes, and zeros after their end."""
-
-    def __init__(self, data: bytes) -> None:
-        """Keep the bytes.
-
-        Args:
-            data: the input that atheris made.
-        """
-        self.data, self.position = data, 0
-        super().__init__(0)
-
-    def getrandbits(self, k: int) -> int:
-        """Return an integer of `k` bits from the next bytes."""
-        size = (k + 7) // 8
-        taken = self.data[self.position : self.position + size].ljust(size, b"\0")
-        self.position += size
-        return int.from_bytes(taken, "little") >> (8 * size - k)
-
-    def random(self) -> float:
-        """Return a float in [0, 1) from the next two bytes."""
-        return self.getrandbits(16) / 65536
+    import torch
+    from fuzz.targets import TARGETS, BytesRandom, Finding, run, seeds
 
 
 def main() -> None:
-    """Fuzz the target that the first argument names, until a finding or libFuzzer's limits."""
-    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
-        sys.exit(f"name one of these targets: {', '.join(TARGETS)}")
-    name = sys.argv.pop(1)
+    """Fuzz one target until the time is over, and end the process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=list(TARGETS))
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--patience-s", type=int, default=20)
+    parser.add_argument("--memory-gb", type=float, default=8.0)
+    parser.add_argument("--bytes", type=int, default=256, help="the longest input")
+    parser.add_argument(
+        "--results", type=Path, help="add the number of inputs and the findings to this JSON file"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    limit = int(args.memory_gb * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     seeds()
-    atheris.Setup(sys.argv, lambda data: run(name, BytesRandom(data)))
+    found, tried = dict[str, str](), 0
+    start = time.monotonic()
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"it took more than {args.patience_s} s")
+
+    def one(data: bytes) -> None:
+        nonlocal tried
+        if time.monotonic() - start > 60 * args.minutes:
+            end()
+        signal.signal(signal.SIGALRM, late)
+        signal.alarm(args.patience_s)
+        try:
+            run(args.target, BytesRandom(data))
+        except Finding as finding:
+            cause = finding.__cause__
+            last = traceback.extract_tb(cause.__traceback__)[-1] if cause else None
+            where = f"{type(cause).__name__} at {last.name if last else '?'}"
+            if where not in found:
+                found[where] = data.hex()
+                print(f"input {data.hex()!r}: {finding} ({last})", flush=True)
+        finally:
+            signal.alarm(0)
+        tried += 1
+
+    def end() -> None:
+        print(f"{args.target}: {tried} inputs, {len(found)} kinds of findings", flush=True)
+        if args.results is not None:
+            versions = {
+                "atheris": version("atheris"),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            }
+            facts = json.loads(args.results.read_text()) if args.results.exists() else {}
+            result = {"minutes": args.minutes, "inputs": tried, "findings": found}
+            facts = {"versions": versions, "targets": {**facts.get("targets", {}), args.target: result}}
+            args.results.write_text(json.dumps(facts, indent=1) + "\n")
+        os._exit(1 if found else 0)  # libFuzzer would go on.
+
+    options = ["-timeout=0", "-rss_limit_mb=0", "-len_control=0", "-seed=1"]
+    atheris.Setup([sys.argv[0], *options, f"-max_len={args.bytes}", "-verbosity=0"], one)
     atheris.Fuzz()
 
 

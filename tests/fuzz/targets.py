@@ -2,7 +2,8 @@
 
 A target gets a `random.Random`, makes an input that is damaged or hostile, and gives it to the library. The
 library may accept the input or raise one of its own errors; everything else is a finding. `test_fuzz.py` runs
-each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an hour.
+each target shortly; `python tests/fuzz/long.py --minutes 60` runs them for an hour, and
+`python tests/fuzz/coverage_guided.py` lets atheris choose the inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from subnetact.serving.simulation import traces
 from subnetact.serving.simulation.cli import main as simulate_main
 from subnetact.serving.simulation.replay import LiveRun
 
-__all__ = ["TARGETS", "Finding", "run"]
+__all__ = ["TARGETS", "BytesRandom", "Finding", "run"]
 
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 0.5, -0.5, 1e308, 1e-320, math.nan, math.inf, -math.inf),
@@ -77,6 +78,30 @@ TABLE = subnetact.LatencyTable.from_arrays(
 
 class Finding(Exception):
     """The library raised something that is none of its own errors."""
+
+
+class BytesRandom(random.Random):
+    """Random numbers that are read from bytes, and zeros after their end."""
+
+    def __init__(self, data: bytes) -> None:
+        """Keep the bytes.
+
+        Args:
+            data: the input that a fuzzer made.
+        """
+        self.data, self.position = data, 0
+        super().__init__(0)
+
+    def getrandbits(self, k: int) -> int:
+        """Return an integer of `k` bits from the next bytes."""
+        size = (k + 7) // 8
+        taken = self.data[self.position : self.position + size].ljust(size, b"\0")
+        self.position += size
+        return int.from_bytes(taken, "little") >> (8 * size - k)
+
+    def random(self) -> float:
+        """Return a float in [0, 1) from the next two bytes."""
+        return self.getrandbits(16) / 65536
 
 
 def run(name: str, source: random.Random) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz.targets import TARGETS, close, run
+from fuzz.targets import TARGETS, BytesRandom, close, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
-"""By target: the seeds of inputs that once raised something else than an error of the library."""
+"""By target: inputs that once raised something else than an error of the library, as the seed of random numbers
+or as the bytes that the numbers are read from, in hexadecimal digits."""
 SLOW = {"constructor", "checkpoint", "Batcher.submit", "unfinished calibration", "bundle"}
 SLOW |= {"python -m subnetact.profile", "python -m subnetact.simulate"}
 
@@ -42,5 +43,5 @@ def test_hostile_inputs_raise_errors_of_the_library(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CORPUS for seed in CORPUS[name]])
-def test_what_was_found_stays_mended(name: str, seed: int) -> None:
-    run(name, random.Random(seed))
+def test_what_was_found_stays_mended(name: str, seed: int | str) -> None:
+    run(name, BytesRandom(bytes.fromhex(seed)) if isinstance(seed, str) else random.Random(seed))
