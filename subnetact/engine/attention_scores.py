@@ -4,7 +4,8 @@ The one operation neither writes the scores to memory nor reads them again. Only
 
     softmax(q @ k.transpose(-2, -1) * scale + bias, -1) @ v
 
-with a number as the scale and a constant, finite bias, both of which may be missing.
+with a number as the scale and a constant, finite bias, both of which may be missing. The number of axes is
+known when a batch comes; only attention with batch, heads, tokens and features is one operation then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 from subnetact.operators.view_module import module_class
 from subnetact.supernet.elementwise import elementwise, has_hooks
 
-__all__ = ["merge_attention"]
+__all__ = ["attended", "merge_attention"]
 
 _PRODUCTS = (operator.matmul, torch.matmul, "matmul")
 _TURNS = (torch.transpose, torch.swapaxes, "transpose", "swapaxes")
@@ -84,12 +85,8 @@ def _merge(graph: fx.Graph, softmax: fx.Node, tensors: Mapping[str, Tensor]) -> 
     if key is None:
         return False
     with graph.inserting_before(last):
-        if bias is not None and tensors[str(bias.target)].dim() == 3:  # Fast kernels take two or four axes.
-            bias = graph.call_method("unsqueeze", (bias, 0))
-        options = {"attn_mask": bias, "scale": scale}
-        operands = (query, key, summed[1])
-        attended = graph.call_function(F.scaled_dot_product_attention, operands, options)
-    last.replace_all_uses_with(attended)
+        merged = graph.call_function(attended, (query, key[0], summed[1], bias, scale, key[1]))
+    last.replace_all_uses_with(merged)
     for unused in (last, *chain, node):
         graph.erase_node(unused)
     if not turned.users:
@@ -120,14 +117,38 @@ def _scaled(node: Any) -> tuple[fx.Node, float] | None:
     return None
 
 
-def _turned(node: Any) -> fx.Node | None:
-    """Return the tensor whose last two axes a node exchanges, of four axes if they are counted from 0."""
+def _turned(node: Any) -> tuple[fx.Node, tuple[int, int]] | None:
+    """Return the tensor of which a node exchanges two axes, the last ones of four, and the two axes."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is getattr and node.args[1] == "mT":
-        return node.args[0]  # type: ignore[return-value]
+        return node.args[0], (-2, -1)  # type: ignore[return-value]
     exchanged = node.op in ("call_function", "call_method") and node.target in _TURNS and not node.kwargs
-    return node.args[0] if exchanged and tuple(node.args[1:]) in _AXES else None  # type: ignore[return-value]
+    axes = tuple(node.args[1:])
+    return (node.args[0], axes) if exchanged and axes in _AXES else None  # type: ignore[return-value]
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, axes: tuple[int, int]
+) -> Tensor:
+    """Return softmax(query @ key.transpose(*axes) * scale + bias, -1) @ value.
+
+    Args:
+        query: the queries, of shape (N, heads, L, E), or with other axes.
+        key: the keys, of shape (N, heads, S, E).
+        value: the values, of shape (N, heads, S, V).
+        bias: a tensor that is added to the scores. If None, nothing is added.
+        scale: a factor of the scores.
+        axes: the two axes of the keys that are exchanged.
+    """
+    heads = query.shape[:2]
+    four = query.dim() == key.dim() == value.dim() == 4 and heads == key.shape[:2] == value.shape[:2]
+    if four and (bias is None or bias.dim() <= 4):
+        if bias is not None and bias.dim() == 3:  # Fast kernels take two or four axes.
+            bias = bias.unsqueeze(0)
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale)
+    scores = query @ key.transpose(*axes) * scale
+    return (scores if bias is None else scores + bias).softmax(-1) @ value
 
 
 def _is_finite(node: Any, tensors: Mapping[str, Tensor]) -> bool:

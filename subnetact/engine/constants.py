@@ -61,7 +61,7 @@ def fold_constants(graph: fx.Graph, tensors: dict[str, Tensor]) -> dict[str, int
             )
             if not isinstance(result, Tensor):
                 continue
-            name = f"constant_{len(tensors)}"
+            name = f"subnetact_constant_{len(tensors)}"
             tensors[name] = result
             if storage_id(result) not in held:
                 owning[name] = result.nbytes

@@ -138,7 +138,7 @@ class FusedProgram:
         merge = stays_finite(graph, leaves) and not overflows(view, probe)
         for node in list(graph.nodes):
             if node.op == "call_module" and _is_plain_conv(leaves[node.target]) and len(node.args) == 1:
-                name, path = f"fused_{order[node]}", str(node.target)
+                name, path = f"subnetact_fused_{order[node]}", str(node.target)
                 fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge, modules))
                 modules[name] = fused
                 self.paths[name] = path
@@ -361,7 +361,7 @@ def _pack_linears(graph: fx.Graph, modules: dict[str, Any], paths: dict[str, str
         by_input.setdefault(node if alone else node.args[0], []).append(node)
     for nodes in by_input.values():
         if len(nodes) > 1:
-            name = f"packed_{len(products)}"
+            name = f"subnetact_packed_{len(products)}"
             modules[name] = PackedLinear([modules[str(node.target)] for node in nodes])
             paths[name] = str(nodes[0].target)
             products.append(modules[name])
@@ -395,7 +395,7 @@ def _overwrite_output(graph: fx.Graph, node: fx.Node, modules: dict[str, Any], p
             return
         if others and reader.target not in (operator.add, torch.add, "add", operator.mul, torch.mul, "mul"):
             return  # It may overwrite the other operand, which others may read.
-        name = f"over_{node.name}"
+        name = f"subnetact_over_{node.name}"
         modules[name], paths[name] = _Overwriting(operation), path
         with graph.inserting_before(reader):
             over = graph.call_module(name, (node, *others))

@@ -134,13 +134,16 @@ def trace_(
 
 
 def _name_tensors(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
-    """Let the graph get tensors that are arguments of nodes, such as the weight of a leaf, by names."""
+    """Let the graph get tensors that are arguments of nodes, such as the weight of a leaf, by names.
+
+    The names begin with `subnetact_`, so that no attribute of the network has them.
+    """
     names = {id(tensor): name for name, tensor in tensors.items()}
 
     def named(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        name = names.setdefault(id(value), f"tensor_{len(names)}")
+        name = names.setdefault(id(value), f"subnetact_tensor_{len(names)}")
         tensors[name] = value
         return graph.get_attr(name)
 

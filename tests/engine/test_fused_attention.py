@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.engine import promotion
+from subnetact.engine.attention_scores import attended
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear
 
@@ -330,10 +331,45 @@ def test_attention_that_is_written_out_becomes_one_operation(way: str) -> None:
         torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(program(x[:1]), expected[:1], rtol=1e-4, atol=1e-5)
     targets = {node.target for node in program.module.graph.nodes}  # type: ignore[union-attr]
-    assert (F.scaled_dot_product_attention in targets) == (way in MERGED)
+    assert (attended in targets) == (way in MERGED)
     assert program.accepts(x)
     x[0, 1, 2] = -INF
     assert program.accepts(x) == (way in KEPT), "rows of infinite scores would be zeros instead of NaN"
+
+
+class Unusual(nn.Module):
+    """A block whose attention has other axes than batch, heads, tokens and features."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(1, 4, 4))
+        self.learned = nn.Parameter(torch.randn(1, 4, 4, WIDTH // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.kind == "no heads":
+            return self.out((q @ k.transpose(-2, -1) * 0.1 + self.bias).softmax(-1) @ v)
+        if self.kind == "five axes":
+            q, k, v = (t.reshape(-1, 4, 8, 4, 4).permute(0, 2, 3, 1, 4) for t in (q, k, v))
+            found = ((q @ k.transpose(2, 3)) * 0.1).softmax(-1) @ v
+            return self.out(found.permute(0, 3, 1, 2, 4).reshape(-1, 4, WIDTH))
+        k, v = (t.reshape(-1, 4, 4, WIDTH // 4).transpose(1, 2) for t in (k, v))
+        found = (self.learned @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v
+        return self.out(found.transpose(1, 2).reshape(-1, 4, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["no heads", "five axes", "learned queries"])
+def test_attention_of_other_axes_keeps_its_outputs(kind: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(Unusual(kind), nn.LayerNorm(WIDTH)).eval()
+    x = torch.randn(3, 4, WIDTH)
+    with torch.inference_mode():
+        program = FusedProgram(copy.deepcopy(network), probe=x)
+        targets = {node.target for node in program.module.graph.nodes}  # type: ignore[union-attr]
+        assert attended in targets
+        torch.testing.assert_close(program(x), network(x), rtol=1e-4, atol=1e-5)
 
 
 def test_attention_that_is_written_out_keeps_nan_and_infinite_values() -> None:
@@ -399,3 +435,29 @@ def test_norms_with_an_activation_of_timm_are_merged_into_convolutions() -> None
         assert not [node for node in graph.nodes if node.target is F.batch_norm]
         kept = [module for module in program.module.modules() if isinstance(module, nn.BatchNorm2d)]
         assert not kept
+
+
+class Named(nn.Module):
+    """A network whose parameters are called like what a fused program could add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.tied = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.names = [f"{kind}_{i}" for kind in ("tensor", "constant") for i in range(60, 100)]
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.tied.weight) + self.tensor_60.tanh()
+        for name in self.names:
+            y = y + getattr(self, name)
+        return self.first(y) + self.second(y)
+
+
+def test_names_of_the_network_are_not_taken() -> None:
+    torch.manual_seed(0)
+    network = Named().eval()
+    x = torch.randn(3, WIDTH)
+    with torch.inference_mode():
+        program = FusedProgram(copy.deepcopy(network))
+        torch.testing.assert_close(program(x), network(x), rtol=1e-4, atol=1e-4)
