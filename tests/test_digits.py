@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import subnetact
-from subnetact.demo.digits_demo import Run
+from subnetact.demo.digits_demo import Run, _serve
 from subnetact.demo.machine_notes import machine_notes
 from subnetact.digits import distort, load_digits_supernet, read_digits
+from subnetact.errors import BatchFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -107,6 +112,14 @@ def run(slowdown: float = 1.0, late_ms: float = 0.5) -> Run:
 
 def test_a_contender_is_counted() -> None:
     assert run().row.split() == ["ours", "75.00", "%", "70.00", "%", "66.67", "%", "50.00", "%"]
+
+
+def test_a_failed_batch_of_the_demo_is_no_late_answer() -> None:
+    table = subnetact.LatencyTable.from_arrays(["a"], [50.0], [1], [[1.0]])
+    engine: Any = SimpleNamespace(keys=("a",), check=Mock(), run=Mock(side_effect=ValueError("broken")))
+    data: Any = SimpleNamespace(images=[1], labels=torch.zeros(1))
+    with pytest.raises(BatchFailed):
+        asyncio.run(_serve("", subnetact.Fixed(table, 0), engine, data, np.zeros(1), 50.0))
 
 
 def test_the_demo_says_when_the_machine_decided_the_result() -> None:

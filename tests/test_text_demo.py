@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,11 @@ from subnetact.demo.text_demo import (
     Quality,
     TextRun,
     TextTrace,
+    _outcome,
     count_tokens,
     text_trace,
 )
+from subnetact.errors import BatchFailed, DeadlinePassed, TraceError
 
 QUALITY = [Quality(3.6, 27.0, 26.5), Quality(3.4, 30.0, 29.0)]
 
@@ -41,6 +45,23 @@ def test_the_score_is_over_all_tokens_that_were_asked_for() -> None:
     assert run.figures["loss"] == pytest.approx(3.5)
     nothing = TextRun("none", 8, (), (), (), 8, 0.0, (0.5,), 1.0)
     assert (nothing.score, nothing.figures["loss"]) == (0.0, None)
+
+
+def test_a_trace_has_a_request() -> None:
+    with pytest.raises(TraceError, match="serve for longer"):
+        text_trace((1500.0, 1000.0), 1e-6, seed=0)
+
+
+def test_a_failure_of_the_library_is_no_late_answer() -> None:
+    def failed(error: Exception) -> Any:
+        def result() -> None:
+            raise error
+
+        return SimpleNamespace(result=result)
+
+    assert _outcome(failed(DeadlinePassed("late"))) is None
+    with pytest.raises(BatchFailed):
+        _outcome(failed(BatchFailed("broken")))
 
 
 def test_the_largest_subnet_can_serve_the_lulls_and_only_smaller_ones_the_burst() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from subnetact.demo.digits_demo import PROFILE_MS, demonstrate_digits
-from subnetact.errors import MissingExtra
+from subnetact.errors import MissingExtra, SubnetActError
 
 __all__ = ["main"]
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name. If None, `sys.argv` is used.
 
     Returns:
-        The exit status: 0, or 2 if a package is missing.
+        The exit status: 0, or 2 if a package is missing or the demonstration failed.
     """
     parser = argparse.ArgumentParser("python -m subnetact.demo", description=__doc__)
     parser.add_argument(
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             demonstrate_digits(
                 _pyplot(), args.out, args.seconds, args.seed, args.candidates, args.profile_ms, args.json
             )
-    except MissingExtra as error:
+    except SubnetActError as error:
         print(f"subnetact.demo: {error}", file=sys.stderr)
         return USAGE
     finally:

@@ -28,7 +28,7 @@ from subnetact.demo.machine_notes import machine_notes, share_of_core
 from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
-from subnetact.errors import RequestError, UncalibratedSubnetWarning
+from subnetact.errors import DeadlinePassed, QueueFull, UncalibratedSubnetWarning
 from subnetact.files.atomic import replacing
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
@@ -264,7 +264,7 @@ async def _serve(
     async def one(i: int) -> None:
         try:
             answer = await batcher.infer(images[i % len(images)], deadline_ms=slo_ms)
-        except RequestError:
+        except (DeadlinePassed, QueueFull):
             return
         if answer.met:
             outputs[i], accuracy[i] = answer.output, answer.accuracy

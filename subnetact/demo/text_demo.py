@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from subnetact.demo.machine_notes import machine_notes, share_of_core
 from subnetact.device import machine
-from subnetact.errors import RequestError
+from subnetact.errors import DeadlinePassed, QueueFull, TraceError
 from subnetact.files.atomic import replacing
 from subnetact.generation.completion import Completion, Generated
 from subnetact.generation.generator import Generator
@@ -350,6 +350,9 @@ def text_trace(sustained: Sequence[float], seconds: float, seed: int) -> TextTra
         sustained: tokens per second that every subnet sustains, the smallest one first.
         seconds: length of the trace, in s.
         seed: seed of the arrivals.
+
+    Raises:
+        TraceError: no request arrives in this time.
     """
     lull, burst = LULL * sustained[-1], BURST * sustained[0]
     rng, found, start = random.Random(seed), list[float](), 0.0
@@ -358,6 +361,8 @@ def text_trace(sustained: Sequence[float], seconds: float, seed: int) -> TextTra
         while (now := now + rng.expovariate(rate / ANSWER / 1e3)) < end:
             found.append(now)
         start = end
+    if not found:
+        raise TraceError(f"no request arrives within {seconds:g} s; serve for longer")
     return TextTrace(tuple(found), SLACK * 1e3 * SEQUENCES / sustained[-1], lull, burst, tuple(sustained))
 
 
@@ -444,7 +449,7 @@ def _note(times: list[float], begun: float) -> None:
 def _outcome(completion: Completion) -> Generated | None:
     try:
         return completion.result()
-    except RequestError:
+    except (DeadlinePassed, QueueFull):
         return None
 
 

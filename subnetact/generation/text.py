@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
-from subnetact.errors import MissingExtra
+from subnetact.errors import FileFormatError, MissingExtra
+from subnetact.files.tensors import read_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.insert import describe, insert_
 from subnetact.spec import SubnetSpec
@@ -51,6 +51,8 @@ KEPT = (2, 3, 4)
 IMPORTANT_LAYERS = (3, 1, 2)
 """The layers that can be skipped, the ones that are kept longest first. Layer 0 always stays."""
 WEIGHTS = "text_supernet.safetensors"
+HEAD = "lm_head.weight"
+"""The same tensor as the embedding; files do not hold it."""
 TOKENIZER = "text_tokenizer.json"
 FACTS = "text_supernet.json"
 END = "<|end|>"
@@ -115,12 +117,19 @@ def load_text_supernet(weights: Path | None = None) -> Supernet:
 
     Raises:
         MissingExtra: transformers is not installed (`pip install 'subnetact[hf]'`).
+        FileFormatError: the file does not exist or is damaged, or it holds other tensors than the model.
     """
-    supernet = new_text_supernet()
     with nullcontext(weights) if weights else as_file(files("subnetact") / "data" / WEIGHTS) as path:
-        state = {name: tensor.float() for name, tensor in load_file(path).items()}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    supernet.load_state_dict(state)
+        state = read_tensors(path)
+    supernet = new_text_supernet()
+    shapes = {name: tensor.shape for name, tensor in supernet.state_dict().items() if name != HEAD}
+    fits = {name: tensor.shape for name, tensor in state.items()} == shapes
+    if not fits or not all(t.is_floating_point() and t.isfinite().all() for t in state.values()):
+        raise FileFormatError(
+            f"{path}: not the weights of this model; write them with examples/train_text_supernet.py"
+        )
+    state = {name: tensor.float() for name, tensor in state.items()}
+    supernet.load_state_dict({**state, HEAD: state["model.embed_tokens.weight"]})
     return supernet
 
 

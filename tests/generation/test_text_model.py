@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 import subnetact
+from subnetact.errors import FileFormatError, MissingFile
 from subnetact.generation.text import (
     FFN,
     VOCABULARY,
@@ -50,6 +52,26 @@ def test_the_files_are_small_and_tell_the_same_of_their_origin() -> None:
         assert words in " ".join(text.split())
     for name in ("steps", "seed", "seconds"):
         assert str(facts[name]) in text.replace(",", ""), name
+
+
+def test_a_damaged_file_of_weights_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    whole = load_file(DATA / "text_supernet.safetensors")
+    name, embedding = "model.embed_tokens.weight", whole["model.embed_tokens.weight"]
+    for hostile in (
+        b"",
+        (DATA / "text_supernet.safetensors").read_bytes()[:1000],
+        save({n: t for n, t in whole.items() if n != name}),
+        save({**whole, name: embedding.to(torch.int8)}),
+        save({**whole, name: embedding * float("nan")}),
+    ):
+        path.write_bytes(hostile)
+        with pytest.raises(FileFormatError):
+            load_text_supernet(path)
+    with pytest.raises(MissingFile):
+        load_text_supernet(tmp_path / "no.safetensors")
+    with pytest.raises(FileFormatError):
+        load_text_supernet(tmp_path)
 
 
 def test_a_subnet_of_every_axis_reaches_the_told_loss_on_held_out_text(
