@@ -2,9 +2,9 @@
 
 This needs `pip install atheris`. Atheris watches which lines of the library an input reaches, and changes the
 inputs that reached new ones. Every random number that a target draws comes from the input's bytes. A kind of
-finding is printed once, with its input; put the input into `corpus.json`, from where `test_fuzz.py` replays it.
-An input that takes longer than `--patience-s` counts as a finding, and so does one that takes more memory than
-`--memory-gb`. `--results` adds the target to a file of results.
+finding is printed once, with its input; put the input into `corpus.json`, from where `test_fuzz.py` replays
+it. An input that takes longer than `--patience-s` counts as a finding, and so does one that takes more memory
+than `--memory-gb`. `--results` adds the target to a file of results.
 """
 
 from __future__ import annotations
