@@ -55,6 +55,7 @@ WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "in
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+MEANS = (torch.mean, "mean")
 SILENT_IN_EVALUATION = ("stochastic_depth", "drop_path", "drop_block_2d", "drop_block_fast_2d")
 """Functions that return their first argument outside of training."""
 
@@ -218,6 +219,9 @@ class TracedModel:
                 raise _Refused(_reason(diagnostic))
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
             raise _Refused("its outputs are inputs or outputs of the model")
+        for requirement in impact.requirements:
+            if self._is_mean(requirement, impact.selections):
+                raise _Refused(f"the forward averages over its outputs, at {requirement.target}")
         runs: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
         operators: dict[str, type[Operator]] = {}
         for selection in (*impact.parameters, *impact.buffers):
@@ -239,6 +243,15 @@ class TracedModel:
             if selection.count != math.prod(selection.tensor.shape) - whole:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
         return _Removed(runs, operators)
+
+    def _is_mean(self, requirement: Any, chosen: Mapping[Any, Any]) -> bool:
+        """Tell whether it is a mean over removed channels, which has another divisor without them."""
+        if getattr(requirement, "kind", "") != "reduction_domain":
+            return False
+        if self._nodes[requirement.target].target not in MEANS:
+            return False
+        removed, axes = chosen.get(requirement.tensors[0].id), dict(requirement.data)["axes"]
+        return removed is not None and any(removed.fully_selected_indices(axis) for axis in axes)
 
     def _unit(self, impact: Any) -> int:
         """Return the number of channels that only go together, because grouped layers drop whole groups."""

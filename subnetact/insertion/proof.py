@@ -99,6 +99,7 @@ class Proof:
         self.largest = self.space.resolve(self.space.largest())
         self.is_largest_right = False
         self._failed = self.space.smallest()
+        self._wrongs: str | None = None
         self._weights: tuple[nn.Module, nn.Module] | None = None
         self._exact: tuple[nn.Module, nn.Module] | None = None
 
@@ -121,28 +122,33 @@ class Proof:
                 break
             wrong = self._wrong(spec)
             if wrong is not None:
-                self._failed = spec
+                self._failed, self._wrongs = spec, wrong
                 return wrong
         return None
 
     def culprits(self) -> dict[str, str]:
         """Return the groups and stages that make the failed subnet wrong, each with what is wrong with it."""
         found: dict[str, str] = {}
-        self._search(list(self.description.slots), found, time.perf_counter() + LONGEST_S)
+        self._search(list(self.description.slots), found, time.perf_counter() + LONGEST_S, self._wrongs)
         return found
 
     # -- inner parts -------------------------------------------------------------------------------
 
-    def _search(self, slots: Sequence[str], found: dict[str, str], until: float) -> None:
-        wrong = self._wrong(self._narrowed(slots, self._failed))
+    def _search(self, slots: Sequence[str], found: dict[str, str], until: float, known: str | None) -> None:
+        """Note the culprits among some slots; `known` is what is wrong with all of them, if that is known."""
+        last = len(slots) == 1 or time.perf_counter() > until
+        wrong = known
+        if known is None or len(slots) == 1:
+            wrong = self._wrong(self._narrowed(slots, self._failed), located=last)
         if wrong is None:
             return
-        if len(slots) == 1 or time.perf_counter() > until:
+        if last:
             found.update(dict.fromkeys(slots, wrong))
             return
         before = len(found)
-        for half in (slots[: len(slots) // 2], slots[len(slots) // 2 :]):
-            self._search(half, found, until)
+        self._search(slots[: len(slots) // 2], found, until, None)
+        # If nothing is wrong with the first half, something is wrong with the second one.
+        self._search(slots[len(slots) // 2 :], found, until, wrong if len(found) == before else None)
         if len(found) == before:
             found.update(dict.fromkeys(slots, wrong))
 
@@ -159,27 +165,30 @@ class Proof:
             }
         )
 
-    def _wrong(self, spec: SubnetSpec) -> str | None:
-        """Return what is wrong with one subnet, or None."""
+    def _wrong(self, spec: SubnetSpec, located: bool = True) -> str | None:
+        """Return what is wrong with one subnet, and where if `located`, or None."""
         row = self.space.resolve(spec)
         if self._exact is not None:
-            return self._compared(*self._exact, row, map_tensors(_as_double, self.x))
+            return self._compared(*self._exact, row, map_tensors(_as_double, self.x), located)
         network, spare = self._perturbed()
-        wrong = self._compared(network, spare, row, self.x)
+        wrong = self._compared(network, spare, row, self.x, located=False)
         if wrong is None or "does not run" in wrong:
             return wrong
         # Rounding grows in some networks, above all in disturbed ones; in double precision it is not seen.
+        again: str | None = "does not run"
         try:
             exact = private_copy(network).double(), private_copy(spare).double()
-            again = self._compared(*exact, row, map_tensors(_as_double, self.x))
+            again = self._compared(*exact, row, map_tensors(_as_double, self.x), located)
         except Exception:
-            return wrong  # The network computes in a precision of its own.
-        if again is not None and "does not run" in again:
-            return wrong
+            pass
+        if again is not None and "does not run" in again:  # The network computes in a precision of its own.
+            return self._compared(network, spare, row, self.x, located) if located else wrong
         self._exact = exact if again is not None else None  # The search for culprits goes on with it.
         return again
 
-    def _compared(self, network: nn.Module, spare: nn.Module, row: SizeRow, x: Any) -> str | None:
+    def _compared(
+        self, network: nn.Module, spare: nn.Module, row: SizeRow, x: Any, located: bool
+    ) -> str | None:
         """Return what is wrong with the subnet of a size row of a network with disturbed weights, or None."""
         try:
             extracted = outputs_of(owned(shared_view(network, row)).eval(), x)
@@ -196,8 +205,9 @@ class Proof:
         except Exception as error:
             return f"the model does not run with unused weights at zero: {_line(error)}"
         if not _close(masked, extracted, COMPARED):
-            where = difference(shared_view(network, row), reference, x) or "its output"
-            return f"a subnet differs from the model with unused weights at zero, first at {where}"
+            wrong = "a subnet differs from the model with unused weights at zero"
+            where = located and (difference(shared_view(network, row), reference, x) or "its output")
+            return f"{wrong}, first at {where}" if located else wrong
         return None
 
     def _perturbed(self) -> tuple[nn.Module, nn.Module]:

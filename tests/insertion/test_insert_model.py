@@ -608,6 +608,8 @@ def test_a_norm_that_compares_channels_keeps_them_and_is_a_part_of_its_block() -
     model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Sequential(*map(Shortcut, inner)), *head).eval()
     description = subnetact.describe(model, X)
     assert list(description.groups) == ["0.stream"]
+    for block in range(3):  # The graph tells, so that no proof has to fail.
+        assert "averages over its outputs" in description.refused[f"1.{block}.inner.0"]
     assert {name: set(stage.blocks) for name, stage in description.stages.items()} == {
         "1.depth": {"1.0", "1.1", "1.2"}
     }
@@ -725,6 +727,42 @@ def test_groups_that_are_wrong_together_are_found_although_the_smallest_subnet_i
     proof = Proof(model, Description("Sum", groups), x, outputs_of(model, x))
     assert "does not run" in (proof.failure() or "")
     assert proof.culprits()
+
+
+class Flipping(nn.Module):
+    """Convolutions in a row, of which some have their outputs in another order."""
+
+    def __init__(self, flipped: set[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3 if i == 0 else 8, 8, 1) for i in range(9)])
+        self.flipped = flipped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            x = x.flip(1) if i in self.flipped else x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("flipped", "most"), [({7}, 5), ({0}, 6), ({2, 5}, 10), (set(range(8)), 14)], ids=str
+)
+def test_all_culprits_are_found_with_few_trials(
+    flipped: set[int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    good = subnetact.describe(Flipping(set()).eval(), X, proof=False)
+    assert len(good.groups) == 8
+    model = Flipping(flipped).eval()
+    proof = Proof(model, good, X, outputs_of(model, X))
+    assert "first at" in (proof.failure() or "")
+    tried = []
+    compared = proof._compared
+    monkeypatch.setattr(proof, "_compared", lambda *args: tried.append(1) or compared(*args))
+    culprits = proof.culprits()
+    assert set(culprits) == {f"layers.{i}.width" for i in flipped}
+    assert all("first at" in why for why in culprits.values())
+    assert len(tried) <= most
 
 
 def test_an_example_may_hold_plain_values() -> None:
