@@ -30,6 +30,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from bar_plot import plot_bars
 from peers import as_upstream_autoformer, as_upstream_dynabert, import_torchvision
 from readme_section import write_section
 from torch import Tensor
@@ -177,35 +178,13 @@ def shares(run: Callable[[], Any]) -> dict[str, float]:
     return {kind: one / sum(taken.values()) for kind, one in taken.items()}
 
 
-def plot(result: dict[str, Any], out: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cells = result["cells"]
-    names = list(dict.fromkeys(kind for cell in cells for kind in cell["ratio"]))
-    figure, axis = plt.subplots(figsize=(12, 4.2))
-    for i, name in enumerate(names):
-        at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(cells))]
-        heights = [cell["ratio"].get(name, 0.0) for cell in cells]
-        axis.bar(at, heights, 0.8 / len(names), label=name)
-    axis.axhline(1.0, color="black", linewidth=0.6)
-    labels = [f"{cell['network']}\n{cell['size']}\nbatch {cell['batch']}" for cell in cells]
-    axis.set_xticks(range(len(cells)), labels, fontsize=7)
-    axis.set_ylabel("time / upstream's network in eager mode")
-    axis.set_title(
-        f"{result['machine']['device_name']}, {result['machine']['threads']} thread(s)", fontsize=10
-    )
-    axis.legend(ncol=len(names), fontsize=7, loc="upper center")
-    figure.tight_layout()
-    figure.savefig(out.with_suffix(".png"), dpi=110)
-
-
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw the plot, and write the figures into benchmarks/README.md."""
-    plot(result, out)
-    on = result["machine"]
+    on, cells = result["machine"], result["cells"]
+    labels = [f"{cell['network']}\n{cell['size']}\nbatch {cell['batch']}" for cell in cells]
+    title = f"{on['device_name']}, {on['threads']} thread(s)"
+    base = "upstream's network in eager mode"
+    plot_bars([cell["ratio"] for cell in cells], labels, title, base, out.with_suffix(".png"))
     names = list(dict.fromkeys(kind for cell in result["cells"] for kind in cell["ratio"] if kind != BASE))
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, float32. `ms` is the time of "

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from readme_section import write_section
 from torch import nn
 from tqdm import tqdm
 
@@ -34,8 +35,6 @@ from subnetact.errors import SubnetActError
 from subnetact.supernet.batches import call_with, logits, map_tensors
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- coverage: begin -->", "<!-- coverage: end -->"
 LIMIT_S = 420
 TOLERANCE = 1e-5
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -280,9 +279,7 @@ def main() -> None:
         print(json.dumps(coverage(source, name)))
         return
     if args.report:
-        text = README.read_text(encoding="utf-8")
-        section = f"{BEGIN}\n{report(known())}\n{END}"
-        README.write_text(text[: text.index(BEGIN)] + section + text[text.index(END) + len(END) :], "utf-8")
+        write_section("coverage", report(known()).splitlines())
         return
     torch.set_num_threads(1)
     packages = ("timm", "transformers")

@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from readme_section import write_section
 from tqdm import tqdm
 
 from subnetact.files.atomic import replacing
 
 RESULTS = Path("benchmarks/results")
-PAGE = Path("benchmarks/README.md")
 
 
 def compute(stop: EventType, seed: int) -> None:
@@ -70,11 +70,7 @@ def report(result: dict[str, Any], text: bool) -> None:
         lines += text_lines(runs) if text else digits_lines(runs)
         noted = sum(bool(run["notes"]) for run in runs)
         lines += ["", f"The demo itself noted a doubtful machine in {noted} of {len(runs)} runs."]
-    section = "text demo" if text else "demo"
-    begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
-    page = PAGE.read_text()
-    start, stop = page.index(begin) + len(begin), page.index(end)
-    PAGE.write_text(page[:start] + "\n".join(lines) + "\n" + page[stop:])
+    write_section("text demo" if text else "demo", lines[1:])
 
 
 def digits_lines(runs: list[dict[str, Any]]) -> list[str]:

@@ -31,6 +31,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from bar_plot import plot_bars
 from peers import upstream_network
 from readme_section import write_section
 from torch import Tensor
@@ -351,34 +352,14 @@ def _hammered(
     }
 
 
-def plot(result: dict[str, Any], out: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    for family, cells in result["forward"].items():
-        names = list(cells[0]["ratio"])
-        figure, axis = plt.subplots(figsize=(11, 4.2))
-        for i, name in enumerate(names):
-            at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(cells))]
-            axis.bar(at, [cell["ratio"][name] for cell in cells], 0.8 / len(names), label=name)
-        axis.axhline(1.0, color="black", linewidth=0.6)
-        axis.set_xticks(range(len(cells)), [f"{cell['size']}\nbatch {cell['batch']}" for cell in cells])
-        axis.set_ylabel("time / upstream's extracted network")
-        on = result["machine"]
-        axis.set_title(
-            f"{family}, {result['pixels']} px, {on['device_name']}, {on['threads']} thread(s)", fontsize=10
-        )
-        axis.legend(ncol=5, fontsize=7, loc="lower center")
-        figure.tight_layout()
-        figure.savefig(out.with_name(f"{out.stem}_{family}.png"), dpi=110)
-
-
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw the plots, and write the figures into benchmarks/README.md."""
-    plot(result, out)
     on = result["machine"]
+    for family, cells in result["forward"].items():
+        labels = [f"{cell['size']}\nbatch {cell['batch']}" for cell in cells]
+        title = f"{family}, {result['pixels']} px, {on['device_name']}, {on['threads']} thread(s)"
+        figure = out.with_name(f"{out.stem}_{family}.png")
+        plot_bars([cell["ratio"] for cell in cells], labels, title, "upstream's extracted network", figure)
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, {result['pixels']} px, "
         "float32. `ms` is the time of upstream's extracted network in eager mode; the other columns are "

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from readme_section import write_section
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -220,14 +221,6 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def write_report() -> None:
-    readme = ROOT / "benchmarks" / "README.md"
-    text = readme.read_text()
-    begin, end = "<!-- export: begin -->", "<!-- export: end -->"
-    before, rest = text.split(begin)
-    readme.write_text(f"{before}{begin}\n{report()}\n{end}{rest.split(end)[1]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -240,7 +233,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     if args.report:
-        write_report()
+        write_section("export", report().splitlines())
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", subnetact.errors.UncalibratedSubnetWarning)

@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from bar_plot import plot_bars
 from readme_section import write_section
 from torch import Tensor, nn
 
@@ -230,35 +231,13 @@ def known_product(x: Tensor, weight: Tensor, bias: Tensor, scale: Any, known: fl
     return _scaled(torch._int_mm(short, weight.t()), x.new_full((1, 1), known).expand(len(x), 1), scale, bias)
 
 
-def plot(result: dict[str, Any], out: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"]))
-    figure, axis = plt.subplots(figsize=(11, 4.2))
-    for i, name in enumerate(names):
-        at = [c + (i - len(names) / 2) * 0.85 / len(names) for c in range(len(result["forward"]))]
-        height = [cell["ratio"].get(name, 0.0) for cell in result["forward"]]
-        axis.bar(at, height, 0.8 / len(names), label=name)
-    axis.axhline(1.0, color="black", linewidth=0.6)
-    axis.set_xticks(
-        range(len(result["forward"])), [f"{c['family']}\nbatch {c['batch']}" for c in result["forward"]]
-    )
-    axis.set_ylabel("time / eager float32")
-    axis.set_ylim(0, 1.6)
-    on = result["machine"]
-    axis.set_title(f"largest subnets, {on['device_name']}, {on['threads']} thread(s)", fontsize=10)
-    axis.legend(ncol=5, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(out.with_suffix(".png"), dpi=110)
-
-
 def report(result: dict[str, Any], out: Path) -> None:
     """Draw the plot, and write the figures into benchmarks/README.md."""
-    plot(result, out)
-    on = result["machine"]
+    on, cells = result["machine"], result["forward"]
+    labels = [f"{cell['family']}\nbatch {cell['batch']}" for cell in cells]
+    title = f"largest subnets, {on['device_name']}, {on['threads']} thread(s)"
+    ratios = [cell["ratio"] for cell in cells]
+    plot_bars(ratios, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, largest subnets. `ms` is the "

@@ -16,8 +16,11 @@ def write_section(name: str, lines: Iterable[str]) -> None:
     Args:
         name: the name in the comments.
         lines: the new lines, without line breaks.
+
+    Raises:
+        ValueError: README.md has no such comments.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    head, _, rest = README.read_text(encoding="utf-8").partition(begin)
-    _, _, tail = rest.partition(end)
+    head, rest = README.read_text(encoding="utf-8").split(begin)
+    _, tail = rest.split(end)
     README.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
