@@ -236,8 +236,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     on, cells = result["machine"], result["forward"]
     labels = [f"{cell['family']}\nbatch {cell['batch']}" for cell in cells]
     title = f"largest subnets, {on['device_name']}, {on['threads']} thread(s)"
-    ratios = [cell["ratio"] for cell in cells]
-    plot_bars(ratios, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
+    times = [cell["ratio"] for cell in cells]
+    plot_bars(times, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
         f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, largest subnets. `ms` is the "

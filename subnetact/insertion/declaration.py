@@ -39,7 +39,7 @@ from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import summary
 from subnetact.supernet.insert import insert_ as put_operators_
-from subnetact.supernet.unused_weights import masked_reference, private_copy, shared_view
+from subnetact.supernet.unused_weights import masked_reference, private_copy, shared_view, structure_copy
 
 __all__ = ["Declaration", "declared"]
 
@@ -731,7 +731,7 @@ class _Trials:
         description = Description("trial", stages=[stage])
         space = description.space
         try:
-            network = put_operators_(_skeleton(self.observed.model, {}), space, description.elastic).network
+            network = put_operators_(structure_copy(self.observed.model), space, description.elastic).network
         except InsertError as error:
             return str(error)
         view = shared_view(network, space.resolve(space.smallest()))
@@ -769,7 +769,7 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     description = Description("trial", [replace(group, name="trial", sizes=half)])
     space = description.space
     try:
-        network = put_operators_(_Repeated(_skeleton(unit, {}), call), space, description.elastic).network
+        network = put_operators_(_Repeated(structure_copy(unit), call), space, description.elastic).network
     except InsertError as error:
         return str(error)
     row, largest = space.resolve(space.smallest()), space.resolve(space.largest())
@@ -830,14 +830,3 @@ def _random(module: nn.Module) -> nn.Module:
                     bound = (3 / parameter[0].numel()) ** 0.5
                     parameter.uniform_(-bound, bound, generator=generator)
     return module.float()
-
-
-def _skeleton(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
-    """Return a copy of the modules of a network that shares all tensors with the network."""
-    if id(module) not in done:
-        copied: nn.Module = object.__new__(type(module))
-        done[id(module)] = copied
-        copied.__dict__.update(module.__dict__)
-        children = {n: None if m is None else _skeleton(m, done) for n, m in module._modules.items()}
-        copied.__dict__["_modules"] = children
-    return done[id(module)]

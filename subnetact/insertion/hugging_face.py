@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError
-from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED
+from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED, number_of
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.supernet.batches import as_batch, call_with, map_tensors
 from subnetact.supernet.key_value_cache import note_skipped_layer
@@ -195,7 +195,7 @@ def _shorten(config: Any, model: nn.Module) -> None:
             values = getattr(config, field, None)
             if isinstance(values, list | tuple) and len(values) == len(stack):
                 setattr(config, field, [values[i] for i in kept])
-        shared = _number(config, "num_kv_shared_layers")
+        shared = number_of(config, "num_kv_shared_layers")
         if shared:
             first = len(stack) - shared
             config.num_kv_shared_layers = sum(i >= first for i in kept)
@@ -205,7 +205,7 @@ def _shorten(config: Any, model: nn.Module) -> None:
 
 def _drop_inputs(weights: dict[str, Tensor], config: Any, model: nn.Module) -> None:
     """Drop what the tables of per-layer embeddings hold for skipped layers, in place (Gemma 3n)."""
-    width = _number(config, "hidden_size_per_layer_input")
+    width = number_of(config, "hidden_size_per_layer_input")
     for _, stack in _stacks(model) if width else ():
         kept = [i for i, m in enumerate(stack) if not isinstance(m, SkippedLayer)]
         for name, weight in weights.items():
@@ -260,9 +260,9 @@ def _narrow(
     narrowed = {
         s for what, layers in found.items() if what not in NEURONS for s in set.union(*layers.values())
     }
-    heads = {f: _number(config, f) for f in HEADS if _number(config, f)}
+    heads = {f: number_of(config, f) for f in HEADS if number_of(config, f)}
     if narrowed - {1.0}:
-        config.head_dim = _number(config, "head_dim") or config.hidden_size // config.num_attention_heads
+        config.head_dim = number_of(config, "head_dim") or config.hidden_size // config.num_attention_heads
     for what, layers in found.items():
         sizes = {what: _neurons(config, what)} if what in NEURONS else heads
         if what not in differing:
@@ -311,16 +311,11 @@ def _neurons(config: Any, field: str, layer: str = "") -> int:
         return int(value[int(layer)]) if layer.isdigit() and int(layer) < len(value) else 0
     if field == "n_inner" and getattr(config, field, 0) is None:
         return 4 * int(config.hidden_size)
-    return _number(config, field)
-
-
-def _number(config: Any, field: str) -> int:
-    value = getattr(config, field, None)
-    return value if type(value) is int else 0
+    return number_of(config, field)
 
 
 def _told(config: Any) -> str:
-    fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if _number(config, f)]
+    fields = [f for f in (*DEPTHS, *NEURONS, *HEADS, "head_dim") if number_of(config, f)]
     return ", ".join(f"{field}={getattr(config, field)}" for field in fields)
 
 

@@ -20,7 +20,7 @@ from subnetact.errors import IllegalChoice, SpecError
 from subnetact.space import AxisValues
 from subnetact.spec import shown
 
-__all__ = ["NEURONS", "SKIPPED", "LayerVocabulary", "vocabulary_of"]
+__all__ = ["NEURONS", "SKIPPED", "LayerVocabulary", "number_of", "vocabulary_of"]
 
 NEURONS = (
     "intermediate_size",
@@ -102,8 +102,8 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
         return None
     ffn = {slot.full for slot in slots if slot.axis == "ffn"}
     heads = {slot.full for slot in slots if slot.axis == "heads"}
-    queries, pairs = (_number(config, f) for f in ("num_attention_heads", "num_key_value_heads"))
-    field = next((f for f in NEURONS if {_number(config, f)} == ffn), None)
+    queries, pairs = (number_of(config, f) for f in ("num_attention_heads", "num_key_value_heads"))
+    field = next((f for f in NEURONS if {number_of(config, f)} == ffn), None)
     grouped = pairs if pairs > 1 else queries
     wrong = (ffn and field is None) or (heads and heads != {grouped})
     if wrong or any(slot.axis not in ("depth", "ffn", "heads") for slot in slots):
@@ -117,7 +117,8 @@ def vocabulary_of(model: nn.Module, slots: Sequence[Any]) -> LayerVocabulary | N
     )
 
 
-def _number(config: Any, field: str) -> int:
+def number_of(config: Any, field: str) -> int:
+    """Return the whole number that a field of a configuration states; if it states none, 0."""
     value = getattr(config, field, None)
     return value if type(value) is int else 0
 

@@ -21,7 +21,6 @@ networks amplify, is not taken for a mistake.
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -32,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from subnetact.errors import InsertError
 from subnetact.insertion.description import Description
 from subnetact.operators import LayerNormSlice, LayerSelect
 from subnetact.operators.view_module import owned
@@ -40,6 +38,7 @@ from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import difference
+from subnetact.supernet.failure import summary
 from subnetact.supernet.insert import insert_ as put_operators_
 from subnetact.supernet.unused_weights import (
     fill_unused_,
@@ -47,6 +46,7 @@ from subnetact.supernet.unused_weights import (
     masked_reference,
     private_copy,
     shared_view,
+    structure_copy,
 )
 
 __all__ = ["Proof", "outputs_of"]
@@ -93,8 +93,7 @@ class Proof:
         self.description = description
         self.x = x
         self.expected = expected
-        trial = _structure(model)
-        self.network = put_operators_(trial, description.space, description.elastic).network
+        self.network = put_operators_(structure_copy(model), description.space, description.elastic).network
         self.space: SubnetSpace = description.space
         self.largest = self.space.resolve(self.space.largest())
         self.is_largest_right = False
@@ -106,10 +105,11 @@ class Proof:
     def failure(self) -> str | None:
         """Run all tests and return what is wrong with the description; if nothing is, None."""
         start = time.perf_counter()
+        view = shared_view(self.network, self.largest)
         try:
-            full = outputs_of(shared_view(self.network, self.largest), self.x)
+            full = outputs_of(view, self.x)
         except Exception as error:
-            return f"the largest subnet does not run: {_line(error)}"
+            return f"the largest subnet does not run: {summary(view, error)}"
         if not _close(full, self.expected, EXACT):
             again = _close(outputs_of(self.model, self.x), self.expected, EXACT)
             return f"the largest subnet differs from the model{'' if again else RANDOM}"
@@ -190,10 +190,11 @@ class Proof:
         self, network: nn.Module, spare: nn.Module, row: SizeRow, x: Any, located: bool
     ) -> str | None:
         """Return what is wrong with the subnet of a size row of a network with disturbed weights, or None."""
+        plain = owned(shared_view(network, row)).eval()
         try:
-            extracted = outputs_of(owned(shared_view(network, row)).eval(), x)
+            extracted = outputs_of(plain, x)
         except Exception as error:
-            return f"a subnet does not run: {_line(error)}"
+            return f"a subnet does not run: {summary(plain, error)}"
         fill_unused_(spare, network, row, float("nan"))
         if not _close(outputs_of(shared_view(spare, row), x), extracted, EXACT):
             return "a subnet reads weights that it should not use"
@@ -203,7 +204,7 @@ class Proof:
         try:
             masked = outputs_of(reference, x)
         except Exception as error:
-            return f"the model does not run with unused weights at zero: {_line(error)}"
+            return f"the model does not run with unused weights at zero: {summary(reference, error)}"
         if not _close(masked, extracted, COMPARED):
             wrong = "a subnet differs from the model with unused weights at zero"
             where = located and (difference(shared_view(network, row), reference, x) or "its output")
@@ -272,17 +273,6 @@ def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.mul_(gain / spread)
 
 
-def _structure(model: nn.Module) -> nn.Module:
-    """Return a copy of a model's modules that shares all its parameters and buffers."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    try:
-        return copy.deepcopy(model, dict(tensors))
-    except Exception as error:
-        raise InsertError(
-            f"{type(model).__name__} cannot be copied, which the proof of an insertion needs: {_line(error)}"
-        ) from error
-
-
 def _close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
     return len(found) == len(expected) and all(
         a.shape == b.shape and _near(a.double(), b.double(), SHORT if a.dtype.itemsize < 4 else tolerance)
@@ -298,7 +288,3 @@ def _near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

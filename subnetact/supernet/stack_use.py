@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,7 @@ def _plain(stack: nn.Module) -> bool:
     return isinstance(stack, nn.Sequential) and type(stack).forward is nn.Sequential.forward
 
 
+@lru_cache(maxsize=1024)
 def _uses(cls: Any) -> frozenset[str] | None:
     """Return the attributes that methods of a class read without calling them; None if it has no source."""
     found: set[str] = set()

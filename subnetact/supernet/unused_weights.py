@@ -8,6 +8,7 @@ proof also finds slices of the wrong rows, which the first one cannot.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from subnetact.operators.base import Operator
 from subnetact.space import SizeRow
 from subnetact.supernet.bind import bind
 
-__all__ = ["fill_unused_", "loud_operators", "masked_reference", "private_copy", "shared_view"]
+__all__ = [
+    "fill_unused_",
+    "loud_operators",
+    "masked_reference",
+    "private_copy",
+    "shared_view",
+    "structure_copy",
+]
 
 
 def private_copy(network: nn.Module) -> nn.Module:
@@ -27,18 +35,29 @@ def private_copy(network: nn.Module) -> nn.Module:
     Modules and tensors that occur several times in the network do so in the copy, also in plain lists and
     dictionaries. Settings, such as a configuration object, are not copied.
     """
-    modules: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
-    inside = {id(part) for part in (*network.modules(), *network.parameters(), *network.buffers())}
 
-    def own(tensor: Tensor | None) -> Any:
-        if tensor is None:
-            return None
+    def own(tensor: Tensor) -> Tensor:
         if id(tensor) not in tensors:
             copied = tensor.detach().clone()
             tensors[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
             tensors[id(tensor)].__dict__.update(tensor.__dict__)
         return tensors[id(tensor)]
+
+    return _copy(network, own)
+
+
+def structure_copy(network: nn.Module) -> nn.Module:
+    """Return a copy of the modules of a network, as `private_copy` does, that shares all tensors with it."""
+    return _copy(network, lambda tensor: tensor)
+
+
+def _copy(network: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
+    modules: dict[int, nn.Module] = {}
+    inside = {id(part) for part in (*network.modules(), *network.parameters(), *network.buffers())}
+
+    def owned(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        return {name: None if t is None else own(t) for name, t in tensors.items()}
 
     def attribute(value: Any) -> Any:
         if isinstance(value, nn.Module | Tensor):
@@ -55,8 +74,8 @@ def private_copy(network: nn.Module) -> nn.Module:
         modules[id(module)] = copied
         state = module.__getstate__() if isinstance(module, Operator) else module.__dict__
         parts = {
-            "_parameters": {name: own(p) for name, p in module._parameters.items()},
-            "_buffers": {name: own(b) for name, b in module._buffers.items()},
+            "_parameters": owned(module._parameters),
+            "_buffers": owned(module._buffers),
             "_modules": {name: None if m is None else visit(m) for name, m in module._modules.items()},
         }
         copied.__dict__.update(

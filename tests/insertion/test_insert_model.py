@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -727,6 +728,47 @@ def test_groups_that_are_wrong_together_are_found_although_the_smallest_subnet_i
     proof = Proof(model, Description("Sum", groups), x, outputs_of(model, x))
     assert "does not run" in (proof.failure() or "")
     assert proof.culprits()
+
+
+class Rivals(nn.Module):
+    """Two networks side by side, of which both change as soon as they are narrow together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.left(x) + self.right(x)
+        return 2 * y if len(self.left[0].weight) + len(self.right[0].weight) < 24 else y
+
+
+def test_groups_that_are_wrong_only_together_are_left_out_together() -> None:
+    torch.manual_seed(0)
+    model, x = Rivals().eval(), torch.randn(2, 4)
+    sizes = {0.5: 8, 1.0: 16}
+    groups = [
+        Group(
+            f"{side}.ffn",
+            "ffn",
+            16,
+            (Member(f"{side}.0", "out", WeightSlice), Member(f"{side}.2", "in_", WeightSlice)),
+            sizes=sizes,
+        )
+        for side in ("left", "right")
+    ]
+    proof = Proof(model, Description("Rivals", groups), x, outputs_of(model, x))
+    assert "differs" in (proof.failure() or "")
+    assert list(proof.culprits()) == ["left.ffn", "right.ffn"]
+
+
+def test_a_model_that_cannot_be_copied_as_a_whole_becomes_elastic() -> None:
+    model = Hidden(torch.relu).eval()
+    model.lock = threading.Lock()  # copy.deepcopy refuses locks
+    supernet = subnetact.insert_(model, example=X)
+    assert supernet.network is model
+    assert list(supernet.space.dimensions) == ["first.width", "second.width"]
 
 
 class Flipping(nn.Module):
