@@ -4,7 +4,7 @@
     python benchmarks/papers.py --only veltair shepherd inferline        # simulations, the same everywhere
     python benchmarks/papers.py --only blocks urgent pipeline tenants    # live, timed
 
-blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in pairs of them, when
+blocks: throughput of batches of 16 of the largest digits subnet, whole, in blocks and in layer blocks, when
     nothing is urgent.
 urgent: how long urgent requests wait behind such batches, with and without preemption.
 tail: accuracy of batches that continue on the tail of a shorter subnet, on scikit-learn's held-out digits.
@@ -94,12 +94,12 @@ def blocks(seconds: float) -> Found:
     engine = digits_engine()
     table = quick_table(engine)
     xs = [torch.randn(1, 16, 16) for _ in range(16)]
-    rates: dict[str, list[float]] = {"whole": [], "blocks": [], "pairs": []}
     policies: dict[str, Callable[[], Any]] = {
         "whole": lambda: Fixed(table, 2),
         "blocks": lambda: Preemptive(Fixed(table, 2)),
-        "pairs": lambda: Preemptive(Fixed(table, 2), longest=2),
+        "layer_blocks": lambda: Preemptive(Fixed(table, 2), block_ms=0.0),
     }
+    rates: dict[str, list[float]] = {name: [] for name in policies}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for name, make in policies.items():
@@ -110,11 +110,18 @@ def blocks(seconds: float) -> Found:
                     future.result()
                 rates[name].append(len(futures) / (time.perf_counter() - start))
     per_second = {name: median(values) for name, values in rates.items()}
+    whole_ms = float(table.latency_ms[2, 1])
+    count = len(engine.blocks(2))
+    each = Preemptive(Fixed(table, 2)).block_length(count, whole_ms)
+    batch_ms = {name: 16e3 / value for name, value in per_second.items()}
     return {
         **{f"{name}_per_s": value for name, value in per_second.items()},
         "cost": 1.0 - per_second["blocks"] / per_second["whole"],
-        "cost of pairs": 1.0 - per_second["pairs"] / per_second["whole"],
-        "blocks": len(engine.blocks(2)),
+        "cost of layer blocks": 1.0 - per_second["layer_blocks"] / per_second["whole"],
+        "look_ms": (batch_ms["layer_blocks"] - batch_ms["whole"]) / (count - 1),
+        "batch_ms": whole_ms,
+        "number of layer blocks": count,
+        "layer blocks per block": each,
         "repetitions": len(rates["whole"]),
     }
 
@@ -144,21 +151,14 @@ def urgent(count: int) -> Found:
     table = quick_table(engine)
     whole_ms, one_ms = float(table.latency_ms[2, 1]), float(table.latency_ms[0, 0])
     xs = [torch.randn(1, 16, 16) for _ in range(16)]
-    block_ms: list[float] = []
-    for _ in range(30):
-        run = engine.start(2, xs, 16)
-        done = False
-        while not done:
-            start = time.perf_counter()
-            done = run.step()
-            block_ms.append((time.perf_counter() - start) * 1e3)
-    found: Found = {
-        "batch_ms": whole_ms,
-        "longest_block_ms": max(median(block_ms[i :: run.blocks]) for i in range(run.blocks)),
-        "block_p99_ms": float(np.percentile(block_ms, 99)),
-    }
+    count_of = len(engine.blocks(2))
+    found: Found = {"batch_ms": whole_ms, "number of layer blocks": count_of}
     rng = np.random.default_rng(0)
-    for name, policy in (("whole", Fixed(table, 2)), ("preemptive", Preemptive(Fixed(table, 2)))):
+    for name, policy in (
+        ("whole", Fixed(table, 2)),
+        ("blocks", Preemptive(Fixed(table, 2))),
+        ("layer blocks", Preemptive(Fixed(table, 2), block_ms=0.0)),
+    ):
         waits = []
         with Batcher(engine, policy=policy, slo_ms=1e4, expired="serve") as batcher:
             for _ in range(count):
@@ -175,7 +175,26 @@ def urgent(count: int) -> Found:
             "preempted": stats.preempted,
             "urgent": count,
         }
+        if isinstance(policy, Preemptive):
+            found[name] |= _block_times(engine, xs, policy.block_length(count_of, whole_ms))
     return found
+
+
+def _block_times(engine: Engine, xs: list[Any], length: int) -> Found:
+    """Measure how long the blocks of a batch of the largest subnet take."""
+    times: list[float] = []
+    for _ in range(30):
+        run, done = engine.start(2, xs, len(xs)), False
+        while not done:
+            start = time.perf_counter()
+            done = run.step(length)
+            times.append((time.perf_counter() - start) * 1e3)
+    each = len(times) // 30
+    return {
+        "layer blocks per block": length,
+        "longest_block_ms": max(median(times[i::each]) for i in range(each)),
+        "block_p99_ms": float(np.percentile(times, 99)),
+    }
 
 
 def tail() -> Found:
@@ -353,7 +372,8 @@ def _greatest_rate(table: LatencyTable, cuts: int, long_share: float) -> float:
         if cuts == 1:
             result = simulate(arrivals, table, policy, slo, **options)
         else:
-            result = simulate(arrivals, table, Preemptive(policy), slo, resume=True, blocks=cuts, **options)
+            cut = Preemptive(policy, block_ms=0.0)
+            result = simulate(arrivals, table, cut, slo, resume=True, blocks=cuts, **options)
         assert result.log is not None
         met = result.log.finish_ms <= arrivals + slo
         return bool(met[is_long].mean() >= 0.95 and met[~is_long].mean() >= 0.95)

@@ -76,17 +76,6 @@ class StepPolicy:
         """Return the accuracy of a subnet in percent."""
         return self._accuracy[subnet]
 
-    def expected_ms(self, subnet: int, sequences: int, context: float, prompt_tokens: int) -> float:
-        """Return how long a step will take, from the table and from what earlier steps took.
-
-        Args:
-            subnet: id of the subnet.
-            sequences: how many sequences get a token, without those whose prompts are computed.
-            context: their mean number of tokens.
-            prompt_tokens: how many tokens of prompts are computed.
-        """
-        return self.slowdown * self.table.latency_ms(subnet, sequences, context, prompt_tokens)
-
     def choose(
         self,
         now_ms: float,

@@ -85,16 +85,19 @@ def test_blocks_are_long_alone_and_short_beside_others() -> None:
         co_runner_ms=[stamped, stamped * 3],
     )
     inner = Veltair(shared, lambda table: SlackFit(table, 50.0))
-    policy = Preemptive(inner, longest=5)
-    assert policy.block_length(10) == 5
-    assert policy.block_length(3) == 3
+    policy = Preemptive(inner, block_ms=20.0)
+    assert policy.block_length(10, 40.0) == 5
+    assert policy.block_length(3, 20.0) == 3, "a batch that is no longer than a block is one"
+    assert policy.block_length(10, 200.1) == 1, "a longer layer block is a block of its own"
+    assert policy.block_length(10, 0.0) == 1, "the latency is not known"
     for _ in range(30):
         policy.observe(0, 1, 2.0, 6.0)
     assert inner.estimated_co_runners == pytest.approx(2.0, abs=0.01)
-    assert policy.block_length(10) == 1
+    assert policy.block_length(10, 40.0) == 1
     policy.reset()
-    assert policy.block_length(10) == 5
-    assert Preemptive(SlackFit(TABLE, 50.0)).block_length(10) == 1
+    assert policy.block_length(10, 40.0) == 5
+    assert Preemptive(SlackFit(TABLE, 50.0)).block_length(10, 6.8) == 2
+    assert Preemptive(SlackFit(TABLE, 50.0), block_ms=0.0).block_length(10, 6.8) == 1
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,9 @@ def test_blocks_are_long_alone_and_short_beside_others() -> None:
     [
         lambda: Preemptive(Flex(TABLE)),
         lambda: Preemptive(SlackFit(TABLE, 50.0), factor=0.0),
-        lambda: Preemptive(SlackFit(TABLE, 50.0), longest=0),
+        lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms=-1.0),
+        lambda: Preemptive(SlackFit(TABLE, 50.0), block_ms=float("nan")),
+        lambda: simulate([0.0], TABLE, preemptive(), 50.0, resume=True, blocks=5, look_ms=-1.0),
         lambda: simulate([0.0], TABLE, Preemptive(Fixed(TABLE, 0)), 50.0, resume=True, blocks=0),
     ],
 )
@@ -150,6 +155,60 @@ def test_a_batch_stops_at_the_end_of_its_block_and_continues() -> None:
     assert late.met == 16
 
 
+def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
+    """A block of 8 ms is two of ten layer blocks of 4 ms, so that the batch looks four times."""
+    long = simulate(
+        [0.0] * 16 + [5.0],
+        TABLE,
+        Preemptive(Fixed(TABLE, 1), block_ms=8.0),
+        [100.0] * 16 + [22.0],
+        resume=True,
+        blocks=BLOCKS,
+        look_ms=0.5,
+        requests=True,
+    )
+    assert long.log is not None
+    assert long.log.start_ms[16] == pytest.approx(8.4)  # a fifth of 42 ms
+    assert long.log.finish_ms.tolist() == pytest.approx([50.0] * 16 + [16.4])
+    assert long.log.start_ms[0] == 0.0, "a batch that was suspended began before"
+    whole = simulate([0.0] * 16, TABLE, preemptive(), 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
+    assert whole.end_ms == pytest.approx(44.5)  # one look after every layer block but the last
+    short = simulate([0.0], TABLE, preemptive(0), 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
+    assert short.end_ms == pytest.approx(2.0), "a batch of at most 2 ms is one block"
+
+
+def test_a_simulated_batch_that_would_be_late_continues_on_a_measured_tail() -> None:
+    policy = Preemptive(Fixed(TABLE, 1), factor=0.01, tails={(1, 0): 74.5})
+    options: dict[str, Any] = {"resume": True, "blocks": BLOCKS, "requests": True, "overhead_ms": 30.0}
+    late = simulate([0.0] * 16, TABLE, policy, 60.0, **options)  # the batch takes 70 ms, the table says 40
+    assert late.log is not None
+    assert late.met == 16
+    assert late.mean_accuracy == pytest.approx(74.5)
+    assert late.log.finish_ms[0] == pytest.approx(7.0 + 0.9 * 17.5)  # it looks after one block of 7 ms
+    assert late.served_by == [16, 0]
+    in_time = simulate([0.0] * 16, TABLE, policy, 71.0, **options)
+    assert in_time.mean_accuracy == 80.0
+    demanding = simulate([0.0] * 16, TABLE, policy, 60.0, min_accuracy=75.0, **options)
+    assert (demanding.met, demanding.served_by) == (0, [0, 16])
+    options["overhead_ms"] = 0.0
+    hurried = simulate([0.0] * 16 + [5.0], TABLE, policy, [45.0] * 16 + [20.0], **options)
+    assert hurried.log is not None
+    assert (hurried.met, hurried.preempted) == (17, 1)  # late after the pause, but not with its tail
+    assert hurried.log.finish_ms[0] == pytest.approx(16.0 + 0.8 * 10.0)
+
+
+def test_a_policy_is_told_how_long_a_suspended_batch_ran_in_all() -> None:
+    seen: list[tuple[int, float]] = []
+
+    class Watching(Preemptive):
+        def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
+            seen.append((batch_size, measured_ms))
+
+    policy = Watching(Fixed(TABLE, 1))
+    simulate([0.0] * 16 + [5.0], TABLE, policy, [100.0] * 16 + [20.0], resume=True, blocks=BLOCKS)
+    assert seen == [(1, 8.0), (16, 40.0)]
+
+
 def test_a_worker_that_goes_down_returns_both_batches() -> None:
     from subnetact.serving import WorkerEvent
 
@@ -174,8 +233,9 @@ class StandIn:
 
     keys = TABLE.subnets
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale: float = 1.0, look_ms: float = 0.0) -> None:
         self.scale = scale
+        self.look_ms = look_ms
         self.calls = 0
 
     def check(self, x: Any) -> None:
@@ -188,22 +248,24 @@ class StandIn:
 
     def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
         self.calls += 1
-        return SleepingRun(inputs, TABLE.latency_ms[subnet][TABLE.batch_sizes.index(batch_size)] * self.scale)
+        takes_ms = TABLE.latency_ms[subnet][TABLE.batch_sizes.index(batch_size)] * self.scale
+        return SleepingRun(inputs, takes_ms, self.look_ms)
 
 
 class SleepingRun:
     blocks = BLOCKS
 
-    def __init__(self, inputs: Any, takes_ms: float) -> None:
+    def __init__(self, inputs: Any, takes_ms: float, look_ms: float = 0.0) -> None:
         self.inputs = list(inputs)
+        self.look_s = look_ms / 1e3
         self.block_s = takes_ms / BLOCKS / 1e3
         self.position = 0
 
     def step(self, blocks: int = 1, go_on: Any = None) -> bool:
         while self.position < BLOCKS:
             number = min(blocks, BLOCKS - self.position)
-            time.sleep(self.block_s * number)
             self.position += number
+            time.sleep(self.block_s * number + self.look_s * (self.position < BLOCKS))
             for x in self.inputs:
                 if callable(x):
                     x(self.position)
@@ -346,7 +408,8 @@ def test_a_batch_that_would_be_late_continues_on_a_measured_tail() -> None:
         Preemptive(Fixed(TABLE, 1), tails={(1, 7): 74.5})
 
 
-def test_the_simulator_predicts_the_live_batcher() -> None:
+@pytest.mark.parametrize("look_ms", [0.0, 1.0])
+def test_the_simulator_predicts_the_live_batcher(look_ms: float) -> None:
     """Attainment is within two points, with policy and rule shared and engines that sleep.
 
     Other processes may hold up one run, so there are three.
@@ -355,14 +418,14 @@ def test_the_simulator_predicts_the_live_batcher() -> None:
     arrivals = poisson(250, 2.5, seed=3)
     slo = np.where(rng.random(len(arrivals)) < 0.15, 22.0, 180.0)
     policy = Preemptive(SlackFit(TABLE, 180.0))
-    found = simulate(arrivals, TABLE, policy, slo, resume=True, blocks=BLOCKS)
+    found = simulate(arrivals, TABLE, policy, slo, resume=True, blocks=BLOCKS, look_ms=look_ms)
     without = simulate(arrivals, TABLE, SlackFit(TABLE, 180.0), slo)
     assert found.preempted > 10
     assert found.attainment > without.attainment + 0.02
     live = []
     for _ in range(3):
         live_policy = Preemptive(SlackFit(TABLE, 180.0))
-        with Batcher(StandIn(), policy=live_policy, slo_ms=180.0, learn=False) as batcher:
+        with Batcher(StandIn(1.0, look_ms), policy=live_policy, slo_ms=180.0, learn=False) as batcher:
             start, futures = time.perf_counter(), []
             for at, given in zip((arrivals - arrivals[0]) / 1e3, slo, strict=True):
                 time.sleep(max(0.0, start + at - time.perf_counter()))

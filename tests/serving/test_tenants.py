@@ -186,7 +186,11 @@ def test_a_batch_gives_way_to_urgent_requests_of_another_tenant(deadline_ms: flo
     """A batch of 200 ms is suspended after a block; it is not if the other tenant can wait for its end."""
     started, urgent = threading.Event(), deadline_ms < 200.0
     slow = Tenant(
-        "slow", InBlocks(TABLE), 500.0, policy=Preemptive(Fixed(TABLE, 0)), options={"learn": False}
+        "slow",
+        InBlocks(TABLE),
+        500.0,
+        policy=Preemptive(Fixed(TABLE, 0), block_ms=0.0),
+        options={"learn": False},
     )
     for _ in range(3):  # another process may hold up one run
         with TenantBatcher([slow, tenants()[1]]) as batcher:
@@ -210,7 +214,7 @@ def test_a_suspended_batch_does_not_count_as_hanging() -> None:
         "slow",
         InBlocks(TABLE),
         500.0,
-        policy=Preemptive(Fixed(TABLE, 0)),
+        policy=Preemptive(Fixed(TABLE, 0), block_ms=0.0),
         options={"learn": False, "watchdog_ms": 300.0},
     )
     other = Tenant("second", StandIn(OTHER), 80.0, OTHER, options={"learn": False, "watchdog_ms": 5000.0})
@@ -254,7 +258,7 @@ def test_blocks_are_long_alone_and_short_beside_another_tenant() -> None:
         TABLE.subnets, TABLE.accuracy, [1, 4], latency, co_runners=[0, 1], co_runner_ms=[latency, 2 * latency]
     )
     policies = [
-        Preemptive(Veltair(table, lambda given: Fixed(given, 0)), longest=5) for _ in ("first", "second")
+        Preemptive(Veltair(table, lambda given: Fixed(given, 0)), block_ms=3.9) for _ in ("first", "second")
     ]
     given = [
         Tenant(name, Crowded(table), 80.0, policy=policy, options={"learn": False, "expired": "serve"})
@@ -265,11 +269,11 @@ def test_blocks_are_long_alone_and_short_beside_another_tenant() -> None:
         batcher.batcher("second").assign([1])
         for future in [batcher.submit("first", "x", FOREVER) for _ in range(60)]:
             future.result(5)
-        assert policies[0].block_length(10) >= 4
+        assert policies[0].block_length(10, 8.0) >= 3
         futures = [batcher.submit(name, "x", FOREVER) for _ in range(120) for name in ("first", "second")]
         for future in futures[:160]:
             future.result(10)
-        assert policies[0].block_length(10) <= 2
+        assert policies[0].block_length(10, 8.0) <= 2
         for future in futures:
             future.result(10)
 

@@ -295,19 +295,25 @@ class Core:
                     self._work.wait(timeout=0.05 if len(self.pending) else None)
                 self._idle -= 1
 
-    @property
-    def preempts(self) -> bool:
-        """Whether the policy may preempt batches between two blocks."""
-        return hasattr(self._dispatcher.policy_of(), "preempt")
-
-    def block_length(self, blocks: int) -> int:
-        """Return after how many blocks a batch asks `urgent_job`.
+    def runs_in_blocks(self, job: BatchJob) -> bool:
+        """Return whether the policy may suspend a job between two blocks.
 
         Args:
-            blocks: how many blocks the batch has.
+            job: the job; one that preempted another is not suspended itself.
         """
-        length: Any = getattr(self._dispatcher.policy_of(), "block_length", None)
-        return 1 if length is None else max(1, int(length(blocks)))
+        if job.beneath is not None or not hasattr(self._dispatcher.policy_of(job.shape), "preempt"):
+            return False
+        return self.block_length(job, 2) < 2  # otherwise even two layer blocks are a single block
+
+    def block_length(self, job: BatchJob, layer_blocks: int) -> int:
+        """Return after how many layer blocks a job asks `urgent_job`.
+
+        Args:
+            job: the job.
+            layer_blocks: how many layer blocks it has.
+        """
+        length: Any = getattr(self._dispatcher.policy_of(job.shape), "block_length", None)
+        return 1 if length is None else max(1, int(length(layer_blocks, job.expected_ms)))
 
     def is_calm(self, job: BatchJob, done: float) -> bool:
         """Return, without the lock, whether `urgent_job` needs no call between two blocks of a job.
@@ -426,26 +432,25 @@ class Core:
             Subnets with which it is in time, each with the accuracy that was measured for it, the most
             accurate first.
         """
-        tails: Any = getattr(self._dispatcher.policy_of(job.shape), "tails", None)
-        if not tails or job.accuracy is not None:
+        policy: Any = self._dispatcher.policy_of(job.shape)
+        if not getattr(policy, "tails", None) or job.accuracy is not None:
             return []
         with self.lock:
             now, part = self.clock_ms(), [request for request in job.part if request.open]
             taken_ms = now - job.started_ms - job.paused_ms
             due_ms = min((r.deadline_ms for r in part if r.deadline_ms >= now), default=math.inf)
-            if now + taken_ms * (1.0 - done) / done <= due_ms:
+            left_ms = taken_ms * (1.0 - done) / done
+            if now + left_ms <= due_ms:
                 return []
             floor = max((request.floor for request in part), default=0.0)
-            slower = taken_ms / (done * job.expected_ms) if job.expected_ms > 0 else 1.0
-            found = [
-                (to, accuracy)
-                for (subnet, to), accuracy in tails.items()
-                if subnet == job.subnet
-                and accuracy >= floor
-                and now + (1.0 - done) * slower * self._dispatcher.expected_ms(to, len(job.part), job.shape)
-                <= due_ms
-            ]
-            return sorted(found, key=lambda tail: -tail[1])
+            share = left_ms / job.expected_ms if job.expected_ms > 0 else 1.0 - done
+            found: list[tuple[int, float]] = policy.tails_in_time(
+                job.subnet,
+                floor,
+                due_ms - now,
+                lambda to: share * self._dispatcher.expected_ms(to, len(job.part), job.shape),
+            )
+            return found
 
     def went_over(self, job: BatchJob, subnet: int, accuracy: float) -> None:
         """Note that a job goes on with the remaining blocks of another subnet.

@@ -178,11 +178,11 @@ class Workers:
     def _outputs(self, engine: Any, job: BatchJob) -> Any:
         """Run the current part of a job, and between its blocks what is more urgent."""
         core, inputs = self._core, [request.x for request in job.part]
-        start: Any = None if job.beneath is not None or not core.preempts else getattr(engine, "start", None)
+        start: Any = getattr(engine, "start", None) if core.runs_in_blocks(job) else None
         if start is None:
             return engine.run(job.subnet, inputs, job.size)
         run = start(job.subnet, inputs, job.size)
-        length = core.block_length(run.blocks)
+        length = core.block_length(job, run.blocks)
         calm = partial(core.is_calm if self._turns is None else self._is_calm, job)
         while not run.step(length, calm) and not job.abandoned:
             done = run.position / run.blocks

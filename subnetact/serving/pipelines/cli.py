@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import MissingFile, SubnetActError, TraceError
+from subnetact.files.atomic import replacing
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
 from subnetact.serving.simulation.datasets import TRACES, load_trace
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plans["coarse"] = plan_pipeline(arrivals, model, options.percentile, coarse=True, **settings)
         if options.json is not None:
             text = json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1)
-            options.json.write_text(text + "\n", encoding="utf-8")
+            with replacing(options.json) as temporary:
+                temporary.write_text(text + "\n", encoding="utf-8")
     except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
         raise
     except (SubnetActError, OSError) as error:

@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from subnetact.errors import PolicyError
 from subnetact.serving.policies.running_batch import RunningBatch
-from subnetact.serving.scheduling.checks import check_count, check_policy
+from subnetact.serving.scheduling.checks import check_policy
 from subnetact.serving.scheduling.context import Context, Policy
 
 __all__ = ["Preemptive"]
 
 
 class Preemptive:
-    """Lets urgent requests go first while all workers run batches, at most one layer block late.
+    """Lets urgent requests go first while all workers run batches, at most one block late.
 
-    A preempted batch is suspended between two blocks and continues afterwards, so no work is lost. The rule
+    A block is one layer block of the engine, or several neighbouring ones that together take at most
+    `block_ms`. A preempted batch is suspended between two blocks and continues afterwards, so no work is
+    lost; a batch that takes at most `block_ms` as a whole is one block. The rule
     weighs requests that preemption saves against requests that it makes late. A request is urgent if it
     misses its deadline unless it runs before the next worker is free. The most accurate subnet that answers
     the urgent requests in time is chosen. A running batch gives way if the requests saved are more than
     `factor` times those of its own that become late.
 
     The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`, in threads; worker
-    processes are refused. The simulator needs `resume=True` and the number of blocks. A batch looks at the
-    queue between two blocks only if a request has arrived, or its own end is expected later than before.
+    processes are refused. The simulator needs `resume=True` and the number of layer blocks. A batch looks at
+    the queue between two blocks only if a request has arrived, or its own end is expected later than before.
 
     Args:
         policy: decides in all other cases.
         factor: how many requests preemption has to save per request that it makes late; > 0.
-        longest: number of blocks that run without a look at the queue while the device is not shared.
-            If `policy` estimates its co-runners (`Veltair`), that number falls as the estimate grows, down to
-            1 beside the largest measured number.
+        block_ms: neighbouring layer blocks are one block up to this time, ms, >= 0; a layer block that takes
+            longer is a block of its own, and with 0 every layer block is. If `policy` estimates its
+            co-runners (`Veltair`), that time falls as the estimate grows, down to 0 beside the largest
+            measured number. Long blocks cost less throughput, short ones let urgent requests go first sooner.
         tails: pairs of subnets (from, to): a running batch of the first one that would miss a deadline may
             continue on the remaining blocks of the second one, where both fit together. The value is the
             accuracy of such batches, percent, which has to be measured: the mixture was never trained. The
-            simulator does not do this.
+            simulator takes it that they always fit.
 
     Raises:
         PolicyError: an argument is out of range, or the policy preempts itself.
@@ -53,7 +56,7 @@ class Preemptive:
         self,
         policy: Policy,
         factor: float = 1.0,
-        longest: int = 1,
+        block_ms: float = 2.0,
         tails: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         check_policy(policy)
@@ -64,7 +67,9 @@ class Preemptive:
         self.policy = policy
         self.table = policy.table
         self.factor = float(factor)
-        self.longest = check_count(longest, "longest")
+        if not (math.isfinite(block_ms) and block_ms >= 0):
+            raise PolicyError(f"block_ms: {block_ms} must be finite and >= 0; 0 makes blocks short")
+        self.block_ms = float(block_ms)
         for name in ("slo_ms", "switch_ms"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
@@ -101,7 +106,7 @@ class Preemptive:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
         retabled: Any = getattr(self.policy, "retabled", None)
         policy = self.policy if retabled is None else retabled(table)
-        return Preemptive(policy, self.factor, self.longest, self.tails)
+        return Preemptive(policy, self.factor, self.block_ms, self.tails)
 
     def observe(self, subnet: int, batch_size: int, profiled_ms: float, measured_ms: float) -> None:
         """Pass the latency of a batch on to the policy, if it wants to know; see `Policy`."""
@@ -109,19 +114,46 @@ class Preemptive:
         if observe is not None:
             observe(subnet, batch_size, profiled_ms, measured_ms)
 
-    def block_length(self, blocks: int) -> int:
-        """Return after how many blocks a batch looks at the queue.
+    def block_length(self, layer_blocks: int, batch_ms: float) -> int:
+        """Return how many layer blocks of a batch are one block, after which it looks at the queue.
 
         Args:
-            blocks: how many blocks the subnet has.
+            layer_blocks: how many layer blocks the subnet has.
+            batch_ms: expected latency of the batch, ms; 0 if it is not known.
         """
-        longest = min(self.longest, blocks)
+        block_ms = self.block_ms * (1.0 - self._crowd())
+        if batch_ms <= 0 or block_ms * layer_blocks < batch_ms:
+            return 1
+        return min(layer_blocks, int(block_ms * layer_blocks / batch_ms))
+
+    def _crowd(self) -> float:
+        """Return the estimated number of co-runners, from 0 for the least measured to 1 for the largest."""
         estimate: float | None = getattr(self.policy, "estimated_co_runners", None)
-        if estimate is None or longest == 1:
-            return longest
+        if estimate is None:
+            return 0.0
         least, most = self.table.co_runners[0], self.table.co_runners[-1]
-        share = min(1.0, max(0.0, (estimate - least) / max(most - least, 1e-9)))
-        return max(1, round(longest - share * (longest - 1)))
+        return min(1.0, max(0.0, (estimate - least) / max(most - least, 1e-9)))
+
+    def tails_in_time(
+        self, subnet: int, floor: float, within_ms: float, takes_ms: Callable[[int], float]
+    ) -> list[tuple[int, float]]:
+        """Return the subnets on whose remaining blocks a batch that would be late is in time.
+
+        Args:
+            subnet: the subnet of the batch.
+            floor: the greatest minimum accuracy of its requests, percent.
+            within_ms: time until the first of their deadlines, ms.
+            takes_ms: returns how long the remaining blocks of a subnet take, ms.
+
+        Returns:
+            Subnets, each with the accuracy that was measured for such batches, the most accurate first.
+        """
+        found = [
+            (to, accuracy)
+            for (begun, to), accuracy in self.tails.items()
+            if begun == subnet and accuracy >= floor and takes_ms(to) <= within_ms
+        ]
+        return sorted(found, key=lambda tail: -tail[1])
 
     def calm_until(self, context: Context) -> float:
         """Return the time, ms, until which the next worker may be busy before `preempt` is asked.

@@ -185,7 +185,7 @@ class Policy(Protocol):
       with `resume=True`, the simulator ask between two blocks of a batch, and continue it afterwards.
     * `calm_until(context)`: `preempt` is not asked if a worker is expected to be free by this time, ms; with
       it, a batch looks at the queue only if a request has arrived or its end is expected later than that.
-    * `block_length(blocks)`: after how many blocks of a batch they ask; 1 without this method.
+    * `block_length(layer_blocks, batch_ms)`: after how many layer blocks they ask; 1 without this method.
     """
 
     @property

@@ -4,57 +4,124 @@ from __future__ import annotations
 
 import math
 from heapq import heapify, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from subnetact.errors import PolicyError
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.scheduling.dispatch import Batch
-from subnetact.serving.simulation.event_loop import EventLoop
+from subnetact.serving.simulation.event_loop import EventLoop, Running
 from subnetact.serving.simulation.scenario import Scenario
 
 __all__ = ["BlockLoop"]
 
 
+class _Suspended(NamedTuple):
+    """A suspended batch.
+
+    Attributes:
+        running: the batch as it ran before.
+        left_ms: how long it still runs, ms.
+    """
+
+    running: Running
+    left_ms: float
+
+
 class BlockLoop(EventLoop):
-    """An event loop in which a batch consists of equal blocks and may be suspended between two of them.
+    """An event loop in which a batch consists of equal layer blocks and may be suspended between blocks.
 
     At the end of a block, if requests wait and no worker is idle, the policy may let the worker run another
-    batch first. The suspended batch continues on the same worker as soon as that batch ends. The live
-    batcher does the same with engines that run in blocks.
+    batch first. The suspended batch continues on the same worker as soon as that batch ends. If the policy
+    has tails and the batch would be late, it continues on the tail of another subnet. The live batcher does
+    the same with engines that run in blocks.
 
     Args:
         scenario: the input; its policy has a method `preempt`.
         rng: the source of the noise.
-        blocks: number of blocks of a batch.
+        blocks: number of layer blocks of a batch.
+        look_ms: time that a batch loses between two blocks, ms.
         options: the other arguments of `EventLoop`.
 
     Raises:
-        PolicyError: `blocks` is not a positive integer.
+        PolicyError: `blocks` is not a positive integer, or `look_ms` is out of range.
     """
 
     watches_arrivals = True
 
-    def __init__(self, scenario: Scenario, *, rng: np.random.Generator, blocks: int, **options: Any) -> None:
+    def __init__(
+        self, scenario: Scenario, *, rng: np.random.Generator, blocks: int, look_ms: float, **options: Any
+    ) -> None:
         super().__init__(scenario, rng=rng, **options)
         self._blocks = check_count(blocks, "blocks")
+        if not (math.isfinite(look_ms) and look_ms >= 0):
+            raise PolicyError(f"look_ms: {look_ms} must be finite and >= 0")
+        self._look_ms = look_ms
+        self._tails: Any = getattr(scenario.policy, "tails", None)
         self._block_ms: dict[int, float] = {}
-        self._suspended: dict[int, tuple[Batch, float, float]] = {}
+        self._suspended: dict[int, _Suspended] = {}
         self._at_end_of_block: list[int] = []
 
-    def start(self, worker: int, batch: Batch, remaining_ms: float | None = None) -> None:
+    def start(
+        self, worker: int, batch: Batch, remaining_ms: float | None = None, lost_ms: float = 0.0
+    ) -> None:
         """Start or continue a batch, and note when its first block ends."""
-        super().start(worker, batch, remaining_ms)
-        running = self.running[worker]
         if worker in self._suspended:  # an urgent batch, which is not interrupted itself
-            self.free_at[worker] += self._suspended[worker][1]
-        elif running is not None:
-            if remaining_ms is None:
-                length: Any = getattr(self.scenario.policy, "block_length", None)
-                each = 1 if length is None else length(self._blocks)
-                took = running.finish_ms - running.start_ms
-                self._block_ms[worker] = took * each / self._blocks
+            super().start(worker, batch, remaining_ms, lost_ms)
+            self.free_at[worker] += self._suspended[worker].left_ms
+            return
+        if remaining_ms is not None:
+            super().start(worker, batch, remaining_ms, lost_ms)
+            return
+        length: Any = getattr(self.scenario.policy, "block_length", None)
+        each = 1 if length is None else length(self._blocks, batch.expected_ms)
+        lost_ms += self._look_ms * (math.ceil(self._blocks / each) - 1)
+        super().start(worker, batch, None, lost_ms)
+        running = self.running[worker]
+        if running is not None:
+            self._block_ms[worker] = (running.finish_ms - running.start_ms) * each / self._blocks
             self._next_block(worker, running.serial)
+
+    def _go_on(self, worker: int, suspended: _Suspended) -> None:
+        """Continue a batch that was suspended."""
+        before = suspended.running
+        self.start(worker, before.batch, suspended.left_ms)
+        running = self.running[worker]
+        if running is not None:
+            began = before.start_ms if before.began_ms is None else before.began_ms
+            self.running[worker] = running._replace(
+                accuracy=before.accuracy, began_ms=began, ran_ms=before.ran_ms
+            )
+            self._go_over(worker)
+            self._next_block(worker, running.serial)
+
+    def _go_over(self, worker: int) -> None:
+        """Let a batch that would be late continue on the tail of another subnet, if that is in time."""
+        running = self.running[worker]
+        if not self._tails or running is None or running.accuracy is not None:
+            return
+        batch, policy, left = running.batch, self.scenario.policy, running.finish_ms - self.now
+        due = min((deadline for deadline in batch.deadlines_ms if deadline >= self.now), default=math.inf)
+        if running.finish_ms <= due:
+            return
+        floors = self.scenario.floors
+        floor = floors if isinstance(floors, float) else float(np.max(floors[batch.items]))
+
+        def takes_ms(subnet: int) -> float:
+            expected = self.dispatcher.expected_ms(subnet, len(batch.items))
+            return left / batch.expected_ms * expected
+
+        found = policy.tails_in_time(batch.subnet, floor, due - self.now, takes_ms)  # type: ignore[attr-defined]
+        if found:
+            subnet, accuracy = found[0]
+            takes = takes_ms(subnet)
+            finish = self.free_at[worker] = self.now + takes
+            self._block_ms[worker] *= takes / left
+            self.running[worker] = running._replace(
+                batch=batch._replace(subnet=subnet), finish_ms=finish, accuracy=accuracy
+            )
+            heappush(self.busy, (finish, worker, running.serial))
 
     def _next_block(self, worker: int, serial: int) -> None:
         running = self.running[worker]
@@ -68,11 +135,9 @@ class BlockLoop(EventLoop):
             ended = running is not None and running.serial == serial
             super()._complete(finish, worker, serial)
             if ended and worker in self._suspended:
-                batch, remaining_ms, block_ms = self._suspended.pop(worker)
                 self.idle.remove(worker)
                 heapify(self.idle)
-                self._block_ms[worker] = block_ms
-                self.start(worker, batch, remaining_ms)
+                self._go_on(worker, self._suspended.pop(worker))
             return
         running = self.running[worker]
         if running is not None and running.serial == -serial:
@@ -87,6 +152,7 @@ class BlockLoop(EventLoop):
             if running is None:
                 continue
             if not (len(self.dispatcher.queue) and not self.idle and self._gives_way(worker)):
+                self._go_over(worker)
                 self._next_block(worker, running.serial)
 
     def _gives_way(self, worker: int) -> bool:
@@ -103,13 +169,14 @@ class BlockLoop(EventLoop):
         stopped = None if urgent is None else self.interrupt(worker)
         if urgent is None or stopped is None:
             return False
-        self._suspended[worker] = stopped.batch, stopped.finish_ms - self.now, self._block_ms[worker]
+        ran_ms = stopped.ran_ms + self.now - stopped.start_ms
+        self._suspended[worker] = _Suspended(stopped._replace(ran_ms=ran_ms), stopped.finish_ms - self.now)
         self.start(worker, urgent)
         return True
 
     def _worker_event(self, event: Any) -> None:
         if not event.up and event.worker in self._suspended and event.worker not in self._down:
-            self.requeue(self._suspended.pop(event.worker)[0])
+            self.requeue(self._suspended.pop(event.worker).running.batch)
         super()._worker_event(event)
         if math.isinf(self.free_at[event.worker]):
             self._block_ms.pop(event.worker, None)

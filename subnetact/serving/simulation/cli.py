@@ -9,10 +9,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from subnetact.errors import SubnetActError
+from subnetact.files.atomic import replacing
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import make_policy, policy_names
 from subnetact.serving.scheduling.checks import EXPIRED_RULES
@@ -90,8 +92,7 @@ def _replay(options: argparse.Namespace) -> None:
         )
         print(f"figure: {options.plot}")
     if options.json is not None:
-        summary = {"policies": {name: result.summary() for name, result in results.items()}}
-        options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        _write(options.json, {"policies": {name: result.summary() for name, result in results.items()}})
 
 
 def _line(name: str, result: SimulationResult) -> str:
@@ -141,7 +142,12 @@ def _compare(options: argparse.Namespace) -> None:
         print(f"figures in {options.plot}")
     if options.json is not None:
         summary = {"fluid_bound": bound, "policies": {name: r.summary() for name, r in results.items()}}
-        options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        _write(options.json, summary)
+
+
+def _write(path: Path, summary: dict[str, Any]) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,14 +29,20 @@ class Running(NamedTuple):
     Attributes:
         serial: number of the batch, which distinguishes it from earlier batches of the same worker.
         batch: the batch.
-        start_ms: when the batch started.
+        start_ms: when the batch started, or went on after it was suspended.
         finish_ms: when the batch ends.
+        accuracy: measured accuracy, percent, if the batch went over to the tail of another subnet.
+        began_ms: when the batch started first; None if it was not suspended.
+        ran_ms: how long it ran before it was suspended, ms.
     """
 
     serial: int
     batch: Batch
     start_ms: float
     finish_ms: float
+    accuracy: float | None = None
+    began_ms: float | None = None
+    ran_ms: float = 0.0
 
 
 class EventLoop:
@@ -182,18 +188,21 @@ class EventLoop:
             if run is not None and worker not in without
         ]
 
-    def start(self, worker: int, batch: Batch, remaining_ms: float | None = None) -> None:
+    def start(
+        self, worker: int, batch: Batch, remaining_ms: float | None = None, lost_ms: float = 0.0
+    ) -> None:
         """Start a batch on a worker now.
 
         Args:
             worker: index of the worker.
             batch: the batch.
             remaining_ms: time that a preempted batch still needs, ms. If None, the batch takes its latency.
+            lost_ms: time added to that latency, ms, which the policy does not expect.
         """
         now, subnet = self.now, batch.subnet
         took = remaining_ms
         if took is None:
-            took = self._real_ms(now, subnet, batch.batch_size, batch.expected_ms)
+            took = self._real_ms(now, subnet, batch.batch_size, batch.expected_ms) + lost_ms
         if self._last_subnet[worker] != subnet:
             if self._last_subnet[worker] >= 0:
                 self.result.switches += 1
@@ -222,24 +231,27 @@ class EventLoop:
         running = self.running[worker]
         if running is None or running.serial != serial:
             return
-        _, batch, start, _ = running
+        batch, start, accuracy = running.batch, running.start_ms, running.accuracy
         self.running[worker] = None
         heappush(self.idle, worker)
         result, count = self.result, len(batch.items)
         late = bisect_left(batch.deadlines_ms, finish)
         result.met += count - late
         result.late += late
-        result.accuracy_sum += (count - late) * self.scenario.table.accuracy[batch.subnet]
+        result.accuracy_sum += (count - late) * (
+            self.scenario.table.accuracy[batch.subnet] if accuracy is None else accuracy
+        )
         result.batches += 1
         result.busy_ms += finish - start
         result.served_by[batch.subnet] += count
         result.end_ms = finish
         if result.log is not None:
-            result.log.start_ms[batch.items] = start
+            result.log.start_ms[batch.items] = start if running.began_ms is None else running.began_ms
             result.log.finish_ms[batch.items] = finish
             result.log.subnet[batch.items] = batch.subnet
-        if self._observe is not None:
-            self._observe(batch.subnet, batch.batch_size, batch.expected_ms, finish - start)
+        if self._observe is not None and accuracy is None:
+            took = finish - start + running.ran_ms
+            self._observe(batch.subnet, batch.batch_size, batch.expected_ms, took)
 
     def interrupt(self, worker: int) -> Running | None:
         """Stop the batch of a worker and return it, without returning its requests to the queue."""

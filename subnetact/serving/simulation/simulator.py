@@ -37,6 +37,7 @@ def simulate(
     co_runners: Sequence[CoRunner] = (),
     resume: bool = False,
     blocks: int = 1,
+    look_ms: float = 0.0,
     decisions: bool = False,
     requests: bool = False,
     progress: bool = True,
@@ -76,7 +77,9 @@ def simulate(
         resume: if True, a preempted batch stops at the end of its block, and the same worker continues it
             after the urgent batch, as the live batcher does; if False, it stops at once, its requests return
             to the queue, and its work is lost.
-        blocks: with `resume`, a batch consists of this many equal blocks.
+        blocks: with `resume`, a batch consists of this many equal layer blocks.
+        look_ms: with `resume`, time that a batch loses wherever it could look at the queue, between two
+            blocks, ms. Like the overhead, it is hidden from the policy.
         decisions: whether to keep every decision in `result.decisions`.
         requests: whether to keep the outcome of every request in `result.log`.
         progress: if True, show a progress bar when standard error is a terminal and the simulation takes
@@ -123,6 +126,6 @@ def simulate(
     }
     if hasattr(policy, "preempt"):
         if resume:
-            return BlockLoop(scenario, blocks=blocks, **options).run()
+            return BlockLoop(scenario, blocks=blocks, look_ms=look_ms, **options).run()
         return PreemptiveLoop(scenario, **options).run()
     return EventLoop(scenario, **options).run()
