@@ -1,7 +1,8 @@
-"""Compares ways to serve pages of 16 digits from several replicas, kills replicas, and simulates many.
+"""Compares ways to serve pages of 16 digits from replicas, kills and adds replicas, and simulates many.
 
     python benchmarks/cluster.py --sections live --seeds 0     (needs the extra `ray`; minutes per seed)
     python benchmarks/cluster.py --sections faults
+    python benchmarks/cluster.py --sections autoscaling        (5 minutes)
     python benchmarks/cluster.py --sections model
     python benchmarks/cluster.py --report
 
@@ -71,6 +72,14 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "plain Ray Serve, subnet 5": ("cluster_server.py", "plain", "--subnet", "5"),
 }
 FAULTY = "ours, Ray, 2 replicas, SlackRouter"
+STEPS = (("before", 15.0, 20.0), ("high", 30.0, 90.0), ("after", 30.0, 20.0))
+"""Name, length in s and pages per second of every step of the load."""
+FLOOR = 81.0
+SCALED = {
+    "1 replica": ("--replicas", "1"),
+    "2 replicas": ("--replicas", "2"),
+    "1 to 2 replicas": ("--replicas", "2", "--floor", f"{FLOOR:g}"),
+}
 
 
 class Pages:
@@ -242,6 +251,76 @@ def faults_section(seed: int, rate: float = 10.0, seconds: float = 60.0) -> dict
     return found
 
 
+def autoscaling_section(seed: int) -> dict[str, Any]:
+    """Let the load step up and down before one replica, two, and as many as the policy asks for."""
+    pages, found = Pages(), {}
+    arrivals, start = [], 0.0
+    for _, seconds, rate in STEPS:
+        arrivals += (trace("poisson", rate, seconds, seed=seed) + start * 1e3).tolist()
+        start += seconds
+    with saved_bundle() as bundle:
+        for name, options in SCALED.items():
+            with running((*OURS, *options), bundle) as (url, _):
+                asyncio.run(ask_pages(url, True, pages, trace("poisson", 15, 2.0).tolist(), 1e4))
+                up: list[tuple[float, int]] = []
+
+                async def run(url: str = url, up: list[tuple[float, int]] = up) -> list[tuple[Sent, int]]:
+                    watch = asyncio.create_task(_count_replicas(url, up))
+                    try:
+                        return await ask_pages(url, True, pages, arrivals, SLO_MS)
+                    finally:
+                        watch.cancel()
+
+                found[name] = _steps(arrivals, asyncio.run(run()), up)
+                print(name, json.dumps(found[name]["steps"]), flush=True)
+    return {"steps": STEPS, "floor": FLOOR, "deadline_ms": SLO_MS, "seed": seed, "servers": found}
+
+
+async def _count_replicas(url: str, up: list[tuple[float, int]]) -> None:
+    """Note once per second how many replicas the server says are up."""
+    start = time.monotonic()
+
+    def ask() -> int:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=20) as response:
+            lines = response.read().decode().splitlines()
+        return int(float(next(line for line in lines if line.startswith("subnetact_workers_up")).split()[-1]))
+
+    while True:
+        up.append((time.monotonic() - start, await asyncio.to_thread(ask)))
+        await asyncio.sleep(1.0)
+
+
+def _steps(
+    arrivals_ms: Sequence[float], found: Sequence[tuple[Sent, int]], up: Sequence[tuple[float, int]]
+) -> dict[str, Any]:
+    """Return figures per step of the load, and per second: pages, pages in time, accuracy, replicas."""
+
+    def sent_in(begin: float, end: float) -> list[tuple[Sent, int]]:
+        return [one for due, one in zip(arrivals_ms, found, strict=True) if begin <= due * 1e-3 < end]
+
+    steps, begin = {}, 0.0
+    for name, length, _ in STEPS:
+        here = sent_in(begin, begin + length)
+        steps[name] = {**summarise(here, SLO_MS), "served": _served(here)}
+        begin += length
+    seconds = []
+    for second in range(int(begin)):
+        here = sent_in(second, second + 1)
+        counts = [number for at, number in up if at < second + 1]
+        seconds.append([len(here), sum(_in_time(sent) for sent, _ in here), _served(here), counts[-1]])
+    return {"steps": steps, "seconds": seconds}
+
+
+def _in_time(sent: Sent) -> bool:
+    return sent.reply is not None and sent.latency_ms <= SLO_MS
+
+
+def _served(found: Sequence[tuple[Sent, int]]) -> float | None:
+    """Return the mean profiled accuracy of the answers in time."""
+    accuracies = [sent.reply.accuracy for sent, _ in found if sent.reply is not None and _in_time(sent)]
+    return round(float(np.mean(accuracies)), 2) if accuracies else None
+
+
 async def _kill_replicas(pid: int, killed: list[int]) -> None:
     rng = random.Random(0)
     while True:
@@ -298,10 +377,25 @@ def report(results: dict[str, Any]) -> str:
         for name in SERVERS:
             runs = [[r for r in live if r["server"] == name and r["rate"] == rate] for rate in rates]
             lines.append(f"| {name} | " + " | ".join(map(_cell, runs)) + " |")
+    scaled = results.get("autoscaling")
+    if scaled:
+        head = " | ".join(
+            f"{name}: {seconds:g} s, {rate:g} pages/s" for name, seconds, rate in scaled["steps"]
+        )
+        lines += ["", f"| server | {head} | replica-seconds |", "|---" * (len(scaled["steps"]) + 2) + "|"]
+        lines += [_scaled_line(name, found) for name, found in scaled["servers"].items()]
     model = results.get("model")
     if model:
         lines += ["", *_model_lines(model["cells"])]
     return "\n".join(lines)
+
+
+def _scaled_line(name: str, found: dict[str, Any]) -> str:
+    cells = [
+        f"{step['attainment']:.1f} / {step['served']:.2f} / **{step['right_in_time']:.1f}**"
+        for step in found["steps"].values()
+    ]
+    return f"| {name} | {' | '.join(cells)} | {sum(second[-1] for second in found['seconds'])} |"
 
 
 def _model_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
@@ -346,7 +440,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sections", nargs="*", default=[], choices=("live", "faults", "model"))
+    parser.add_argument(
+        "--sections", nargs="*", default=[], choices=("live", "faults", "autoscaling", "model")
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="pages per second")
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=list(SERVERS))
@@ -370,6 +466,8 @@ def main() -> None:
         results["live"] = kept + live_section(args.seeds, args.servers, args.rates)
     if "faults" in args.sections:
         results["faults"] = faults_section(args.seeds[0])
+    if "autoscaling" in args.sections:
+        results["autoscaling"] = {**facts(), **autoscaling_section(args.seeds[0])}
     if "model" in args.sections:
 
         def keep(model: dict[str, Any]) -> None:

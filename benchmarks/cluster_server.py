@@ -24,11 +24,24 @@ MOST = 4
 
 def ours(args: argparse.Namespace) -> None:
     """Serve as `python -m subnetact.serve --backend ray` does."""
+    from subnetact.cluster import Autoscaling
     from subnetact.cluster.session import RaySession
     from subnetact.serve import build_app, run
 
     source = Source(bundle=args.bundle, slo_ms=args.slo_ms, workers=args.threads, policy=args.policy)
-    session = RaySession(source, args.replicas, queue=args.queue, router=args.router, report_s=args.report_s)
+    scaling = None
+    if args.floor is not None:
+        scaling = Autoscaling(
+            args.floor, most=args.replicas, attainment=args.attainment, patience_s=args.patience_s
+        )
+    session = RaySession(
+        source,
+        args.replicas,
+        autoscaling=scaling,
+        queue=args.queue,
+        router=args.router,
+        report_s=args.report_s,
+    )
     try:
         app = build_app(session.answerer, session.engine, slo_ms=args.slo_ms, name="digits")
         run(app, port=args.port)
@@ -98,6 +111,11 @@ def main() -> None:
     parser.add_argument("--policy", default="slackfit:4")
     parser.add_argument("--slo-ms", type=float, default=250.0)
     parser.add_argument("--subnet", type=int, default=0)
+    parser.add_argument(
+        "--floor", type=float, help="least accuracy; up to --replicas replicas follow the load"
+    )
+    parser.add_argument("--attainment", type=float, default=0.95)
+    parser.add_argument("--patience-s", type=float, default=8.0)
     args = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     print(json.dumps(vars(args)), flush=True)

@@ -204,7 +204,8 @@ def replicas_of(
             "patience_s": scaling.patience_s,
             "most": scaling.most,
         }
-        AccuracyFirst(table, **rule)  # refuses bad settings here rather than in Ray's controller
+        # Bad settings are refused here rather than in Ray's controller, which must not simulate for seconds.
+        rule["planned_per_s"] = AccuracyFirst(table, **rule).planned_per_s
         scaled = {
             "autoscaling_config": _autoscaling(
                 AccuracyFirstPolicy, {"table": table.to_json(), **rule}, scaling.least, scaling.most
@@ -268,7 +269,7 @@ def answerer(handle: Any, source: Source, engine: Engine, queue: str, replicas: 
         full=FULL,
         check=check,
         replicas=count,
-        max_outstanding=source.max_queue * replicas,
+        max_per_replica=source.max_queue,
     )
 
 

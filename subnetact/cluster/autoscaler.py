@@ -17,7 +17,8 @@ from subnetact.serving.simulation.simulator import simulate
 __all__ = ["AccuracyFirst", "AccuracyFirstPolicy", "planned_rate"]
 
 HEADROOM = 0.5
-"""Percentage points by which the accuracy must exceed its floor before replicas are removed."""
+"""By how many percentage points the accuracy must exceed its floor before replicas are removed, or by half of
+the way to the best subnet, if that is less."""
 
 
 def planned_rate(
@@ -72,6 +73,11 @@ class AccuracyFirst:
         patience_s: how long the need must stay lower before replicas are removed, in s.
         most: greatest number of replicas.
         policy: name of the policy of the replicas.
+        planned_per_s: the `planned_rate` of one replica with these settings, if it is known already; its
+            simulation takes seconds.
+
+    Attributes:
+        planned_per_s: the highest rate at which one replica keeps its targets, in requests per second.
 
     Raises:
         PolicyError: a setting is out of range.
@@ -86,18 +92,22 @@ class AccuracyFirst:
         patience_s: float = 15.0,
         most: int = 256,
         policy: str = "hullfit",
+        planned_per_s: float | None = None,
     ) -> None:
         if not 0.0 < attainment <= 1.0:
             raise PolicyError(f"attainment: {attainment} must be in (0, 1]")
-        if not accuracy_floor < max(table.accuracy):
-            raise PolicyError(
-                f"accuracy_floor: {accuracy_floor} % must be below {max(table.accuracy):g} %, the best subnet"
-            )
-        rate = planned_rate(table, slo_ms, accuracy_floor, attainment, policy)
+        best = max(table.accuracy)
+        if not accuracy_floor < best:
+            raise PolicyError(f"accuracy_floor: {accuracy_floor} % must be below {best:g} %, the best subnet")
+        if planned_per_s is None:
+            planned_per_s = planned_rate(table, slo_ms, accuracy_floor, attainment, policy)
+        self.planned_per_s = planned_per_s
         rng = np.random.default_rng(0)
-        planned = np.cumsum(rng.exponential(1e3 / rate, max(2, int(60 * rate))))
+        planned = np.cumsum(rng.exponential(1e3 / planned_per_s, max(2, int(60 * planned_per_s))))
         self._tuner = Tuner(planned, 1, table, slo_ms, patience_s * 1e3, most_workers=most)
         self._floor, self._attainment = accuracy_floor, attainment
+        self._calm_above = accuracy_floor + min(HEADROOM, (best - accuracy_floor) / 2)
+        self._fraction = 0.0
         self._patience_ms, self._most = patience_s * 1e3, most
         self._kept_since_ms: float | None = None
         self._added_ms = -float("inf")
@@ -116,8 +126,8 @@ class AccuracyFirst:
             running: replicas that run now.
         """
         since = now_ms if self._last_ms is None else self._last_ms
-        count = round(arrivals_per_s * (now_ms - since) / 1e3)
-        arrivals = np.linspace(since, now_ms, count, endpoint=False).tolist()
+        count, self._fraction = divmod(arrivals_per_s * (now_ms - since) / 1e3 + self._fraction, 1.0)
+        arrivals = np.linspace(since, now_ms, int(count), endpoint=False).tolist()
         self._last_ms = now_ms
         needed = self._tuner.step(now_ms, arrivals)
         if accuracy < self._floor or attainment < self._attainment:
@@ -130,7 +140,7 @@ class AccuracyFirst:
             self._kept_since_ms = now_ms
         if (
             needed < running
-            and accuracy >= self._floor + HEADROOM
+            and accuracy >= self._calm_above
             and now_ms - self._kept_since_ms >= self._patience_ms
         ):
             self._kept_since_ms = now_ms

@@ -40,7 +40,8 @@ class ReplicaClient:
         full: the exceptions that say that no replica can take the request now.
         check: refuses inputs that no replica could run. If None, the replicas do.
         replicas: returns how many replicas run, and how many should.
-        max_outstanding: number of inputs without an answer beyond which further requests are refused.
+        max_per_replica: number of inputs without an answer per replica beyond which further requests are
+            refused.
 
     Attributes:
         sender: name of this process among those that send requests.
@@ -55,7 +56,7 @@ class ReplicaClient:
         full: tuple[type[BaseException], ...] = (),
         check: Callable[[Any], None] | None = None,
         replicas: Callable[[], tuple[int, int]] = lambda: (1, 1),
-        max_outstanding: int = 10_000,
+        max_per_replica: int = 10_000,
     ) -> None:
         self.sender = uuid.uuid4().hex[:16]
         self._call = call
@@ -64,8 +65,9 @@ class ReplicaClient:
         self._full = full
         self._check = check
         self._replicas = replicas
-        self._max_outstanding = max_outstanding
+        self._max_per_replica = max_per_replica
         self._outstanding = 0
+        self._turned_away = 0
         self._counters = Counters()
         self._closed = False
 
@@ -108,7 +110,9 @@ class ReplicaClient:
             if self._check is not None:
                 for x in xs:
                     self._check(x)
-            if self._outstanding + count > self._max_outstanding:
+            up, _ = self._replicas()
+            if self._outstanding + count > self._max_per_replica * max(1, up):
+                self._turned_away += count
                 raise QueueFull(f"{self._outstanding} inputs wait for answers; retry later")
             counters.submitted += count
             self._outstanding += count
@@ -163,12 +167,18 @@ class ReplicaClient:
                 min_accuracy=min_accuracy,
                 priority=priority,
                 client=client,
+                turned_away=self._turned_away,
             )
+            told, self._turned_away = self._turned_away, 0
             try:
                 reply = Reply(*await asyncio.wait_for(sent, (left_ms + LATE_MS) * 1e-3))
             except asyncio.TimeoutError:
                 raise DeadlinePassed(f"no replica answered within {deadline_ms:g} ms") from None
+            except QueueFull:  # by the router: no replica has heard of it
+                self._turned_away += told + len(xs)
+                raise
             except self._full as error:
+                self._turned_away += told + len(xs)
                 raise QueueFull("no replica can answer in time; retry later") from error
             except self._died as error:
                 if again:

@@ -15,7 +15,7 @@ import torch
 from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.deadline import ClockOffsets, Deadline
 from subnetact.cluster.forecast import ReplicaReport
-from subnetact.errors import DeadlinePassed, FileFormatError, RequestError
+from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest, RequestError
 from subnetact.serve.rows import infer_rows
 from subnetact.serve.service import bundle_state, written_over
 from subnetact.serve.source import Source
@@ -62,8 +62,10 @@ class EngineReplica:
         self._offsets = ClockOffsets()
         self._received: OrderedDict[str, int] = OrderedDict()
         self._finished: Counter[str] = Counter()
+        self._arrived = self._met = self._missed = 0
+        self._accuracy_sum = 0.0
         self._reports = 0
-        self._since = (time.monotonic(), 0, 0, 0, 0.0)
+        self._since_s = time.monotonic()
         self._lock = threading.Lock()
         self._latency: list[list[float]] = self.table.latency_ms.tolist()
         self._sizes = {size: i for i, size in enumerate(self.table.batch_sizes)}
@@ -79,6 +81,7 @@ class EngineReplica:
         min_accuracy: float | None = None,
         priority: int | None = None,
         client: str = "",
+        turned_away: int = 0,
     ) -> Reply:
         """Answer the rows of one request.
 
@@ -89,21 +92,31 @@ class EngineReplica:
             min_accuracy: minimum accuracy of the answering subnets, in percent. If None, any may answer.
             priority: the higher, the more important.
             client: name of the client.
+            turned_away: inputs that the sender has refused since its last request, because no replica could
+                answer in time. They count for the number of replicas.
 
         Returns:
             The answers, or the error.
         """
         self._count(sender, len(xs))
+        self._arrived += len(xs) + turned_away
+        self._missed += turned_away
         try:
             left_ms = self._offsets.left_ms(sender, Deadline(*deadline))
             if left_ms <= 0.0:
-                return Reply(error=DeadlinePassed.__name__, message="the deadline passed on the way")
+                raise DeadlinePassed("the deadline passed on the way")
             rows = [to_tensors(x) for x in xs]
             answers = await infer_rows(self.batcher, rows, left_ms, min_accuracy, priority, client)
         except RequestError as error:
+            if not isinstance(error, InvalidRequest):
+                self._missed += len(xs)
             return Reply(error=type(error).__name__, message=str(error))
         finally:
             self._finished[sender] += len(xs)
+        in_time = [answer.accuracy for answer in answers if answer.met]
+        self._met += len(in_time)
+        self._missed += len(answers) - len(in_time)
+        self._accuracy_sum += sum(in_time)
         return Reply([tuple(answer._replace(output=to_arrays(answer.output))) for answer in answers])
 
     async def run(self, subnet: int, inputs: Sequence[Any], batch_size: int) -> list[Any]:
@@ -143,20 +156,22 @@ class EngineReplica:
         return report._asdict()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the arrivals per second, the attainment and the accuracy served since the last call."""
+        """Return the arrivals per second, the attainment and the accuracy served since the last call.
+
+        A request with a row that was not answered in time counts with all of its rows as not answered, and so
+        do the inputs that the senders refused.
+        """
         if self.batcher is None:
             return {}
-        stats = self.batcher.stats()
         now = time.monotonic()
-        then, arrived, ended, met, accuracy = self._since
-        total = stats.submitted + stats.full
-        done = stats.met + stats.late + stats.dropped + stats.failed + stats.full
-        self._since = (now, total, done, stats.met, stats.accuracy_sum)
-        met_now = stats.met - met
+        arrived, met, missed, accuracy = self._arrived, self._met, self._missed, self._accuracy_sum
+        self._arrived = self._met = self._missed = 0
+        self._accuracy_sum = 0.0
+        seconds, self._since_s = now - self._since_s, now
         return {
-            "arrivals_per_s": (total - arrived) / max(now - then, 1e-3),
-            "attainment": met_now / (done - ended) if done > ended else 1.0,
-            "accuracy": (stats.accuracy_sum - accuracy) / met_now if met_now else max(self.table.accuracy),
+            "arrivals_per_s": arrived / max(seconds, 1e-3),
+            "attainment": met / (met + missed) if met + missed else 1.0,
+            "accuracy": accuracy / met if met else max(self.table.accuracy),
         }
 
     def check_health(self) -> None:

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from subnetact.cluster.application import ReplicaCount, answerer, replicas_of
+from subnetact.cluster.application import Autoscaling, ReplicaCount, answerer, replicas_of
 from subnetact.cluster.ray_serve import ray, serve
 from subnetact.errors import ServeError
 from subnetact.serve.source import Source
 
-__all__ = ["RaySession"]
+__all__ = ["Autoscaling", "RaySession"]
 
 APPLICATION = "subnetact"
 STORE_BYTES = 256 * 2**20
@@ -27,7 +27,8 @@ class RaySession:
 
     Args:
         source: what to serve.
-        replicas: number of replicas.
+        replicas: number of replicas, unless `autoscaling` is given.
+        autoscaling: how the number of replicas follows the load.
         queue: `replicas` or `central`.
         router: `slack` or `ray`.
         address: address of a running cluster. If None, Ray is started on this machine and ended by `close`.
@@ -48,6 +49,7 @@ class RaySession:
         source: Source,
         replicas: int,
         *,
+        autoscaling: Autoscaling | None = None,
         queue: str = "replicas",
         router: str = "slack",
         address: str | None = None,
@@ -59,15 +61,18 @@ class RaySession:
         self._count: ReplicaCount | None = None
         try:
             source = self._on_disk(source).pinned()
-            app = replicas_of(source, replicas, None, queue, router, cpus, report_s)
+            app = replicas_of(source, replicas, autoscaling, queue, router, cpus, report_s)
             self.engine = source.engine(mapped=True)
-            self._start(address, replicas * (cpus or source.workers * source.threads_per_worker))
+            least, most = (
+                (replicas, replicas) if autoscaling is None else (autoscaling.least, autoscaling.most)
+            )
+            self._start(address, most * (cpus or source.workers * source.threads_per_worker))
             try:
                 handle = serve.run(app, name=APPLICATION, route_prefix=None)
             except RuntimeError as error:
                 raise ServeError(f"backend: the replicas do not start on Ray; {error}") from error
-            self._count = ReplicaCount(APPLICATION, replicas)
-            self.answerer = answerer(handle, source, self.engine, queue, replicas, self._count)
+            self._count = ReplicaCount(APPLICATION, least)
+            self.answerer = answerer(handle, source, self.engine, queue, least, self._count)
         except BaseException:
             self.close()
             raise

@@ -22,6 +22,7 @@ from subnetact.serve.exchange import (
     Refusal,
     Scope,
     Send,
+    internal_error,
     refusal_of,
     send_reply,
 )
@@ -70,8 +71,10 @@ class Served(Protocol):
 class BaseApp(FastAPI):
     """An application whose requests pass the names of the server and the tokens first.
 
-    Inference bypasses the routing of FastAPI, which costs more than JSON. Errors of all addresses have the
-    form that `error_document` returns; nothing of the server's code or files is in them.
+    Inference bypasses the routing of FastAPI, which costs more than JSON. Every exception, of whatever type,
+    becomes an answer of the form that `error_document` returns, with nothing of the server's code or files in
+    it, unless an answer has begun already: then the exchange ends there, and the server closes the
+    connection. Exceptions that are not expected are logged, with status 500.
 
     Args:
         service: the service.
@@ -99,6 +102,7 @@ class BaseApp(FastAPI):
         self.inference: dict[str, Inference] = {}
         self.add_exception_handler(HTTPException, self._known)
         self.add_exception_handler(SubnetActError, self._known)
+        self.add_exception_handler(Exception, self._unexpected)
 
     def error_document(self, refusal: Refusal, path: str) -> dict[str, Any]:  # noqa: ARG002
         """Return what a client is told in JSON.
@@ -161,6 +165,10 @@ class BaseApp(FastAPI):
     async def _known(self, request: Request, error: Exception) -> Response:
         status, document, headers = self._told(_below_mount(request.scope), error)
         return JSONResponse(document, status, {name.decode(): value.decode() for name, value in headers})
+
+    async def _unexpected(self, request: Request, _: Exception) -> Response:
+        """Answer an unexpected error; FastAPI raises the error once more, and `__call__` logs it."""
+        return JSONResponse(self.error_document(internal_error(), _below_mount(request.scope)), 500)
 
     def _told(self, path: str, error: Exception) -> tuple[int, dict[str, Any], list[tuple[bytes, bytes]]]:
         """Return the status, the document and the headers by which a client is told of an error."""

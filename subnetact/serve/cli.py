@@ -59,6 +59,8 @@ NOT_OF_TEXT = (
     "ray_address",
     "queue",
     "router",
+    "accuracy_floor",
+    "most_workers",
     "max_pixels",
 )
 """Options that say nothing about a language model."""
@@ -154,6 +156,13 @@ def options() -> argparse.ArgumentParser:
         help="of two replicas that are drawn at random, the one with less work gets a request, or, as in Ray "
         "itself, the one with fewer requests",
     )
+    cluster.add_argument(
+        "--accuracy-floor",
+        type=float,
+        help="let the number of replicas follow the load: accuracy gives way down to this mean, in percent, "
+        "and then replicas are added; --workers is the least number",
+    )
+    cluster.add_argument("--most-workers", type=int, help="greatest number of replicas with --accuracy-floor")
     usual = Limits()
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -226,16 +235,26 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
     from subnetact.serve import build_app
 
     source = _source(args)
+    if (args.accuracy_floor is None) != (args.most_workers is None):
+        raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")
+    if args.accuracy_floor is not None and args.backend != "ray":
+        raise ServeError("--accuracy-floor: only replicas on Ray come and go; give --backend ray")
     engine: Any
     batcher: Answerer
     if args.backend == "ray":
         if args.worker_processes:
             raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
-        from subnetact.cluster.session import RaySession  # the extra `ray` may be missing
+        from subnetact.cluster.session import Autoscaling, RaySession  # the extra `ray` may be missing
 
         source = replace(source, workers=1)
+        floor, least, most = args.accuracy_floor, args.workers, args.most_workers
         session = RaySession(
-            source, args.workers, queue=args.queue, router=args.router, address=args.ray_address
+            source,
+            args.workers,
+            autoscaling=None if floor is None else Autoscaling(floor, least=least, most=most),
+            queue=args.queue,
+            router=args.router,
+            address=args.ray_address,
         )
         stack.callback(session.close)
         signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed

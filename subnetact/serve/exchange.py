@@ -26,6 +26,7 @@ __all__ = [
     "Headers",
     "Refusal",
     "TimeLimit",
+    "internal_error",
     "read_body",
     "refusal_of",
     "send_reply",
@@ -275,6 +276,11 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, RequestError):
         return Refusal(500, kind, str(error))
     _log.error("a request raised an unexpected error", exc_info=error)
+    return internal_error()
+
+
+def internal_error() -> Refusal:
+    """Return what a client is told about an unexpected error."""
     return Refusal(500, "InternalError", "the server failed on this request; its log says why")
 
 

@@ -69,6 +69,28 @@ def test_there_is_a_greatest_number(rate):
     assert run(AccuracyFirst(TABLE, **SETTINGS), 60, 50 * rate, accuracy=60.0) == 6
 
 
+def test_the_planned_rate_may_be_given(rate):
+    """Ray's controller makes the rule, and has no time for the simulation."""
+    rule = AccuracyFirst(TABLE, **SETTINGS)
+    assert rule.planned_per_s == rate
+    assert AccuracyFirst(TABLE, **SETTINGS, planned_per_s=2 * rate)._tuner.planned[-1] == pytest.approx(
+        2 * rule._tuner.planned[-1], rel=0.05
+    )
+
+
+def test_few_arrivals_per_step_are_counted_too(rate):
+    """Ray asks ten times per second: at 4 requests per second, most steps have none."""
+    rule = AccuracyFirst(TABLE, **SETTINGS)
+    for step in range(101):
+        rule.step(100.0 * step, 4.0, 80.0, 1.0, 1)
+    assert len(rule._tuner._times) in (39, 40)
+
+
+def test_replicas_are_removed_though_the_floor_is_close_to_the_best_subnet():
+    rule = AccuracyFirst(TABLE, **{**SETTINGS, "accuracy_floor": 79.8})
+    assert run(rule, 20, 0.0, accuracy=80.0, running=2) == 1
+
+
 @pytest.mark.parametrize(
     "bad", [{"accuracy_floor": 80.0}, {"accuracy_floor": 90.0}, {"attainment": 0.0}, {"attainment": 1.5}]
 )

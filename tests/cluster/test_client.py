@@ -43,8 +43,8 @@ class Replicas:
         return outcome or Reply([tuple(ANSWER._replace(output=x + 1)) for x in request["xs"]])
 
 
-def client_of(replicas, **settings):
-    return ReplicaClient(replicas, {0: 60.0, 1: 70.0}, died=(Lost,), full=(Full,), **settings)
+def client_of(call, **settings):
+    return ReplicaClient(call, {0: 60.0, 1: 70.0}, died=(Lost,), full=(Full,), **settings)
 
 
 def ask(to, rows=1, deadline_ms=5000.0, **more):
@@ -133,11 +133,23 @@ def test_requests_beyond_the_limit_are_refused_at_the_door():
         )
 
     replicas = Replicas(0.05, 0.05)
-    client = client_of(replicas, max_outstanding=4)
+    client = client_of(replicas, max_per_replica=2, replicas=lambda: (2, 2))
     found = asyncio.run(several(client))
     assert sorted(type(one).__name__ for one in found) == ["QueueFull", "list", "list"]
     assert client.stats().full == 2
     assert len(replicas.calls) == 2
+
+
+def test_replicas_hear_of_the_inputs_that_were_refused_at_the_door():
+    """By the limit of the client, by Ray, and by the router: the next request that is sent tells of them."""
+    replicas = Replicas(Full(), QueueFull("no replica can answer in time"))
+    client = client_of(replicas, max_per_replica=4)
+    for rows in (5, 2, 3):
+        with pytest.raises(QueueFull):
+            ask(client, rows=rows)
+    ask(client)
+    ask(client)
+    assert [call["turned_away"] for call in replicas.calls] == [5, 7, 10, 0]
 
 
 def test_inputs_are_checked_before_they_are_sent():

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from subnetact import Engine
+from subnetact import Engine, LatencyTable, calibrate
 from subnetact.command import TERMINATED
+from subnetact.digits import load_digits_supernet
 from subnetact.errors import DeadlinePassed, MissingExtra, MissingFile, QueueFull, ServeError
 from subnetact.serve.source import Source
 
@@ -245,6 +247,93 @@ def test_a_central_queue_gives_batches_to_idle_replicas(nodes, deployed, source)
     assert (stats.met, stats.workers) == (24, 2)
 
 
+@pytest.fixture(scope="module")
+def slow_bundle(tmp_path_factory):
+    """The folder of a bundle whose better subnet needs some 8 ms per image of 64 x 64 pixels."""
+    supernet = load_digits_supernet()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    calibrate(supernet, specs, [torch.rand(8, 1, 64, 64)])
+    engine = Engine(supernet, specs, example=torch.zeros(1, 64, 64), accuracy=[60.0, 82.0])
+    engine.tables["cpu"] = LatencyTable.from_arrays(
+        engine.keys, engine.accuracy, [1, 8], [[1.0, 5.0], [9.0, 64.0]]
+    )
+    bundle = tmp_path_factory.mktemp("slow") / "digits"
+    engine.save(bundle)
+    return str(bundle)
+
+
+def test_replicas_follow_the_load(nodes, slow_bundle):
+    """Accuracy gives way until its floor, a second replica comes and takes requests, and one goes again."""
+    source = Source(bundle=slow_bundle, slo_ms=400.0)
+    scaling = Autoscaling(accuracy_floor=78.0, most=2, patience_s=2.0)
+    app = build_app(source, autoscaling=scaling, cpus=0.5, report_s=0.1)
+    serve.run(app, name="digits", route_prefix="/scaled")
+    handle = serve.get_deployment_handle("replicas", "digits")
+    count = ReplicaCount("digits", 1)
+    client = answerer(handle, source, source.engine(mapped=True), "replicas", 1, count)
+    images = list(torch.rand(8, 1, 64, 64))
+    outcomes: Counter[str] = Counter()
+    pause_s = [0.25]  # between two requests of a sender; empty at the end of the flood
+
+    async def ask(deadline_ms):
+        outcomes["sent"] += 1
+        try:
+            assert len(await client.infer_rows(images, deadline_ms)) == 8
+            outcomes["answered"] += 1
+        except (QueueFull, DeadlinePassed):
+            outcomes["refused"] += 1
+
+    async def flood(first):
+        await asyncio.sleep(first)
+        while pause_s:
+            await ask(400.0)
+            await asyncio.sleep(sum(pause_s))
+
+    async def until(condition):
+        end = time.monotonic() + 60
+        while not await asyncio.to_thread(condition):
+            assert time.monotonic() < end, (condition.__name__, count(), outcomes)
+            await asyncio.sleep(0.2)
+
+    def both_work():
+        if count() != (2, 2):
+            return False
+        received = [
+            ray.get(ray.get_actor(name, namespace="serve").record_routing_stats.remote())["received"]
+            for name in replica_pids()
+        ]
+        return sum(1 for by_sender in received if by_sender.get(client.sender, 0) > 0) == 2
+
+    async def main():
+        senders = [asyncio.ensure_future(flood(0.02 * i)) for i in range(12)]
+        try:
+            await until(lambda: count()[1] == 2)
+            pause_s[0] = 1.0
+            await until(both_work)
+        finally:
+            pause_s.clear()
+            await asyncio.gather(*senders)
+        busy = client.stats().mean_accuracy
+        before = outcomes["answered"], outcomes["sent"]
+        task = asyncio.ensure_future(until(lambda: count() == (1, 1)))
+        while not task.done():
+            await ask(10_000.0)
+            await asyncio.sleep(0.1)
+        await task
+        assert outcomes["answered"] - before[0] == outcomes["sent"] - before[1]  # the end of one costs none
+        return busy
+
+    try:
+        assert asyncio.run(main()) < 82.0
+    finally:
+        count.close()
+        serve.delete("digits")
+    assert outcomes["answered"] + outcomes["refused"] == outcomes["sent"]
+    stats = client.stats()
+    assert stats.met + stats.late == 8 * outcomes["answered"]
+    assert (stats.failed, stats.queued) == (0, 0)
+
+
 def test_settings_that_contradict_each_other_are_refused(source, tmp_path, monkeypatch):
     for settings in ({"queue": "none"}, {"router": "best"}, {"queue": "central", "fronts": 2}):
         with pytest.raises(ServeError):
@@ -285,6 +374,7 @@ def test_the_command_serves_and_leaves_nothing_behind(source):
         [
             *(sys.executable, "-m", "subnetact.serve", "--backend", "ray", "--bundle", source.bundle),
             *("--port", "0", "--slo-ms", "20000", "--router", "ray"),
+            *("--accuracy-floor", "70", "--most-workers", "2"),
         ],
         stdout=subprocess.PIPE,
         text=True,

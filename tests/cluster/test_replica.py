@@ -99,6 +99,17 @@ def test_figures_for_autoscaling_are_of_the_time_since_the_last_call(replica):
     replica.check_health()
 
 
+def test_what_was_not_answered_in_time_counts_for_autoscaling(replica):
+    """Two requests come too late, one does not fit any subnet, and the sender refused 20 inputs by itself."""
+    replica.record_autoscaling_stats()
+    ask(replica)
+    for more in ({"deadline_ms": -1.0}, {"deadline_ms": 1e-3, "turned_away": 20}, {"min_accuracy": 99.0}):
+        assert ask(replica, **more).error
+    found = replica.record_autoscaling_stats()
+    assert found["attainment"] == 5 / 35
+    assert replica.record_autoscaling_stats()["attainment"] == 1.0
+
+
 def test_a_replica_of_a_central_queue_only_runs_batches(source):
     replica = EngineReplica(source, central=True)
     assert replica.record_routing_stats() == {} == replica.record_autoscaling_stats()

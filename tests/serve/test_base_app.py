@@ -70,6 +70,7 @@ def test_no_application_tells_why_it_failed(guarded, post, caplog):
         status, _, body = asyncio.run(post(app, None, path=path, headers=KNOWN, method=method, raw=raw))
         assert status == 500
         assert b"passwd" not in body
+        assert json.loads(body)["error"]  # in the form of all errors
         assert len(caplog.records) == 1
 
 
