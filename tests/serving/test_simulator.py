@@ -341,7 +341,7 @@ def test_bad_arrivals_are_refused(a40, times, message):
         ({"overhead_ms": math.nan}, PolicyError, "overhead_ms"),
         ({"events": [WorkerEvent(0.0, 8, False)]}, TraceError, "worker from 0 to 7"),
         ({"co_runners": [CoRunner(0.0, 1.0, 1.0)]}, TraceError, "no co-runner dimension"),
-        ({"policy": "slackfit"}, PolicyError, "no policy object"),
+        ({"policy": "slackfit"}, PolicyError, "no policy object; make one .* for example HullFit"),
     ],
 )
 def test_bad_settings_are_refused_before_the_start(a40, changes, error, message):

@@ -85,7 +85,7 @@ def check_policy(policy: object) -> None:
         PolicyError: it is a name or a class, or it lacks `table` or `decide`.
     """
     hint = (
-        'make one from a table, for example SlackFit(table, slo_ms) or make_policy("slackfit", table, slo_ms)'
+        'make one from a table, for example HullFit(table, slo_ms) or make_policy("hullfit", table, slo_ms)'
     )
     if isinstance(policy, str | type):
         raise PolicyError(f"policy: {policy!r} is no policy object; {hint}")
