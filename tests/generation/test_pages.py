@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generation_tables import step_table
-from torch import nn
+from small_decoders import SIZES, randomize_, small_decoder
 
 import ofa_adapters
 from subnetact import SubnetSpec, Supernet, insert_
@@ -19,26 +19,13 @@ from subnetact.generation import Generator, profile_steps
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 LONG = {"first_ms": 60_000.0, "token_ms": 60_000.0}
-LAYERS = 6
+LAST = SIZES["num_hidden_layers"] - 1
 TYPES = ["sliding_attention", "full_attention"] * 3
-COMMON: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 SLIDING = {"sliding_window": 4, "layer_types": TYPES}
 GEMMA3N = {
-    **COMMON,
+    **SIZES,
     **SLIDING,
     "num_kv_shared_layers": 3,
     "vocab_size_per_layer_input": 50,
@@ -50,24 +37,16 @@ GEMMA3N = {
 """Layers 1 and 2 store the keys and values that layers 3, 4 and 5 share."""
 
 
-def filled(network: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in network.named_parameters():
-        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
-
-
 def decoder(config: str, **settings: Any) -> Supernet:
-    given = getattr(transformers, config)(**{**COMMON, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(given).eval()
-    filled(model)
     choices = {"depth": (0, 1), "ffn": (8, 24), "heads": (1, 2)}
     tokens = {"input_ids": torch.arange(2, 10).view(1, 8)}
+    model = small_decoder(config, **settings)
     return insert_(model, example=tokens, axes=tuple(choices), choices=choices, each_block=True)
 
 
 def gemma3n() -> Supernet:
     supernet = ofa_adapters.load("gemma3n", config=GEMMA3N, widths=[8, 24])
-    filled(supernet.network)
+    randomize_(supernet.network)
     return supernet
 
 
@@ -123,7 +102,7 @@ def from_scratch(
 
 def exact_subnets(kind: str, supernet: Supernet) -> list[SubnetSpec]:
     if kind != "gemma3n":
-        return [changed(supernet, ffn=(LAYERS - 1, 8)), supernet.space.largest()]
+        return [changed(supernet, ffn=(LAST, 8)), supernet.space.largest()]
     spec = supernet.space.spec
     return [
         spec(keep=[1, 1, 1, 1, 1, 0], ffn=[24, 24, 24, 8, 24, 8]),
@@ -170,7 +149,7 @@ def test_views_refuse_the_pages_of_others(supernet: Supernet, change: dict[str, 
     """Without the generator's own check, the views find out in the step that would go wrong."""
     specs = [supernet.space.largest(), changed(supernet, **change)]
     relation = supernet.space.cache(*specs)
-    exact = changed(supernet, ffn=(LAYERS - 1, 8))
+    exact = changed(supernet, ffn=(LAST, 8))
     with generator_of(supernet, [specs[0], exact], max_sequences=1) as generator:
         pages = generator._loop.batch_processor.cache
         assert len(generator.submit([5, 6], max_new_tokens=9, **LONG).result(30).tokens) == 9

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_decoders import small_decoder
 from torch import Tensor, nn
 
 from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet, describe, insert_
@@ -20,19 +21,6 @@ from subnetact.operators import WeightSlice
 
 transformers = pytest.importorskip("transformers")
 
-COMMON = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 SLIDING = {
     "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
@@ -48,13 +36,7 @@ TOKENS = torch.randint(2, 50, (2, 11), generator=torch.Generator().manual_seed(0
 
 def supernet_of(kind: str, **settings: Any) -> Supernet:
     config, extra = KINDS[kind]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        given = getattr(transformers, config)(**{**COMMON, **extra, **settings})
-        model = transformers.AutoModelForCausalLM.from_config(given).eval()
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.3)
+    model = small_decoder(config, **{"num_hidden_layers": 5, **extra, **settings})
     choices = {"depth": (0, 1), "ffn": (0.5, 1.0), "heads": (0.5, 1.0)}
     found = describe(
         model, {"input_ids": TOKENS}, axes=tuple(choices), choices=choices, each_block=True, proof=False

@@ -8,48 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from small_decoders import SIZES, small_decoder
 from torch import Tensor, nn
 
 from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet, insert_
 from subnetact.errors import CacheMismatch, InsertError
 from subnetact.operators import LayerSelect, WeightSlice
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-LAYERS = 6
-COMMON = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-KINDS = {
-    "llama": (transformers.LlamaConfig, {}),
-    "qwen2": (
-        transformers.Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+LAYERS = SIZES["num_hidden_layers"]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 3},
     ),
-    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 4, "layer_types": None}),
 }
-KINDS["gemma3"][1]["layer_types"] = ["sliding_attention", "full_attention"] * 3
 
 
 def language_model(kind: str) -> nn.Module:
     config, extra = KINDS[kind]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config(**COMMON, **extra))
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.3)
-    return model.eval()
+    return small_decoder(config, **extra)
 
 
 def supernet_of(model: nn.Module) -> Supernet:
