@@ -103,6 +103,9 @@ class Elastic:
         return f"{self.operator.__name__}({', '.join(f'{k}={v}' for k, v in self.follows.items())})"
 
 
+_LOWERED = "lowered"
+
+
 class PackedCopy:
     """Tensors that an operator computed into memory of their own, and what they were computed from.
 
@@ -241,7 +244,6 @@ class Operator(nn.Module):
         self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
         self._shared: dict[tuple[Any, ...], dict[str, Tensor | None]] = {}
         self._packed: dict[tuple[Any, ...], PackedCopy] = {}
-        self._lowered: dict[int, PackedCopy] = {}
 
     @classmethod
     def on(cls, **follows: Any) -> Elastic:
@@ -432,12 +434,7 @@ class Operator(nn.Module):
         Raises:
             PrecisionError: a weight is not finite.
         """
-        found = self._lowered.get(bits)
-        if found is None:
-            made = PackedCopy(self, partial(self._lower, bits))
-            found = self._lowered.setdefault(bits, made)
-        found.refresh()
-        return found
+        return self.packed((_LOWERED, bits), partial(self._lower, bits))
 
     def _lower(self, bits: int) -> dict[str, Tensor | None]:
         weight: Any = self._parameters[self.lowers[0]]
@@ -504,7 +501,7 @@ class Operator(nn.Module):
         rule = self.tensors if bits == FLOAT_BITS else partial(self._low_tensors, bits=bits)
         given = rule(sizes)
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
-        low = None if bits == FLOAT_BITS else self._lowered.get(bits)
+        low = None if bits == FLOAT_BITS else self._packed.get((_LOWERED, bits))
         copied = set() if low is None else {storage_id(t) for t in low.tensors.values()}
         made: dict[str, Tensor | None] = {}
         apart: set[str] = set()
@@ -541,13 +538,26 @@ class Operator(nn.Module):
             given = self.parameters_of(sizes, trainable)
         return view_module(self.template, parameters=given, mixin=mixin, **self.attributes(sizes))
 
+    def packed(self, key: tuple[Any, ...], make: Callable[[], Mapping[str, Tensor | None]]) -> PackedCopy:
+        """Return the one packed copy of a key, which is made when it is first asked for, as it should be now.
+
+        Args:
+            key: what the copy is of: a word, and what it depends on.
+            make: computes the tensors by name.
+        """
+        found = self._packed.get(key)
+        if found is None:
+            found = self._packed.setdefault(key, PackedCopy(self, make))
+        found.refresh()
+        return found
+
     def packed_copies(self) -> list[PackedCopy]:
-        """Return the packed copies that views may be using now, copies at lower precisions included."""
-        return [*self._packed.values(), *self._lowered.values()]
+        """Return the packed copies that views may be using now."""
+        return list(self._packed.values())
 
     def lowered_copies(self) -> list[PackedCopy]:
         """Return the copies of the full weight at lower precisions."""
-        return list(self._lowered.values())
+        return [packed for key, packed in list(self._packed.items()) if key[:1] == (_LOWERED,)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Refuse to run: without a subnet, an operator has no size.
@@ -574,10 +584,10 @@ class Operator(nn.Module):
         """
         for packed in self.packed_copies():
             packed.finish()
-        self._shared, self._packed, self._lowered = {}, {}, {}
+        self._shared, self._packed = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": {}, "_packed": {}, "_lowered": {}}
+        return {**self.__dict__, "_shared": {}, "_packed": {}}
 
     def extra_repr(self) -> str:
         """Return the template and the elastic parts, for the printed network."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.errors import InsertError
-from subnetact.operators.base import Elastic, Operator, PackedCopy
+from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
@@ -60,10 +60,6 @@ class ElasticKernel(Operator):
     """
 
     parts = ("channels", "kernel")
-
-    def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
-        super().__init__(template, path, dims)
-        self._computed: dict[int, PackedCopy] = {}
 
     @classmethod
     def on(cls, *, channels: str | None = None, kernel: str | None = None, **others: str) -> Elastic:
@@ -118,7 +114,8 @@ class ElasticKernel(Operator):
         Returns:
             The weights, each of shape (channels, 1, size, size), by kernel size.
         """
-        return {size: computed.tensors["weight"] for size, computed in sorted(self._computed.items())}
+        found = {key[1]: packed for key, packed in list(self._packed.items()) if key[0] == "kernel"}
+        return {size: packed.tensors["weight"] for size, packed in sorted(found.items())}
 
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight of the first channels with the subnet's kernel size."""
@@ -142,12 +139,7 @@ class ElasticKernel(Operator):
         channels, size = sizes
         if trainable or not self.template.matrices or size == self.full("kernel"):
             return super().parameters_of(sizes, trainable)
-        computed = self._computed.get(size)
-        if computed is None:
-            computed = self._computed.setdefault(
-                size, PackedCopy(self, lambda: {"weight": self.kernel(size)})
-            )
-        computed.refresh()
+        computed = self.packed(("kernel", size), lambda: {"weight": self.kernel(size)})
         found = self._shared.get(sizes)
         if found is None:
             weight = computed.frozen(computed.tensors["weight"][:channels])
@@ -160,20 +152,6 @@ class ElasticKernel(Operator):
         parameters = self.parameters_of(sizes, trainable)
         plain: Any = self._plain
         return view_module(plain, parameters=parameters, **self.attributes(sizes))
-
-    def packed_copies(self) -> list[PackedCopy]:
-        """Return the packed copies that views may be using now, computed kernels included."""
-        return [*super().packed_copies(), *self._computed.values()]
-
-    def forget(self) -> None:
-        """Drop the shared slices and the computed kernels."""
-        super().forget()
-        for computed in list(self._computed.values()):
-            computed.finish()
-        self._computed = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_computed": {}}
 
 
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,20 +72,6 @@ class PerWidthNorm(SubnetNorm):
     parts = ("channels", "position")
     segmented = ()
 
-    def __init__(
-        self,
-        template: nn.Module,
-        path: str,
-        dims: Mapping[str, int],
-        segments: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        super().__init__(template, path, dims, segments)
-        if isinstance(template, PerWidthBatchNorm2d):
-            with torch.device("meta"):
-                plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
-            self.__dict__["template"] = plain.train(template.training)
-            self.listed = template.listed
-
     @classmethod
     def on(
         cls, *, channels: str | Segments | None = None, position: str | None = None, **others: Any
@@ -107,8 +93,13 @@ class PerWidthNorm(SubnetNorm):
         Raises:
             InsertError: the template is another module, or `position` is missing.
         """
-        if not hasattr(self, "listed") or "position" not in self.dims:
+        template = self.template
+        if not isinstance(template, PerWidthBatchNorm2d) or "position" not in self.dims:
             raise self.refuse("only PerWidthBatchNorm2d, with a dimension for 'position', lists statistics")
+        with torch.device("meta"):
+            plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
+        self.__dict__["template"] = plain.train(template.training)
+        self.listed = template.listed
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""

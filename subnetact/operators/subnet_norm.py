@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
-from subnetact.operators.base import Elastic, Operator, PackedCopy
+from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.segments import Segments, cut
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import SizeRow
@@ -48,16 +47,6 @@ class SubnetNorm(Operator):
 
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
-
-    def __init__(
-        self,
-        template: nn.Module,
-        path: str,
-        dims: Mapping[str, int],
-        segments: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
-        super().__init__(template, path, dims, segments)
-        self._statistics: dict[tuple[int, ...], PackedCopy] = {}
 
     @classmethod
     def on(cls, *, channels: str | Segments | None = None, **others: Any) -> Elastic:
@@ -143,14 +132,12 @@ class SubnetNorm(Operator):
             return mean.data[: sizes[0]].data, var.data[: sizes[0]].data
         if len(self.kept_parts(sizes)[0].runs()) == 1:
             return self.gather(row, mean.data).data, self.gather(row, var.data).data
-        packed = self._statistics.get(sizes)
-        if packed is None:
-            full: dict[str, Any] = dict(zip(_STATISTICS, (mean, var), strict=True))
-            copies = PackedCopy(self, lambda: {n: self.gather(row, t) for n, t in full.items()})
-            for tensor in copies.tensors.values():
-                tensor.packed = copies  # type: ignore[attr-defined]
-            packed = self._statistics.setdefault(sizes, copies)
-        packed.refresh()
+        full: dict[str, Any] = dict(zip(_STATISTICS, (mean, var), strict=True))
+        packed = self.packed(
+            ("statistics", *sizes), lambda: {n: self.gather(row, t) for n, t in full.items()}
+        )
+        for tensor in packed.tensors.values():
+            tensor.packed = packed  # type: ignore[attr-defined]
         return packed.tensors["running_mean"], packed.tensors["running_var"]
 
     def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
@@ -165,20 +152,6 @@ class SubnetNorm(Operator):
             for name, statistic in zip(_STATISTICS, (mean, var), strict=True):
                 full: Any = self._buffers[name]
                 self.scatter_(row, full, statistic)
-
-    def packed_copies(self) -> list[PackedCopy]:
-        """Return the packed copies that views may be using now, those of shared statistics included."""
-        return [*super().packed_copies(), *self._statistics.values()]
-
-    def forget(self) -> None:
-        """Drop the shared tensors, and the copies of shared statistics."""
-        super().forget()
-        for packed in list(self._statistics.values()):
-            packed.finish()
-        self._statistics = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_statistics": {}}
 
     def batches_tracked(self) -> Tensor | None:
         """Return the shared counter of training batches."""
