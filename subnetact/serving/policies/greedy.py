@@ -11,7 +11,23 @@ from subnetact.serving.scheduling.context import Context
 __all__ = ["MaxAcc", "MaxBatch"]
 
 
-class MaxBatch:
+class _Greedy:
+    """What both policies look up: the accurate subnets per floor, and the largest batches per subnet."""
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table = check_accuracy(table)
+        self._fronts = FrontsByFloor(table)
+        self._limits: dict[int, tuple[list[float], list[int]]] = {}
+
+    def _largest(self, subnet: int, slack_ms: float) -> int:
+        """Return the largest batch that a subnet finishes within the slack."""
+        limits, sizes = self._limits.get(subnet) or self._limits.setdefault(
+            subnet, batch_limits(self.table, subnet)
+        )
+        return largest_within(limits, sizes, slack_ms)
+
+
+class MaxBatch(_Greedy):
     """Chooses the largest batch first, and then the most accurate subnet for it.
 
     The batch is the largest one that the cheapest subnet finishes within the slack of the most urgent
@@ -28,11 +44,6 @@ class MaxBatch:
         SuperServe (NSDI'25, section 6.5).
     """
 
-    def __init__(self, table: LatencyTable) -> None:
-        self.table = check_accuracy(table)
-        self._fronts = FrontsByFloor(table)
-        self._limits: dict[int, tuple[list[float], list[int]]] = {}
-
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
 
@@ -40,11 +51,7 @@ class MaxBatch:
             PolicyError: no subnet meets the floor of the most urgent request.
         """
         fronts = self._fronts(context)
-        small = fronts.cheapest
-        limits, sizes = self._limits.get(small) or self._limits.setdefault(
-            small, batch_limits(self.table, small)
-        )
-        size = largest_within(limits, sizes, context.slack_ms)
+        size = self._largest(fronts.cheapest, context.slack_ms)
         column = min(fronts.pad[size], fronts.column_for(context.queued))
         option = fronts.most_accurate(column, context.slack_ms)
         return (option.subnet, option.batch_size) if option else fronts.last_resort
@@ -54,7 +61,7 @@ class MaxBatch:
         return MaxBatch(table)
 
 
-class MaxAcc:
+class MaxAcc(_Greedy):
     """Chooses the most accurate subnet first, and then the largest batch for it.
 
     The subnet is the most accurate one that finishes one request within the slack of the most urgent
@@ -71,11 +78,6 @@ class MaxAcc:
         SuperServe (NSDI'25, section 6.5).
     """
 
-    def __init__(self, table: LatencyTable) -> None:
-        self.table = check_accuracy(table)
-        self._fronts = FrontsByFloor(table)
-        self._limits: dict[int, tuple[list[float], list[int]]] = {}
-
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
 
@@ -86,11 +88,7 @@ class MaxAcc:
         option = fronts.most_accurate(0, context.slack_ms)
         if option is None:
             return fronts.last_resort
-        subnet = option.subnet
-        limits, sizes = self._limits.get(subnet) or self._limits.setdefault(
-            subnet, batch_limits(self.table, subnet)
-        )
-        return subnet, largest_within(limits, sizes, context.slack_ms)
+        return option.subnet, self._largest(option.subnet, context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> MaxAcc:
         """Return the same policy for other latencies of the same subnets and batch sizes."""
