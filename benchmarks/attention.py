@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import random
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +29,7 @@ from typing import Any
 
 import torch
 from bar_plot import plot_bars
+from interleaved_passes import interleaved_ms, ratios
 from peers import as_upstream_autoformer, as_upstream_dynabert, import_torchvision
 from readme_section import write_section
 from torch import Tensor
@@ -123,7 +122,6 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
     if args.profile:
         print(profiled(runs["fused"]).table(sort_by="self_cpu_time_total", row_limit=12))
         return {}
-    times: dict[str, list[float]] = {kind: [] for kind in runs}
     with torch.inference_mode():
         expected = logits(runs[BASE]())
         difference = {}
@@ -133,25 +131,15 @@ def measure(args: argparse.Namespace, name: str, size: str, batch: int) -> dict[
             difference[kind] = float((output - expected).abs().max())
             if not agree(output, expected, 1e-3, 1e-4):
                 raise RuntimeError(f"{kind} differs from upstream by {difference[kind]}")
-        order, end, rng = list(runs), time.perf_counter() + args.seconds, random.Random(0)
-        while len(times[BASE]) < 7 or time.perf_counter() < end:
-            rng.shuffle(order)
-            for kind in order:
-                start = time.perf_counter()
-                runs[kind]()
-                times[kind].append((time.perf_counter() - start) * 1e3)
-    ratios = {
-        kind: median(a / b for a, b in zip(taken, times[BASE], strict=True)) for kind, taken in times.items()
-    }
-    to_view = median(a / b for a, b in zip(times["fused"], times["zero_copy"], strict=True))
+        times = interleaved_ms(runs, args.seconds)
     return {
         "network": name,
         "size": size,
         "batch": batch,
         "passes": len(times[BASE]),
         "median_ms": {kind: median(taken) for kind, taken in times.items()},
-        "ratio": ratios,
-        "fused_to_zero_copy": to_view,
+        "ratio": ratios(times, BASE),
+        "fused_to_zero_copy": ratios(times, "zero_copy")["fused"],
         "fused": pinned.fused,
         "reason": pinned.reason,
         "fused_MiB": engines["fused"].stats().fused_bytes / 2**20,

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from bar_plot import plot_bars
+from interleaved_passes import interleaved_ms, ratios
 from peers import upstream_network
 from readme_section import write_section
 from torch import Tensor
@@ -158,7 +159,6 @@ def forward(args: argparse.Namespace, family: str) -> list[dict[str, Any]]:
 
 
 def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, Any]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
     difference = {}
     with torch.inference_mode():
         expected = runs[BASE]()
@@ -169,26 +169,12 @@ def timed(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: flo
             folded = name in ("fused", "torchscript_frozen", "torch_compile")
             if not agree(output, expected, *((1e-3, 1e-4) if folded else (5e-5, 5e-5))):
                 raise RuntimeError(f"{name} differs from upstream by {difference[name]}")
-        order, end = list(runs), time.perf_counter() + seconds
-        rng = random.Random(0)
-        while len(times[BASE]) < 5 or time.perf_counter() < end:
-            rng.shuffle(order)
-            for name in order:
-                start = time.perf_counter()
-                runs[name]()
-                synchronize(device)
-                times[name].append((time.perf_counter() - start) * 1e3)
+        times = interleaved_ms(runs, seconds, 5, partial(synchronize, device))
     return {
         "passes": len(times[BASE]),
         "median_ms": {name: median(taken) for name, taken in times.items()},
-        "ratio": {
-            name: median(a / b for a, b in zip(taken, times[BASE], strict=True))
-            for name, taken in times.items()
-        },
-        "ratio_to_channels_last": {
-            name: median(a / b for a, b in zip(taken, times["extracted_channels_last"], strict=True))
-            for name, taken in times.items()
-        },
+        "ratio": ratios(times, BASE),
+        "ratio_to_channels_last": ratios(times, "extracted_channels_last"),
         "largest_output": float(expected.abs().max()),
         "largest_difference": difference,
     }

@@ -16,7 +16,6 @@ import argparse
 import copy
 import gc
 import json
-import random
 import time
 import warnings
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 from bar_plot import plot_bars
+from interleaved_passes import interleaved_ms, ratios
 from readme_section import write_section
 from torch import Tensor, nn
 
@@ -105,28 +105,17 @@ def torchao_network(network: nn.Module) -> Any:
 
 
 def timed(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Any]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
     error = {}
     with torch.inference_mode():
         expected = runs[BASE]()
         for name, run in list(runs.items()):
             run(), run()
             error[name] = float((run() - expected).norm() / expected.norm())
-        order, end = list(runs), time.perf_counter() + seconds
-        rng = random.Random(0)
-        while len(times[BASE]) < 7 or time.perf_counter() < end:
-            rng.shuffle(order)
-            for name in order:
-                start = time.perf_counter()
-                runs[name]()
-                times[name].append((time.perf_counter() - start) * 1e3)
+        times = interleaved_ms(runs, seconds)
     return {
         "passes": len(times[BASE]),
         "median_ms": {name: median(taken) for name, taken in times.items()},
-        "ratio": {
-            name: median(a / b for a, b in zip(taken, times[BASE], strict=True))
-            for name, taken in times.items()
-        },
+        "ratio": ratios(times, BASE),
         "relative_error": error,
     }
 
