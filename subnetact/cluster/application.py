@@ -71,7 +71,8 @@ def build_app(
 
     With `queue="replicas"` every replica has a deadline queue of its own, and the front sends a request to
     the one of two random replicas that holds less work. With `queue="central"` one front has the only queue,
-    and idle replicas get whole batches from it.
+    and idle replicas get whole batches from it. The limits hold except for those of connections and of slow
+    clients: the connections belong to Ray's HTTP proxy.
 
     Args:
         bundle: folder of a saved engine with a latency table, at the same path on every node; or a `Source`.

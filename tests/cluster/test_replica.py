@@ -51,6 +51,11 @@ def test_answers_are_the_engines(replica):
         assert (answer.subnet, answer.accuracy, answer.met) == (1, 82.0, True)
 
 
+def test_a_new_replica_has_run_every_batch_size_before_it_gets_requests(replica, source):
+    assert replica.engine.prepared == (8,)  # the last of them
+    assert EngineReplica(source, central=True).engine.prepared == (8,)
+
+
 @pytest.mark.parametrize(
     ("images", "more", "error"),
     [
