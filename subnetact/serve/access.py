@@ -8,9 +8,9 @@ import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from pathlib import Path
 
-from subnetact.errors import MissingFile, ServeError
+from subnetact.errors import FileFormatError, MissingFile, ServeError
+from subnetact.files.atomic import read_regular
 
 __all__ = ["Access", "read_tokens"]
 
@@ -33,7 +33,9 @@ class Access:
     def __init__(self, tokens: Mapping[str, str], hosts: Iterable[str] | None = None) -> None:
         if any(len(token) < SHORTEST for token in tokens):
             raise ServeError(f"tokens: every token needs at least {SHORTEST} characters")
-        self._names = [(_digest(token.encode()), name) for token, name in tokens.items()]
+        self._names = [
+            (_digest(token.encode("utf-8", "surrogateescape")), name) for token, name in tokens.items()
+        ]
         self._hosts = None if hosts is None else frozenset(name.strip("[]").lower() for name in hosts)
 
     def client(self, authorization: str | None, address: str) -> str | None:
@@ -79,11 +81,14 @@ def read_tokens(path: str | PathLike[str]) -> dict[str, str]:
 
     Raises:
         MissingFile: the file cannot be read.
+        FileFormatError: the path names a device, a pipe or a socket.
         ServeError: the file has no token, or the same token twice.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_regular(path).decode("utf-8").splitlines()
+    except FileFormatError:
+        raise
+    except (OSError, ValueError) as error:
         raise MissingFile(f"token file: {path} cannot be read ({error})") from error
     tokens: dict[str, str] = {}
     for number, line in enumerate(lines, 1):

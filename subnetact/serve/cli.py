@@ -22,6 +22,7 @@ the environment variable SUBNETACT_TOKEN. It speaks plain HTTP; put a proxy with
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -64,6 +65,7 @@ NOT_OF_TEXT = (
     "max_pixels",
 )
 """Options that say nothing about a language model."""
+MOST_BODY_MB = 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EPILOG = """backends:
   local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
@@ -218,8 +220,10 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
         args: the options.
         stack: closes what must be closed after the server has ended.
     """
+    if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
+        raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     limits = Limits(
-        body_bytes=None if args.max_body_mb is None else int(args.max_body_mb * 2**20),
+        body_bytes=None if args.max_body_mb is None else math.ceil(args.max_body_mb * 2**20),
         connections=args.max_connections,
         pixels=args.max_pixels,
         header_s=args.header_s,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subnetact.errors import InvalidRequest, MissingExtra
+from subnetact.errors import InvalidRequest, MissingExtra, ServeError
 from subnetact.serve.json_text import NumberArray
 from subnetact.serve.signature import InputPart, Signature
 
@@ -208,6 +208,10 @@ class Images:
         most_pixels: largest number of pixels, checked before an image is decoded.
         mean: mean per channel.
         std: standard deviation per channel.
+
+    Raises:
+        ServeError: mean or std has another number of values than 1 or C, or a value that is not finite, or a
+            standard deviation that is not above 0.
     """
 
     def __init__(
@@ -227,6 +231,13 @@ class Images:
         self._mean = torch.tensor(mean).reshape(-1, 1, 1)
         self._std = torch.tensor(std).reshape(-1, 1, 1)
         self._open: Callable[..., Any] | None = None
+        for name, values in (("mean", mean), ("std", std)):
+            fitting = len(values) in (1, channels) if fits else len(values) > 0
+            if not fitting or not all(math.isfinite(v) and (name == "mean" or v > 0) for v in values):
+                allowed = "finite numbers" if name == "mean" else "finite numbers above 0"
+                raise ServeError(
+                    f"image_{name}: got {values}; give {allowed}, one for all channels or {channels}"
+                )
 
     def decode(self, body: bytes) -> Tensor:
         """Return an image as an input. Call this method in a thread: it may take milliseconds.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from subnetact.errors import ServeError
 from subnetact.serve.base_app import BaseApp
 from subnetact.serve.connections import Guard, guarded_protocol
 
@@ -62,7 +64,11 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
         grace_s: length of the grace period, in s.
+
+    Raises:
+        ServeError: the address, the port or the grace period cannot be used.
     """
+    _check(host, port, grace_s)
     limits = app.service.limits
     config = uvicorn.Config(
         app,
@@ -86,3 +92,14 @@ def run(app: BaseApp, host: str = "127.0.0.1", port: int = 8000, grace_s: float 
         Server(config, app, grace_s).run()
     finally:
         app.service.batcher.close(drain=False)
+
+
+def _check(host: str, port: int, grace_s: float) -> None:
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ServeError(f"host: {host!r:.60} is no name of a machine; give a name or an address") from None
+    if not 0 <= port <= 65535:
+        raise ServeError(f"port: {port} is none; give a whole number from 0 to 65535")
+    if not 0 <= grace_s < math.inf:
+        raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")

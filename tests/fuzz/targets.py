@@ -23,6 +23,7 @@ from functools import cache
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_gen
 from subnetact.nas.state import SearchState
 from subnetact.profile.cli import main as profile_main
 from subnetact.profile.measurements import Measurements
+from subnetact.serve.cli import main as serve_main
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.pipelines.cli import main as plan_main
 from subnetact.serving.policies import Fixed, make_policy
@@ -792,6 +794,27 @@ def _profile(arguments: list[str]) -> int:
     return status
 
 
+def _serve(arguments: list[str]) -> int:
+    interval = sys.getswitchinterval()
+    try:
+        with mock.patch("subnetact.serve.run"):  # Everything but the loop of the server.
+            return serve_main(["--bundle", str(seeds() / "bundle"), *arguments])
+    finally:
+        sys.setswitchinterval(interval)
+
+
+SERVE = {
+    **dict.fromkeys(
+        (
+            *("--table", "--policy", "--slo-ms", "--threads-per-worker", "--max-queue", "--name", "--host"),
+            *("--port", "--allowed-hosts", "--token-file", "--grace-s", "--image-mean", "--image-std"),
+            *("--max-body-mb", "--max-connections", "--max-pixels", "--header-s", "--body-s", "--idle-s"),
+            *("--write-s", "--constructor", "--model", "--workers"),
+        ),
+        1,
+    ),
+    **{"--fair": 0, "--queue": 1, "--router": 1},
+}
 SIMULATE = ("--slo-ms", "--workers", "--noise", "--overhead-ms", "--scale", "--seed", "--table", "--policy")
 PROFILE = (
     *("--family", "--checkpoint", "--bundle", "--constructor", "--subnets", "--accuracy", "--fit-subnets"),
@@ -836,6 +859,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
         dict.fromkeys(SIMULATE, 1),
         ["--trace", "bursty", "--duration-s", "0.05", "--policy", "fixed:0"],
     ),
+    "python -m subnetact.serve": fuzz_command(_serve, SERVE, []),
     "python -m subnetact.profile": fuzz_command(_profile, dict.fromkeys(PROFILE, 1), ["--dry-run"]),
     "python -m ofa_adapters": fuzz_command(families_main, {"inspect": 1}, []),
     "description": fuzz_description,

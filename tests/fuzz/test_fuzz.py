@@ -16,7 +16,7 @@ CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
 """By target: inputs that once raised something else than an error of the library, as the seed of random
 numbers or as the bytes that the numbers are read from, in hexadecimal digits."""
 SLOW = {"constructor", "checkpoint", "Batcher.submit", "unfinished calibration", "bundle"}
-SLOW |= {"python -m subnetact.profile", "python -m subnetact.simulate"}
+SLOW |= {"python -m subnetact.serve", "python -m subnetact.profile", "python -m subnetact.simulate"}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -290,6 +290,16 @@ def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys):
         (["--bundle", bundle, "--model", "nowhere:factory"], "PYTHONPATH"),
         (["--bundle", bundle, "--accuracy-floor", "70"], "one needs the other"),
         (["--bundle", bundle, "--accuracy-floor", "70", "--most-workers", "2"], "--backend ray"),
+        (["--bundle", bundle, "--token-file", "/dev/zero"], "device"),
+        (["--bundle", bundle, "--max-body-mb", "nan"], "max-body-mb"),
+        (["--bundle", bundle, "--max-body-mb", "inf"], "max-body-mb"),
+        (["--bundle", bundle, "--image-std", "0"], "image_std"),
+        (["--bundle", bundle, "--image-mean", "0.5", "0.5"], "image_mean"),
+        (["--bundle", bundle, "--image-mean", "nan"], "image_mean"),
+        (["--bundle", bundle, "--host", "a" * 100], "host"),
+        (["--bundle", bundle, "--port", "65536"], "port"),
+        (["--bundle", bundle, "--grace-s", "nan"], "grace_s"),
+        (["--bundle", bundle, "--grace-s", "-1"], "grace_s"),
     ):
         assert main(options) == 2
         assert reason in capsys.readouterr().err
