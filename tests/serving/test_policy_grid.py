@@ -92,6 +92,18 @@ def test_batches_stay_efficient_behind_a_queue():
     assert lead(table, 0.7, workers=64, slo=3.0, cv2=2.0, seed=1, count=12_000) > -0.2
 
 
+@pytest.mark.parametrize("seed", [7, 500336])
+def test_small_batches_do_not_use_up_the_slack_of_the_requests_behind_them(seed):
+    table = affine(0.63, 12, 3.0, (1, 8, 32, 128), concave=True, base_ms=8.4, jitter=0.2, seed=seed)
+    assert lead(table, 0.9, workers=2, slo=3.0, cv2=1.0, seed=1) > 0.0
+
+
+@pytest.mark.parametrize(("share", "subnets", "load"), [(0.49, 50, 0.5), (0.5, 6, 0.5)])
+def test_where_batches_of_one_keep_up_larger_ones_do_not_cost_accuracy(share, subnets, load):
+    table = affine(share, subnets, 3.0, (1, 8, 32, 128), concave=False)
+    assert lead(table, load, workers=16, slo=5.0, cv2=1.0, seed=1) > -0.1
+
+
 @pytest.mark.parametrize(("share", "load", "cv2"), [(0.25, 2.0, 8.0), (0.4, 1.6, 8.0)])
 def test_accuracy_is_given_up_if_it_costs_more_in_missed_deadlines(share, load, cv2):
     table = affine(share, 6, 3.0, (1, 2, 4, 8, 16), concave=False)

@@ -171,20 +171,20 @@ class HullTable:
         self._sustained_taus = [tau for tau, _, _ in sustained]
         self._cycles = [_batches(table, cells[i], fits[i]) for _, _, i in sustained]
 
-    def cycle_ms(self, tau_ms: float) -> float:
-        """Return how long a batch takes if the workers run the most accurate subnet that they can sustain.
+    def cycle(self, tau_ms: float) -> tuple[int, float]:
+        """Return (batch size, latency in ms) of the batches of the most accurate subnet that is sustained.
 
         Args:
             tau_ms: the worker time per request that the load leaves, ms.
 
         Returns:
-            The latency, ms, of this subnet at the smallest batch size that takes no more time per request; if
-            no subnet is sustained, that of a full batch of the cheapest one.
+            The smallest batch of this subnet that takes no more time per request; if no subnet is sustained,
+            a full batch of the cheapest one.
         """
         at = bisect_right(self._sustained_taus, tau_ms) - 1
         if at >= 0:
-            return _smallest_ms(self._cycles[at], tau_ms)
-        return self.full.ms
+            return _smallest(self._cycles[at], tau_ms)
+        return self.full.size, self.full.ms
 
     def usual_ms(self, tau_ms: float) -> float:
         """Return the latency of a batch that must still be possible behind the accepted backlog, ms.
@@ -200,10 +200,10 @@ class HullTable:
         low = max(bisect_right(self.taus, tau_ms) - 1, 0)
         if low == last:
             tau_ms *= _ALMOST
-        lower_ms = _smallest_ms(self._batches[low], max(tau_ms, _ALMOST * self.taus[low]))
+        _, lower_ms = _smallest(self._batches[low], max(tau_ms, _ALMOST * self.taus[low]))
         if low == last or tau_ms <= self.taus[low]:
             return lower_ms
-        upper_ms = _smallest_ms(self._batches[low + 1], _ALMOST * self.taus[low + 1])
+        _, upper_ms = _smallest(self._batches[low + 1], _ALMOST * self.taus[low + 1])
         share = (tau_ms - self.taus[low]) / (self.taus[low + 1] - self.taus[low])
         return lower_ms + share * max(0.0, upper_ms - lower_ms)
 
@@ -237,9 +237,9 @@ def _batches(table: LatencyTable, row: Floats, fits: npt.NDArray[np.bool_]) -> l
     return [(size, ms) for size, ms, fit in cells if fit]
 
 
-def _smallest_ms(batches: list[tuple[int, float]], tau_ms: float) -> float:
-    """Return the latency of the smallest batch that takes at most `tau_ms` per request; one must."""
-    return next(ms for size, ms in batches if ms <= tau_ms * size * _TIE)
+def _smallest(batches: list[tuple[int, float]], tau_ms: float) -> tuple[int, float]:
+    """Return the smallest batch that takes at most `tau_ms` per request; one must."""
+    return next((size, ms) for size, ms in batches if ms <= tau_ms * size * _TIE)
 
 
 def _chunk(cells: Floats, table: LatencyTable, subnet: int, column: int) -> Chunk:

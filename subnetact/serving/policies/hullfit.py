@@ -13,15 +13,19 @@ The method, step by step:
    cycle: the latency of the smallest batch that keeps up with the arrivals. A batch of the whole queue may
    take as long as this cycle, because a larger batch afterwards makes up for it. A batch that leaves requests
    behind may take the time per request times its number of requests. Time that a batch leaves unspent is
-   saved for later ones (`TimeBudget.save`), so that neighbouring subnets alternate.
-4. **Price.** If the time per request is enough for the most accurate subnet, time costs nothing. Otherwise
+   saved for later ones (`TimeBudget.save`), so that neighbouring subnets alternate. A batch that leaves
+   requests behind spends saved time only if it is as large as the batches of the cycle: a smaller one would
+   use up the slack of the requests behind it, which then run on cheap subnets.
+4. **Price.** If the time per request is enough for the most accurate subnet, time costs nothing: at every
+   batch size, the most accurate subnet that is allowed is best. Only the comparison of batch sizes has a
+   small price then, so that a larger batch loses accuracy only if it takes less time per request. Otherwise
    the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
-   elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent.
-   Only what a batch takes beyond the cycle has a price. The value of a request is what it yields at that
-   point of the hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet
+   elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent. Only
+   what a batch takes beyond the cycle has a price. The value of a request is what it yields at that point
+   of the hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet
    sustains, a request has no value, because another one must be dropped for it, and all time has a price.
-   The same rule holds while requests expire because of the time spent on accuracy, as far as this costs more
-   than the accuracy gains (`Balance`).
+   The same rule holds while requests expire because of the time spent on accuracy, as far as this costs
+   more than the accuracy gains (`Balance`).
 5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
    batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
    deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
@@ -63,8 +67,9 @@ _MANY_CHUNKS = 10
 """With more chunks than this, the drain limit is computed with arrays, which is faster."""
 _SHORT = 4
 """A queue of at most this many full batches is short: time that is saved then is not needed to shorten it."""
-_PREFERENCE = 0.25
-"""Where time is free, a larger batch may cost this share of the range of accuracies per request."""
+_FREE = 0.1
+"""If there is time for the most accurate subnet, batch sizes are compared as if the time per request of this
+subnet cost this share of the range of accuracies."""
 
 
 class HullFit:
@@ -119,7 +124,7 @@ class HullFit:
         )
         self._fronts = PricedFronts(table)
         self._hulls: dict[int, HullTable] = {}
-        self._preference = _PREFERENCE * (max(table.accuracy) - min(table.accuracy))
+        self._free = _FREE * (max(table.accuracy) - min(table.accuracy))
         self._floor_planner = FloorPlanner(table, self._budget)
         self._balance = Balance(self.slo_ms)
 
@@ -150,7 +155,7 @@ class HullFit:
         rate = budget.rate_per_ms(context)
         usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
         tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms)
-        cycle_ms = hull.cycle_ms(tau_ms)
+        cycle = hull.cycle(tau_ms)
         point = bisect_right(hull.taus, tau_ms) - 1
         last, wanted = len(hull.slopes), hull.values[max(point, 0)]
         step_ms = workers * hull.batch_ms[point + 1] if point < last else hull.batch_ms[last]
@@ -158,28 +163,29 @@ class HullFit:
         if losing or point < 0 or rate * hull.taus[0] > workers:
             # Overload: every request that is served replaces another one.
             point = -1
-            price, value, tau_ms, cycle_ms = hull.values[0] / hull.taus[0], 0.0, math.inf, 0.0
+            price, tau_ms, cycle = hull.values[0] / hull.taus[0], math.inf, (0, 0.0)
+            charge, value = price, 0.0
         elif point < last:
             price = hull.slopes[point]
             if context.queued <= _SHORT * hull.full.size:
                 # Time piles up unspent, which is worth less.
                 full = min(1.0, budget.saved_ms / budget.most_saved_ms(step_ms))
                 price -= (price - (hull.slopes[point + 1] if point + 1 < last else 0.0)) * full * full
-            value = hull.values[point] - price * hull.taus[point]
+            charge, value = price, hull.values[point] - price * hull.taus[point]
         else:
-            price, value = 0.0, hull.values[point] - self._preference
+            price, charge, value = 0.0, self._free / hull.taus[last], hull.values[last] - self._free
         # In overload a margin would only drop requests that might be met.
         limit_ms = budget.time_limit(context.slack_ms) if point >= 0 else context.slack_ms
-        found = self._best_offer(context, others, hull, rate, limit_ms, tau_ms, cycle_ms, price, value)
+        found = self._best_offer(context, others, hull, rate, limit_ms, tau_ms, cycle, price, charge, value)
         if found is None:
             return self._rescue(context, hull, workers)
         k, option = found
         if k < context.queued:
-            cycle_ms, least_ms = 0.0, k * hull.taus[0]
+            free_ms, least_ms = 0.0, k * hull.taus[0]
         else:
-            least_ms = hull.full.by_column[self._fronts.column_for(k)]
+            free_ms, least_ms = cycle[1], hull.full.by_column[self._fronts.column_for(k)]
         if tau_ms < math.inf:
-            budget.save(max(cycle_ms, tau_ms * k) - option.latency_ms, step_ms)
+            budget.save(max(free_ms, tau_ms * k) - option.latency_ms, step_ms)
         gained = k * (option.accuracy - hull.values[0])
         self._balance.book(
             option.latency_ms - least_ms, gained, k * (wanted - option.accuracy) if point < 0 else 0.0
@@ -200,19 +206,20 @@ class HullFit:
         rate: float,
         limit_ms: float,
         tau_ms: float,
-        cycle_ms: float,
+        cycle: tuple[int, float],
         price: float,
+        charge: float,
         value: float,
     ) -> tuple[int, Option] | None:
         """Return (number of requests, option) with the greatest gain that passes every guard, or None."""
         budget, fronts, queued = self._budget, self._fronts, context.queued
+        cycle_size, cycle_ms = cycle
         top = fronts.column_for(queued)
         counts = [size if size < queued else queued for size in fronts.sizes[: top + 1]]
         drains = {counts[top]: self._drain_limit(context, others, counts[top], hull)}
         # A smaller batch leaves more behind, so no batch may take longer than the largest one.
         limit = min(limit_ms, drains[counts[top]])
         spare = budget.surge_spare(context, others, hull.taus[0], rate)
-        saved = budget.saved_ms
         # For each batch size: the gain per request and the offer; (-inf, None) if no subnet is fast enough.
         offers: list[tuple[float, Option | None]] = []
 
@@ -221,6 +228,7 @@ class HullFit:
             k = counts[column]
             # Only if it takes the whole queue is its time repaid by a larger batch afterwards.
             free_ms = cycle_ms if k == queued else min(cycle_ms, tau_ms * k)
+            saved = budget.saved_ms if k == queued or k >= cycle_size else 0.0
             within = min(limit, max(free_ms, tau_ms * k) + saved, spare + k * hull.taus[0])
             option = fronts.best(column, k, price, within, free_ms)
             if option is None:  # the cheapest subnet need not leave time for a surge
@@ -228,7 +236,7 @@ class HullFit:
                 if latency_ms > limit:
                     return -math.inf, None
                 option = Option(latency_ms, hull.values[0], hull.cheapest, fronts.sizes[column])
-            return option.accuracy - value - price * max(option.latency_ms, free_ms) / k, option
+            return option.accuracy - value - charge * max(option.latency_ms, free_ms) / k, option
 
         offers = [look(column, limit) for column in range(top + 1)]
         while True:
