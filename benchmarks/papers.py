@@ -1,6 +1,6 @@
 """The headline experiments of VELTAIR, Shepherd and InferLine in kind; what blocks and preemption cost live.
 
-    python benchmarks/papers.py --out benchmarks/results/papers.json     # three minutes on two idle cores
+    python benchmarks/papers.py --out benchmarks/results/papers.json     # five minutes on two idle cores
     python benchmarks/papers.py --only veltair shepherd inferline        # simulations, the same everywhere
     python benchmarks/papers.py --only blocks urgent pipeline tenants    # live, timed
 
@@ -438,7 +438,7 @@ def inferline() -> Found:
 def main() -> None:
     """Run the experiments and print or write their figures."""
     everything: dict[str, Callable[[], Found]] = {
-        "blocks": lambda: blocks(30.0),
+        "blocks": lambda: blocks(60.0),
         "urgent": lambda: urgent(300),
         "tail": tail,
         "pipeline": pipeline,

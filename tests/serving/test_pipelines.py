@@ -27,7 +27,7 @@ from subnetact.serving import (
 )
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.stage_tuner import StageTuner
-from subnetact.serving.policies import SlackFit
+from subnetact.serving.policies import HullFit
 from subnetact.serving.simulation.simulator import simulate
 
 FAST = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[1.0, 2.0], [3.0, 6.0]])
@@ -299,7 +299,7 @@ def test_one_stage_is_simulated_as_simulate_does() -> None:
     arrivals = poisson(300, 5, seed=1)
     alone = PipelineModel((StageModel("a", {"cpu": FAST}),), {"cpu": 1.0}, 20.0)
     found = estimate_pipeline(arrivals, alone, {"a": StageChoice("cpu", 2, 4)}, expired="drop")
-    direct = simulate(arrivals, FAST, SlackFit(FAST, 20.0), 20.0, workers=2, requests=True)
+    direct = simulate(arrivals, FAST, HullFit(FAST, 20.0), 20.0, workers=2, requests=True)
     assert found.attainment == direct.attainment
     assert direct.log is not None
     np.testing.assert_array_equal(found.latency_ms, direct.log.finish_ms - arrivals)

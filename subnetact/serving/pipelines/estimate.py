@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.model import PipelineModel, StageChoice
-from subnetact.serving.policies import SlackFit
+from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import expired_rule
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.simulation.event_loop import EventLoop
@@ -81,7 +81,7 @@ def estimate_pipeline(
     model: PipelineModel,
     choices: Mapping[str, StageChoice],
     *,
-    make: MakePolicy = SlackFit,
+    make: MakePolicy = HullFit,
     expired: str = "defer",
     overhead_ms: float = 0.0,
     noise: float = 0.0,

@@ -32,7 +32,7 @@ from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
 from subnetact.serving.pipelines.pipeline_answer import PipelineAnswer, StageTime
 from subnetact.serving.pipelines.stage import FunctionRunner, Stage
 from subnetact.serving.pipelines.stage_tuner import StageTuner
-from subnetact.serving.policies import SlackFit
+from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_positive, check_time
 
 __all__ = ["Pipeline", "PipelineStats"]
@@ -213,7 +213,7 @@ class Pipeline:
         slo_ms = self.slo_ms * (1.0 - self._reserves[name])
         policy = stage.policy
         if policy is None:
-            policy = SlackFit(table, max(slo_ms, table.fastest_ms))
+            policy = HullFit(table, max(slo_ms, table.fastest_ms))
         runner: Any = FunctionRunner(name, stage.runner) if stage.is_function else stage.runner  # type: ignore[arg-type]
         several = isinstance(runner, (list, tuple))
         own = set(inspect.signature(Batcher).parameters) - _OF_STAGES

@@ -16,7 +16,7 @@ from subnetact.serving.pipelines.estimate import MakePolicy, PipelineEstimate, e
 from subnetact.serving.pipelines.model import PipelineModel, StageChoice
 from subnetact.serving.pipelines.stage_tuner import StageTuner
 from subnetact.serving.planning.tuner import Tuner
-from subnetact.serving.policies import SlackFit
+from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import check_count
 from subnetact.serving.simulation.scenario import checked_arrivals
 
@@ -154,7 +154,7 @@ def plan_pipeline(
     model: PipelineModel,
     percent: float = 99.0,
     *,
-    make: MakePolicy = SlackFit,
+    make: MakePolicy = HullFit,
     most_workers: int = 256,
     overhead_ms: float = 0.0,
     seed: int = 0,
@@ -164,8 +164,9 @@ def plan_pipeline(
 
     The search starts with the fastest hardware and enough workers everywhere. Then it takes, as long as one
     of them meets the percentile, the step that lowers the cost the most: fewer workers at a stage with the
-    same or another batch size, or cheaper hardware with as many workers as that needs. At last the minimum
-    accuracy of every stage is raised in turn as far as the percentile permits at the same cost.
+    same or another batch size, or cheaper hardware with as many workers as that needs. Among steps to the
+    same cost, the one with the largest batch size is taken. At last the minimum accuracy of every stage is
+    raised in turn as far as the percentile permits at the same cost.
 
     Args:
         arrivals_ms: arrival times, ms, ascending, shape (requests,).
@@ -209,7 +210,7 @@ def _per_stage(search: _Search) -> Choices:
         for stage in model.stages:
             now = choices[stage.name]
             for hardware, table in stage.tables.items():
-                for size in table.batch_sizes:
+                for size in reversed(table.batch_sizes):
                     price = model.prices[hardware]
                     budget = now.workers * model.prices[now.hardware]
                     # Only plans that are cheaper than this stage now are worth a simulation.

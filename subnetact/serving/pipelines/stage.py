@@ -36,7 +36,7 @@ class Stage:
             of the stage is then the list of the outputs.
         inputs: how many inputs a request typically has at a stage with `each`; deadlines are split with it.
         table: the latency table of an engine; if None, the policy's. For a function it may be left out.
-        policy: chooses subnets and batch sizes. If None, `SlackFit` over the table.
+        policy: chooses subnets and batch sizes. If None, `HullFit` over the table.
         batch_size: the largest batch size; if None, the table's.
         min_accuracy: minimum profiled accuracy of the subnets of this stage, percent. If None, any.
         workers: number of workers that take batches at first.
