@@ -340,7 +340,7 @@ def tenants(seconds: float) -> Found:
 
 def veltair() -> Found:
     """Find the greatest rate at which 95 % of each class meet the SLO, for three mixes and granularities."""
-    layers, cost = 50, 0.0025  # a cut between two blocks costs 0.25 % of a batch, as `blocks` measures
+    layers, cost = 50, 0.0025  # a cut costs 0.25 % of a batch; `blocks` measures about that
     base = LatencyTable.from_arrays(["short", "long"], [70.0, 80.0], [1], [[4.0], [60.0]])
     found: Found = {}
     for mix, long_share in (("light", 0.02), ("medium", 0.06), ("heavy", 0.2)):

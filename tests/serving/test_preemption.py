@@ -173,7 +173,8 @@ def test_looks_between_blocks_cost_what_the_simulator_is_told() -> None:
     assert long.log.start_ms[0] == 0.0, "a batch that was suspended began before"
     whole = simulate([0.0] * 16, TABLE, preemptive(), 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
     assert whole.end_ms == pytest.approx(44.5)  # one look after every layer block but the last
-    short = simulate([0.0], TABLE, preemptive(0), 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
+    policy = Preemptive(Fixed(TABLE, 0), block_ms=2.0)
+    short = simulate([0.0], TABLE, policy, 50.0, resume=True, blocks=BLOCKS, look_ms=0.5)
     assert short.end_ms == pytest.approx(2.0), "a batch of at most 2 ms is one block"
 
 
@@ -233,8 +234,9 @@ class StandIn:
 
     keys = TABLE.subnets
 
-    def __init__(self, scale: float = 1.0, look_ms: float = 0.0) -> None:
+    def __init__(self, scale: float = 1.0, look_ms: float = 0.0, table: LatencyTable = TABLE) -> None:
         self.scale = scale
+        self.table = table
         self.look_ms = look_ms
         self.calls = 0
 
@@ -248,7 +250,7 @@ class StandIn:
 
     def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
         self.calls += 1
-        takes_ms = TABLE.latency_ms[subnet][TABLE.batch_sizes.index(batch_size)] * self.scale
+        takes_ms = self.table.latency_ms[subnet][self.table.batch_sizes.index(batch_size)] * self.scale
         return SleepingRun(inputs, takes_ms, self.look_ms)
 
 
@@ -294,6 +296,24 @@ def test_an_urgent_request_goes_first_and_the_batch_continues() -> None:
             assert future.result(5).latency_ms > urgent.latency_ms
         stats = batcher.stats()
         assert (stats.preempted, stats.met) == (1, 17)
+
+
+def test_flex_preempts_live_between_blocks() -> None:
+    """Sixteen requests that cannot wait for one take its worker, and its batch continues afterwards."""
+    table = LatencyTable.from_arrays(TABLE.subnets, TABLE.accuracy, [1, 16], [[50.0, 60.0], [100.0, 120.0]])
+    for _ in range(3):  # another process may hold up one run
+        started = threading.Event()
+        with Batcher(StandIn(table=table), policy=Flex(table, 1), slo_ms=500.0, learn=False) as batcher:
+            slow = batcher.submit(lambda _, event=started: event.set(), FOREVER)
+            assert started.wait(5)
+            answers = [f.result(5) for f in [batcher.submit("x", 170.0) for _ in range(16)]]
+            assert not slow.done()
+            slow.result(5)
+            stats = batcher.stats()
+        assert stats.preempted == 1
+        if all(answer.met for answer in answers):
+            return
+    pytest.fail(f"late by {max(answer.latency_ms for answer in answers) - 170.0} ms")
 
 
 @pytest.mark.parametrize("policy", [Preemptive(Fixed(TABLE, 1)), Flex(TABLE, 1)])

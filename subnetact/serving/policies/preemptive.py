@@ -1,4 +1,4 @@
-"""Preemptive: any policy, whose running batches may be interrupted between two layer blocks."""
+"""Preemptive: any policy, whose running batches may be interrupted between two blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Preemptive:
 
     A block is one layer block of the engine, or several neighbouring ones that together take at most
     `block_ms`. A preempted batch is suspended between two blocks and continues afterwards, so no work is
-    lost; a batch that takes at most `block_ms` as a whole is one block. The rule
-    weighs requests that preemption saves against requests that it makes late. A request is urgent if it
-    misses its deadline unless it runs before the next worker is free. The most accurate subnet that answers
-    the urgent requests in time is chosen. A running batch gives way if the requests saved are more than
-    `factor` times those of its own that become late.
+    lost; a batch that takes at most `block_ms` as a whole is one block.
+
+    The rule weighs requests that preemption saves against requests that it makes late. A request is urgent if
+    it misses its deadline unless it runs before the next worker is free. The most accurate subnet that
+    answers the urgent requests in time is chosen. A running batch gives way if the requests saved are more
+    than `factor` times those of its own that become late.
 
     The batcher needs engines with `start(subnet, inputs, batch_size)`, such as `Engine`, in threads; worker
     processes are refused. The simulator needs `resume=True` and the number of layer blocks. A batch looks at
@@ -56,7 +57,7 @@ class Preemptive:
         self,
         policy: Policy,
         factor: float = 1.0,
-        block_ms: float = 2.0,
+        block_ms: float = 1.5,
         tails: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         check_policy(policy)
