@@ -105,14 +105,16 @@ def build_app(
     if queue == "central" and fronts != 1:
         raise ServeError(f"fronts: {fronts}, but a central queue has one front")
     workers = replicas_of(source, replicas, autoscaling, queue, router, cpus, report_s)
+    wanted, most = (replicas, replicas) if autoscaling is None else (autoscaling.least, autoscaling.most)
     front = serve.deployment(
         ingress(Front),
         name="front",
         num_replicas=fronts,
-        max_ongoing_requests=source.max_queue,
+        # Fronts refuse what the replicas cannot take. They would not if requests waited in Ray's proxy.
+        max_ongoing_requests=2 * most * source.max_queue,
+        max_queued_requests=source.max_queue,
         ray_actor_options={"num_cpus": 0},
     )
-    wanted = replicas if autoscaling is None else autoscaling.least
     shown = {"name": name or os.path.basename(str(source.bundle)), "limits": asdict(limits or Limits())}
     return front.bind(workers, source, queue, wanted, {**shown, "tokens": tokens, "hosts": allowed_hosts})
 
