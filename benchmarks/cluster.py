@@ -251,16 +251,16 @@ def faults_section(seed: int, rate: float = 10.0, seconds: float = 60.0) -> dict
     return found
 
 
-def autoscaling_section(seed: int) -> dict[str, Any]:
+def autoscaling_section(seed: int, names: Sequence[str], found: dict[str, Any]) -> dict[str, Any]:
     """Let the load step up and down before one replica, two, and as many as the policy asks for."""
-    pages, found = Pages(), {}
+    pages = Pages()
     arrivals, start = [], 0.0
     for _, seconds, rate in STEPS:
         arrivals += (trace("poisson", rate, seconds, seed=seed) + start * 1e3).tolist()
         start += seconds
     with saved_bundle() as bundle:
-        for name, options in SCALED.items():
-            with running((*OURS, *options), bundle) as (url, _):
+        for name in names:
+            with running((*OURS, *SCALED[name]), bundle) as (url, _):
                 asyncio.run(ask_pages(url, True, pages, trace("poisson", 15, 2.0).tolist(), 1e4))
                 up: list[tuple[float, int]] = []
 
@@ -445,7 +445,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="pages per second")
-    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=list(SERVERS))
+    parser.add_argument("--servers", nargs="+", default=[*SERVERS, *SCALED], choices=[*SERVERS, *SCALED])
     parser.add_argument("--out", type=Path, default=HERE / "results" / "cluster.json")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
@@ -463,11 +463,14 @@ def main() -> None:
                 or run["rate"] not in args.rates
             )
         ]
-        results["live"] = kept + live_section(args.seeds, args.servers, args.rates)
+        chosen = [name for name in args.servers if name in SERVERS]
+        results["live"] = kept + live_section(args.seeds, chosen, args.rates)
     if "faults" in args.sections:
         results["faults"] = faults_section(args.seeds[0])
     if "autoscaling" in args.sections:
-        results["autoscaling"] = {**facts(), **autoscaling_section(args.seeds[0])}
+        known = results.get("autoscaling", {}).get("servers", {})
+        chosen = [name for name in args.servers if name in SCALED]
+        results["autoscaling"] = {**facts(), **autoscaling_section(args.seeds[0], chosen, known)}
     if "model" in args.sections:
 
         def keep(model: dict[str, Any]) -> None:

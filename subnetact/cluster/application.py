@@ -41,7 +41,7 @@ class Autoscaling:
         least: least number of replicas.
         most: greatest number of replicas.
         attainment: least share of requests that are answered in time.
-        patience_s: how long the need must stay lower before replicas are removed, in s.
+        patience_s: how long both targets must be kept before a replica is removed, in s.
     """
 
     accuracy_floor: float

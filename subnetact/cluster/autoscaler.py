@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,10 @@ __all__ = ["AccuracyFirst", "AccuracyFirstPolicy", "planned_rate"]
 HEADROOM = 0.5
 """By how many percentage points the accuracy must exceed its floor before replicas are removed, or by half of
 the way to the best subnet, if that is less."""
+ROOM = 0.9
+"""After one was removed, replicas get at most this part of the rate per replica at which a target was missed."""
+REMEMBERED = 10
+"""How long that rate is remembered, in units of `patience_s`."""
 
 
 def planned_rate(
@@ -61,16 +67,21 @@ class AccuracyFirst:
     """Decides how many replicas to run.
 
     While the accuracy served is above its floor and requests are in time, a growing load only costs accuracy.
-    Replicas are added when either falls below its target: at least one, and as many as the envelopes of a
-    `Tuner` ask for. They are removed, down to what the envelopes ask for, after the load was lower and both
-    targets were kept for `patience_s`.
+    Replicas are added when either falls below its target, in the last report as well as in the mean of about
+    the last `patience_s`, weighted by arrivals: at least one, and as many as the envelopes of a `Tuner` ask
+    for. One late input does not count. Replicas are removed one by one, down to what the envelopes ask for,
+    after both targets were kept for `patience_s`.
+
+    The envelopes come from simulations, which know nothing of what else a replica does. So the rule remembers
+    at which rate per replica a target was missed: for ten times `patience_s`, it removes no replica if the
+    others would have to answer nearly this rate each.
 
     Args:
         table: the latency table.
         slo_ms: the usual time from arrival to deadline, in ms.
         accuracy_floor: least mean accuracy of the answers, in percent.
         attainment: least share of requests that are answered in time.
-        patience_s: how long the need must stay lower before replicas are removed, in s.
+        patience_s: how long the targets must be kept before a replica is removed, in s.
         most: greatest number of replicas.
         policy: name of the policy of the replicas.
         planned_per_s: the `planned_rate` of one replica with these settings, if it is known already; its
@@ -108,6 +119,9 @@ class AccuracyFirst:
         self._floor, self._attainment = accuracy_floor, attainment
         self._calm_above = accuracy_floor + min(HEADROOM, (best - accuracy_floor) / 2)
         self._fraction = 0.0
+        self._asked = self._met = self._accuracy_sum = 0.0  # inputs; they fade with `patience_s`
+        self._missed_per_s, self._missed_ms = float("inf"), -float("inf")
+        self._rates: deque[tuple[float, float]] = deque()
         self._patience_ms, self._most = patience_s * 1e3, most
         self._kept_since_ms: float | None = None
         self._added_ms = -float("inf")
@@ -126,15 +140,20 @@ class AccuracyFirst:
             running: replicas that run now.
         """
         since = now_ms if self._last_ms is None else self._last_ms
-        count, self._fraction = divmod(arrivals_per_s * (now_ms - since) / 1e3 + self._fraction, 1.0)
-        arrivals = np.linspace(since, now_ms, int(count), endpoint=False).tolist()
         self._last_ms = now_ms
-        needed = self._tuner.step(now_ms, arrivals)
-        if accuracy < self._floor or attainment < self._attainment:
+        arrived = arrivals_per_s * (now_ms - since) / 1e3
+        count, self._fraction = divmod(arrived + self._fraction, 1.0)
+        needed = self._tuner.step(now_ms, np.linspace(since, now_ms, int(count), endpoint=False).tolist())
+        self._rates.append((now_ms, arrivals_per_s))
+        while self._rates[0][0] < now_ms - self._patience_ms:
+            self._rates.popleft()
+        if self._misses(math.exp((since - now_ms) / self._patience_ms), arrived, accuracy, attainment):
             self._kept_since_ms = None
             if now_ms - self._added_ms < self._patience_ms and needed <= running:
                 return running  # those that were added last are not all at work yet
             self._added_ms = now_ms
+            self._missed_per_s = min(self._limit_per_s(now_ms), arrivals_per_s / running)
+            self._missed_ms = now_ms
             return min(self._most, max(running + 1, needed))
         if self._kept_since_ms is None:
             self._kept_since_ms = now_ms
@@ -142,10 +161,26 @@ class AccuracyFirst:
             needed < running
             and accuracy >= self._calm_above
             and now_ms - self._kept_since_ms >= self._patience_ms
+            and max(rate for _, rate in self._rates) < ROOM * self._limit_per_s(now_ms) * (running - 1)
         ):
             self._kept_since_ms = now_ms
             return max(1, needed, running - 1)
         return running
+
+    def _misses(self, fading: float, arrived: float, accuracy: float, attainment: float) -> bool:
+        """Return whether a target is missed now and was missed lately."""
+        self._asked = fading * self._asked + arrived
+        self._met = fading * self._met + arrived * attainment
+        self._accuracy_sum = fading * self._accuracy_sum + arrived * attainment * accuracy
+        if accuracy < self._floor and self._accuracy_sum < self._floor * self._met:
+            return True
+        allowed = max(1.0, (1.0 - self._attainment) * self._asked)
+        return attainment < self._attainment and self._asked - self._met > allowed
+
+    def _limit_per_s(self, now_ms: float) -> float:
+        """Return the rate per replica at which a target was missed, as long as that is remembered."""
+        forgotten = now_ms - self._missed_ms > REMEMBERED * self._patience_ms
+        return float("inf") if forgotten else self._missed_per_s
 
 
 class AccuracyFirstPolicy:

@@ -49,9 +49,51 @@ def test_below_the_floor_the_envelopes_say_how_many(rate):
 
 def test_requests_that_are_late_add_a_replica_whatever_the_rate(rate):
     rule = AccuracyFirst(TABLE, **SETTINGS)
-    assert run(rule, 1, rate / 4, attainment=0.9) == 2
-    assert run(rule, 3, rate / 4, attainment=0.9, running=2, start=1e3) == 2  # the new one starts first
-    assert run(rule, 3, rate / 4, attainment=0.9, running=2, start=6e3) == 3
+    assert run(rule, 2, rate / 4, attainment=0.9) == 2
+    assert run(rule, 3, rate / 4, attainment=0.9, running=2, start=2e3) == 2  # the new one starts first
+    assert run(rule, 3, rate / 4, attainment=0.9, running=2, start=7e3) == 3
+
+
+def test_one_late_request_adds_no_replica():
+    """At 10 requests per second, 90 % of one second are in time, but 98 % of the last five seconds."""
+    rule = AccuracyFirst(TABLE, **{**SETTINGS, "attainment": 0.97})
+    assert run(rule, 6, 10.0) == 1
+    assert run(rule, 1, 10.0, attainment=0.9, start=6e3) == 1
+    assert run(rule, 1, 10.0, attainment=0.8, start=7e3) == 2
+
+
+def test_a_short_dip_below_the_floor_adds_no_replica(rate):
+    rule = AccuracyFirst(TABLE, **SETTINGS)
+    assert run(rule, 6, rate) == 1
+    assert run(rule, 1, rate, accuracy=73.0, start=6e3) == 1
+    assert run(rule, 5, rate, accuracy=73.0, start=7e3) == 2
+
+
+def test_replicas_do_not_come_and_go_if_one_holds_less_than_planned(rate):
+    """One replica keeps the floor up to half of the planned rate; the load is three quarters of it."""
+    rule, running, changes = AccuracyFirst(TABLE, **SETTINGS), 1, []
+
+    def live(seconds, load, start):
+        nonlocal running
+        for second in range(start, start + seconds):
+            accuracy = 80.0 if load / running <= rate / 2 else 72.0
+            wanted = rule.step(1e3 * second, load, accuracy, 1.0, running)
+            changes.extend([second] if wanted != running else [])
+            running = wanted
+        return running
+
+    assert live(5, rate / 4, 0) == 1
+    assert live(40, 0.75 * rate, 5) == 2
+    assert len(changes) == 1
+    assert live(40, rate / 4, 45) == 1
+    assert len(changes) == 2
+
+
+def test_what_a_replica_could_not_hold_is_forgotten(rate):
+    rule = AccuracyFirst(TABLE, **SETTINGS)
+    assert run(rule, 4, rate / 4, attainment=0.5) == 2
+    assert run(rule, 40, rate / 4, accuracy=80.0, running=2, start=4e3) == 2
+    assert run(rule, 20, rate / 4, accuracy=80.0, running=2, start=44e3) == 1
 
 
 def test_replicas_are_removed_one_by_one_after_a_calm_time(rate):

@@ -318,7 +318,7 @@ def test_replicas_follow_the_load(nodes, slow_bundle):
         task = asyncio.ensure_future(until(lambda: count() == (1, 1)))
         while not task.done():
             await ask(10_000.0)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
         await task
         assert outcomes["answered"] - before[0] == outcomes["sent"] - before[1]  # the end of one costs none
         return busy
