@@ -214,6 +214,7 @@ class HullFit:
         """Return (number of requests, option) with the greatest gain that passes every guard, or None."""
         budget, fronts, queued = self._budget, self._fronts, context.queued
         cycle_size, cycle_ms = cycle
+        saved_ms = budget.saved_ms
         top = fronts.column_for(queued)
         counts = [size if size < queued else queued for size in fronts.sizes[: top + 1]]
         drains = {counts[top]: self._drain_limit(context, others, counts[top], hull)}
@@ -228,7 +229,7 @@ class HullFit:
             k = counts[column]
             # Only if it takes the whole queue is its time repaid by a larger batch afterwards.
             free_ms = cycle_ms if k == queued else min(cycle_ms, tau_ms * k)
-            saved = budget.saved_ms if k == queued or k >= cycle_size else 0.0
+            saved = saved_ms if k == queued or k >= cycle_size else 0.0
             within = min(limit, max(free_ms, tau_ms * k) + saved, spare + k * hull.taus[0])
             option = fronts.best(column, k, price, within, free_ms)
             if option is None:  # the cheapest subnet need not leave time for a surge
