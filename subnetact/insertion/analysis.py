@@ -13,12 +13,13 @@ import math
 import operator
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.fx import Graph, Node
@@ -406,15 +407,72 @@ def _package() -> Any:
 
 @contextmanager
 def _few_parts() -> Iterator[None]:
-    """Let the package refuse selections of many parts early, because no segments describe them."""
+    """Let the package refuse selections of many parts early, because no segments describe them.
+
+    Selections of fewer parts are merged by `_merged`, because the package compares all pairs of parts.
+    """
+    from torch_kirigami.dep_graph import selection
     from torch_kirigami.settings import config
 
-    before = config.max_parts
+    before, normalize = config.max_parts, selection.normalize
     config.update(max_parts=min(before, MOST_PARTS))
+    selection.normalize = _merged
     try:
         yield
     finally:
         config.update(max_parts=before)
+        selection.normalize = normalize
+
+
+def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what `normalize` of the package returns: disjoint regions with the union of the given ones.
+
+    Args:
+        regions: products of one set of indices per axis.
+
+    Raises:
+        AnalysisLimitError: more regions are needed than the package permits.
+    """
+    from torch_kirigami.errors import AnalysisLimitError
+    from torch_kirigami.settings import config
+
+    found: list[Any] = []
+    given = sorted({region for region in regions if not region.empty}, key=_intervals)
+    bounds = np.empty((0, len(given[0].axes) if given else 0, 2), int)  # start and stop per axis
+    for region in given:
+        box = np.array([(axis.intervals[0][0], axis.intervals[-1][1]) for axis in region.axes]).reshape(-1, 2)
+        pieces = [region]
+        near = ((bounds[:, :, 0] < box[:, 1]) & (box[:, 0] < bounds[:, :, 1])).all(1)
+        for other in np.flatnonzero(near):
+            pieces = [rest for piece in pieces for rest in piece.subtract(found[other])]
+            if len(pieces) + len(found) > config.max_parts:
+                break
+        if found and len(pieces) + len(found) > config.max_parts:
+            raise AnalysisLimitError("Too many Cartesian regions")
+        found += pieces
+        bounds = np.concatenate([bounds, np.repeat(box[None], len(pieces), 0)])
+    numbers: dict[Any, int] = {}
+    table = np.array([[numbers.setdefault(axis, len(numbers)) for axis in region.axes] for region in found])
+    at = 0
+    while at < len(found):  # two regions that differ on one axis become one, the first ones first
+        other = next(iter(np.flatnonzero((table != table[at]).sum(1) == 1)), None)
+        if other is None:
+            at += 1
+            continue
+        first, second = sorted((at, int(other)))
+        axis = int(np.flatnonzero(table[first] != table[second])[0])
+        axes = list(found[first].axes)
+        axes[axis] = axes[axis].union(found[second].axes[axis])
+        found[first] = type(found[first])(tuple(axes))
+        table[first, axis] = numbers.setdefault(axes[axis], len(numbers))
+        table = np.delete(table, second, 0)
+        del found[second]
+        at = first
+    return tuple(sorted(found, key=_intervals))
+
+
+def _intervals(region: Any) -> Any:
+    return tuple(axis.intervals for axis in region.axes)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import nn
 
 import subnetact
 from subnetact.errors import InsertError, MissingExtra
+from subnetact.insertion.analysis import _merged
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import WeightSlice
@@ -769,6 +771,36 @@ def test_a_model_that_cannot_be_copied_as_a_whole_becomes_elastic() -> None:
     supernet = subnetact.insert_(model, example=X)
     assert supernet.network is model
     assert list(supernet.space.dimensions) == ["first.width", "second.width"]
+
+
+def test_regions_are_merged_as_the_package_merges_them() -> None:
+    from torch_kirigami.dep_graph.selection import IndexSet, Region, normalize
+    from torch_kirigami.errors import AnalysisLimitError
+    from torch_kirigami.settings import config
+
+    rng = random.Random(0)
+    changed = 0
+
+    def axis(size: int) -> Any:
+        runs = [sorted((rng.randint(0, size), rng.randint(0, size))) for _ in range(rng.choice((1, 1, 1, 2)))]
+        return IndexSet(tuple((a, b) for a, b in runs if a < b))
+
+    for case in range(400):
+        rank, size = case % 4, rng.choice((3, 12))
+        regions = [Region(tuple(axis(size) for _ in range(rank))) for _ in range(rng.randint(0, 12))]
+        merged = _merged(regions)
+        assert merged == normalize(regions)
+        changed += len(merged) > 1 and set(merged) != set(regions)
+    assert changed > 100
+    apart = [Region((IndexSet(((2 * i, 2 * i + 1),)), IndexSet(((i, i + 1),)))) for i in range(20)]
+    assert len(_merged(apart)) == 20
+    before = config.max_parts
+    config.update(max_parts=19)
+    try:
+        with pytest.raises(AnalysisLimitError):
+            _merged(apart)
+    finally:
+        config.update(max_parts=before)
 
 
 class Flipping(nn.Module):
