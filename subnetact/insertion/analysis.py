@@ -70,7 +70,16 @@ class _Removed:
 
 
 class _Refused(Exception):
-    """A layer cannot be narrowed; the message is the reason."""
+    """A layer cannot be narrowed; the message is the reason.
+
+    Args:
+        reason: the reason.
+        alike: the layers that cannot be narrowed either, because their outputs go with those of this one.
+    """
+
+    def __init__(self, reason: str, alike: Iterable[str] = ()) -> None:
+        super().__init__(reason)
+        self.alike = tuple(alike)
 
 
 class TracedModel:
@@ -134,10 +143,14 @@ class TracedModel:
     ) -> list[Group]:
         checked = self._graph._queries_checked.set(True)  # nothing changes the model between these queries
         found: list[Group] = []
+        alike: dict[str, str] = {}
         try:
             start = time.perf_counter()
             for layer in layers:
                 if (layer, "out") in known:
+                    continue
+                if layer in alike:
+                    refused[layer] = alike[layer]
                     continue
                 if time.perf_counter() - start > LONGEST_S:
                     refused[layer] = f"the analysis of the layers before it took {LONGEST_S:.0f} s; use only="
@@ -147,6 +160,7 @@ class TracedModel:
                     _check_apart(group, found)
                 except _Refused as reason:
                     refused[layer] = str(reason)
+                    alike |= dict.fromkeys(reason.alike, str(reason))
                     continue
                 known |= {(member.module, member.part) for member in group.members}
                 found.append(group)
@@ -217,12 +231,14 @@ class TracedModel:
     def _removed(self, impact: Any) -> _Removed:
         for diagnostic in impact.diagnostics:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
-                raise _Refused(_reason(diagnostic))
+                raise _Refused(_reason(diagnostic), self._alike(impact))
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
-            raise _Refused("its outputs are inputs or outputs of the model")
+            raise _Refused("its outputs are inputs or outputs of the model", self._alike(impact))
         for requirement in impact.requirements:
             if self._is_mean(requirement, impact.selections):
-                raise _Refused(f"the forward averages over its outputs, at {requirement.target}")
+                raise _Refused(
+                    f"the forward averages over its outputs, at {requirement.target}", self._alike(impact)
+                )
         runs: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
         operators: dict[str, type[Operator]] = {}
         for selection in (*impact.parameters, *impact.buffers):
@@ -244,6 +260,16 @@ class TracedModel:
             if selection.count != math.prod(selection.tensor.shape) - whole:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
         return _Removed(runs, operators)
+
+    def _alike(self, impact: Any) -> Iterator[str]:
+        """Yield the layers of which the upper half of the outputs goes with what was removed."""
+        for selection in impact.parameters:
+            path, _, name = selection.tensor.paths[0].rpartition(".")
+            if isinstance(self._modules[path], LAYERS) and name == "weight":
+                axis = 1 if isinstance(self._modules[path], INPUTS_FIRST) else 0
+                length = selection.tensor.shape[axis]
+                if selection.fully_selected_indices(axis).intervals == ((length // 2, length),):
+                    yield path
 
     def _is_mean(self, requirement: Any, chosen: Mapping[Any, Any]) -> bool:
         """Tell whether it is a mean over removed channels, which has another divisor without them."""

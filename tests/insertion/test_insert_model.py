@@ -17,7 +17,7 @@ from torch import nn
 
 import subnetact
 from subnetact.errors import InsertError, MissingExtra
-from subnetact.insertion.analysis import _merged
+from subnetact.insertion.analysis import TracedModel, _merged
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import WeightSlice
@@ -771,6 +771,28 @@ def test_a_model_that_cannot_be_copied_as_a_whole_becomes_elastic() -> None:
     supernet = subnetact.insert_(model, example=X)
     assert supernet.network is model
     assert list(supernet.space.dimensions) == ["first.width", "second.width"]
+
+
+def test_layers_of_one_stream_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = [nn.Sequential(nn.Conv2d(8, 12, 1), nn.ReLU(), nn.Conv2d(12, 8, 1)) for _ in range(3)]
+            self.stem, self.blocks = nn.Conv2d(3, 8, 1), nn.Sequential(*map(Shortcut, inner))
+            self.last, self.head = nn.Conv2d(8, 8, 1), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.blocks(self.stem(x))
+            return self.head(self.last(x).mean((2, 3))), x
+
+    asked = []
+    group = TracedModel._group
+    monkeypatch.setattr(TracedModel, "_group", lambda self, layer: asked.append(layer) or group(self, layer))
+    description = subnetact.describe(Returned().eval(), X, axes=("width", "stream"))
+    assert list(description.groups) == [*(f"blocks.{i}.inner.0.width" for i in range(3)), "last.width"]
+    assert asked == ["stem", *(f"blocks.{i}.inner.0" for i in range(3)), "last", "head"]
+    reasons = [description.refused[layer] for layer in ("stem", *(f"blocks.{i}.inner.2" for i in range(3)))]
+    assert reasons == ["its outputs are inputs or outputs of the model"] * 4
 
 
 def test_regions_are_merged_as_the_package_merges_them() -> None:
