@@ -49,6 +49,9 @@ MOST_SEGMENTS = 256
 MOST_PARTS = 512
 """Selections of more intervals than these are not followed; to follow thousands of them takes minutes."""
 
+FEW_PARTS = 16
+"""Selections of more parts than these are merged here and not by the package."""
+
 LONGEST_S = 20.0
 """Layers that are not analysed after so many seconds stay as they are."""
 
@@ -72,14 +75,11 @@ class _Removed:
 class _Refused(Exception):
     """A layer cannot be narrowed; the message is the reason.
 
-    Args:
-        reason: the reason.
+    Attributes:
         alike: the layers that cannot be narrowed either, because their outputs go with those of this one.
     """
 
-    def __init__(self, reason: str, alike: Iterable[str] = ()) -> None:
-        super().__init__(reason)
-        self.alike = tuple(alike)
+    alike: tuple[str, ...] = ()
 
 
 class TracedModel:
@@ -199,7 +199,11 @@ class TracedModel:
         if kept % unit:
             kept = kept // unit * unit
             impact = self._graph.propagate(remove=[axis.select(self._span(outputs - full + kept, outputs))])
-        removed = self._removed(impact)
+        try:
+            removed = self._removed(impact)
+        except _Refused as refused:
+            refused.alike = tuple(self._alike(impact, full)) if full == outputs else ()
+            raise
         members = [
             member
             for (path, part), runs in removed.runs.items()
@@ -231,14 +235,12 @@ class TracedModel:
     def _removed(self, impact: Any) -> _Removed:
         for diagnostic in impact.diagnostics:
             if not diagnostic.complete or diagnostic.code not in WHOLE_GROUPS:
-                raise _Refused(_reason(diagnostic), self._alike(impact))
+                raise _Refused(_reason(diagnostic))
         if any(not self._graph._data.refs[ref.id].paths for ref in impact.interfaces):
-            raise _Refused("its outputs are inputs or outputs of the model", self._alike(impact))
+            raise _Refused("its outputs are inputs or outputs of the model")
         for requirement in impact.requirements:
             if self._is_mean(requirement, impact.selections):
-                raise _Refused(
-                    f"the forward averages over its outputs, at {requirement.target}", self._alike(impact)
-                )
+                raise _Refused(f"the forward averages over its outputs, at {requirement.target}")
         runs: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
         operators: dict[str, type[Operator]] = {}
         for selection in (*impact.parameters, *impact.buffers):
@@ -261,14 +263,17 @@ class TracedModel:
                 raise _Refused(f"single elements of {selection.tensor.paths[0]} go with it")
         return _Removed(runs, operators)
 
-    def _alike(self, impact: Any) -> Iterator[str]:
-        """Yield the layers of which the upper half of the outputs goes with what was removed."""
+    def _alike(self, impact: Any, full: int) -> Iterator[str]:
+        """Yield the layers with `full` outputs of which the upper half goes with what was removed.
+
+        What goes with theirs is then the same. Of layers with fewer outputs, this need not be true.
+        """
         for selection in impact.parameters:
             path, _, name = selection.tensor.paths[0].rpartition(".")
             if isinstance(self._modules[path], LAYERS) and name == "weight":
                 axis = 1 if isinstance(self._modules[path], INPUTS_FIRST) else 0
-                length = selection.tensor.shape[axis]
-                if selection.fully_selected_indices(axis).intervals == ((length // 2, length),):
+                indices = selection.fully_selected_indices(axis)
+                if selection.tensor.shape[axis] == full and indices.intervals == ((full // 2, full),):
                     yield path
 
     def _is_mean(self, requirement: Any, chosen: Mapping[Any, Any]) -> bool:
@@ -435,14 +440,20 @@ def _package() -> Any:
 def _few_parts() -> Iterator[None]:
     """Let the package refuse selections of many parts early, because no segments describe them.
 
-    Selections of fewer parts are merged by `_merged`, because the package compares all pairs of parts.
+    Selections with more than a few parts are merged by `_merged`, because the package compares all pairs.
     """
     from torch_kirigami.dep_graph import selection
     from torch_kirigami.settings import config
 
     before, normalize = config.max_parts, selection.normalize
+
+    def merged(regions: Iterable[Any]) -> tuple[Any, ...]:
+        given = list(regions)
+        found: tuple[Any, ...] = _merged(given) if len(given) > FEW_PARTS else normalize(given)
+        return found
+
     config.update(max_parts=min(before, MOST_PARTS))
-    selection.normalize = _merged
+    selection.normalize = merged
     try:
         yield
     finally:
