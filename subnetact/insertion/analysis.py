@@ -445,7 +445,7 @@ def _few_parts() -> Iterator[None]:
     from torch_kirigami.dep_graph import selection
     from torch_kirigami.settings import config
 
-    before, normalize = config.max_parts, selection.normalize
+    before, normalize = config.max_parts, _normalize()
 
     def merged(regions: Iterable[Any]) -> tuple[Any, ...]:
         given = list(regions)
@@ -459,6 +459,14 @@ def _few_parts() -> Iterator[None]:
     finally:
         config.update(max_parts=before)
         selection.normalize = normalize
+
+
+@cache
+def _normalize() -> Any:
+    """Return the function of the package, also while another thread has replaced it."""
+    from torch_kirigami.dep_graph.selection import normalize
+
+    return normalize
 
 
 def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
@@ -492,11 +500,11 @@ def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
     table = np.array([[numbers.setdefault(axis, len(numbers)) for axis in region.axes] for region in found])
     at = 0
     while at < len(found):  # two regions that differ on one axis become one, the first ones first
-        other = next(iter(np.flatnonzero((table != table[at]).sum(1) == 1)), None)
-        if other is None:
+        similar = np.flatnonzero((table != table[at]).sum(1) == 1)
+        if not len(similar):
             at += 1
             continue
-        first, second = sorted((at, int(other)))
+        first, second = sorted((at, int(similar[0])))
         axis = int(np.flatnonzero(table[first] != table[second])[0])
         axes = list(found[first].axes)
         axes[axis] = axes[axis].union(found[second].axes[axis])
