@@ -28,13 +28,14 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
+from torchvision_operators import define_missing
 
 import ofa_adapters
 import subnetact
 from ofa_adapters.__main__ import main as families_main
 from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import SubnetActError
+from subnetact.errors import MissingExtra, SubnetActError
 from subnetact.export import load_exported, to_exported_programs
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
@@ -48,6 +49,8 @@ from subnetact.serving.policies import Fixed, make_policy
 from subnetact.serving.simulation import traces
 from subnetact.serving.simulation.cli import main as simulate_main
 from subnetact.serving.simulation.replay import LiveRun
+
+define_missing()
 
 __all__ = ["TARGETS", "BytesRandom", "Finding", "run"]
 
@@ -115,12 +118,15 @@ def run(name: str, source: random.Random) -> None:
 
     Raises:
         Finding: the library raised an error that is none of its own.
+        MissingExtra: the target needs a package that is not installed, so nothing was tried.
     """
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore")
         with tempfile.TemporaryDirectory() as place:
             try:
                 TARGETS[name](source, Path(place))
+            except MissingExtra:
+                raise
             except SubnetActError:
                 pass
             except SystemExit as end:
