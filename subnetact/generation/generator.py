@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Generator", "GeneratorStats"]
 
 logger = logging.getLogger("subnetact.generation")
+COLDEST = 1e-6
+"""At lower temperatures the most likely token is taken; logits divided by them could be infinite."""
 IDLE_S = 0.05
 """How long the loop waits for a request before it looks for expired ones."""
 
@@ -250,8 +252,8 @@ class Generator:
             token_ms: time from one token to the next, in ms. If None, the generator's.
             deadline_ms: time to the last token, in ms; instead of `first_ms` and `token_ms`.
             stop: tokens that end the answer.
-            temperature: divides the logits before a token is drawn. If None, and `top_k` and `top_p` are
-                None, the most likely token is taken; otherwise 1.0.
+            temperature: divides the logits before a token is drawn. If it is less than 1e-6, or if it is
+                None and `top_k` and `top_p` are None, the most likely token is taken; otherwise None is 1.0.
             top_k: a token is drawn from this number of most likely ones. If None, from all.
             top_p: a token is drawn from the most likely ones that together have this probability.
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.
@@ -525,7 +527,7 @@ def _sampling(
 ) -> dict[str, Any] | None:
     if temperature is None and top_k is None and top_p is None:
         return None
-    if temperature is not None and _number(temperature, "temperature", 0.0, 100.0) == 0.0:
+    if temperature is not None and _number(temperature, "temperature", 0.0, 100.0) < COLDEST:
         return None
     return {
         "temperature": 1.0 if temperature is None else float(temperature),

@@ -273,7 +273,7 @@ def _prompt(service: TextService, given: Mapping[str, Any], chat: bool) -> list[
             prompt = prompt[0]
         if not isinstance(prompt, str):
             raise InvalidRequest("prompt: expected one text or a list of token ids")
-        return list(service.encode(prompt))
+        return _encoded(service, prompt, "prompt")
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages: expected a list of at least one message")
@@ -286,7 +286,15 @@ def _prompt(service: TextService, given: Mapping[str, Any], chat: bool) -> list[
         if not isinstance(content, str):
             raise InvalidRequest(f"messages: message {position} has no text as its content")
         texts.append(content)
-    return list(service.encode("\n".join(texts)))
+    return _encoded(service, "\n".join(texts), "messages")
+
+
+def _encoded(service: TextService, text: str, name: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can write one half of a pair of surrogates.
+        raise InvalidRequest(f"{name}: the text has half a character, such as \\ud800; remove it") from None
+    return list(service.encode(text))
 
 
 def _time(given: Mapping[str, Any], headers: Headers, name: str) -> float | None:

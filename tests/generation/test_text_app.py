@@ -204,6 +204,7 @@ def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> 
         ({"prompt": "a", "max_tokens": "many"}, 400, "max_new_tokens"),
         ({"prompt": "a", "max_tokens": 10**9}, 400, "more than 128"),
         ({"prompt": "a" * 200}, 400, "more than 128"),
+        (b'{"prompt": "a\\ud800"}', 400, "half a character"),
         ({"prompt": "a", "temperature": "high"}, 400, "temperature"),
         ({"prompt": "a", "top_p": -1}, 400, "top_p"),
         ({"prompt": "a", "stop": [""]}, 400, "stop"),
@@ -226,7 +227,18 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(
     "messages",
-    [None, [], "Hello", [3], [{"role": "user"}], [{"content": [{"type": "image_url"}]}], [{"content": 4}]],
+    [
+        *(
+            None,
+            [],
+            "Hello",
+            [3],
+            [{"role": "user"}],
+            [{"content": [{"type": "image_url"}]}],
+            [{"content": 4}],
+        ),
+        [{"content": "\udc00"}],
+    ],
 )
 def test_messages_without_text_are_refused(served: Served, messages: Any) -> None:
     status, answer = served.call("/v1/chat/completions", {"messages": messages})
