@@ -88,7 +88,8 @@ class PlainInference:
         if kind == "class":
             if not single or not output.numel():
                 raise InvalidRequest("output: this network returns several tensors; ask for values")
-            text = f'{{"class":{int(output.argmax())},{facts}}}'
+            found = "null" if output.isnan().any() else int(output.argmax())  # NaN has no largest number.
+            text = f'{{"class":{found},{facts}}}'
         else:
             text = f'{{"output":{_json(output)},{facts}}}'
         await send_reply(send, 200, text.encode())

@@ -291,6 +291,16 @@ def test_a_slow_body_ends(gated):
     asyncio.run(main())
 
 
+def test_an_output_that_is_no_number_has_no_class(gated, post):
+    async def main():
+        with gated() as (app, runner, _):
+            runner.gate.set()
+            status, _, body = await post(app, [0, float("nan"), 1, 0])
+            assert (status, json.loads(body)["class"]) == (200, None)
+
+    asyncio.run(main())
+
+
 def test_the_application_can_be_mounted(gated, post):
     from fastapi import FastAPI
 
