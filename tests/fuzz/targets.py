@@ -86,7 +86,7 @@ class Finding(Exception):
 
 
 class BytesRandom(random.Random):
-    """Random numbers that are read from bytes, and zeros after their end."""
+    """Random numbers that are read from bytes, and after their end from another generator."""
 
     def __init__(self, data: bytes) -> None:
         """Keep the bytes.
@@ -95,13 +95,15 @@ class BytesRandom(random.Random):
             data: the input that a fuzzer made.
         """
         self.data, self.position = data, 0
+        self.more = random.Random(0)  # Endless zeros would keep `sample` searching for another number.
         super().__init__(0)
 
     def getrandbits(self, k: int) -> int:
         """Return an integer of `k` bits from the next bytes."""
         size = (k + 7) // 8
-        taken = self.data[self.position : self.position + size].ljust(size, b"\0")
+        taken = self.data[self.position : self.position + size]
         self.position += size
+        taken += self.more.randbytes(size - len(taken))
         return int.from_bytes(taken, "little") >> (8 * size - k)
 
     def random(self) -> float:

@@ -35,6 +35,13 @@ def run_or_skip(name: str, source: random.Random) -> None:
         pytest.skip(str(error))
 
 
+def test_bytes_give_the_same_numbers_again_and_never_run_out() -> None:
+    drawn = [BytesRandom(b"\x05").sample(range(30), 30) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert sorted(drawn[0]) == list(range(30))
+    assert BytesRandom(b"ab").sample(range(30), 30) != drawn[0]
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_inputs_raise_errors_of_the_library(name: str) -> None:
     @settings(
