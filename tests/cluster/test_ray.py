@@ -275,10 +275,10 @@ def test_replicas_follow_the_load(nodes, slow_bundle):
     outcomes: Counter[str] = Counter()
     pause_s = [0.25]  # between two requests of a sender; empty at the end of the flood
 
-    async def ask(deadline_ms):
+    async def ask(deadline_ms, least=None):
         outcomes["sent"] += 1
         try:
-            assert len(await client.infer_rows(images, deadline_ms)) == 8
+            assert len(await client.infer_rows(images, deadline_ms, least)) == 8
             outcomes["answered"] += 1
         except (QueueFull, DeadlinePassed):
             outcomes["refused"] += 1
@@ -317,7 +317,7 @@ def test_replicas_follow_the_load(nodes, slow_bundle):
         before = outcomes["answered"], outcomes["sent"]
         task = asyncio.ensure_future(until(lambda: count() == (1, 1)))
         while not task.done():
-            await ask(10_000.0)
+            await ask(10_000.0, 80.0)
             await asyncio.sleep(0.2)
         await task
         assert outcomes["answered"] - before[0] == outcomes["sent"] - before[1]  # the end of one costs none
