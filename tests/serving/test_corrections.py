@@ -81,6 +81,18 @@ def test_what_was_learned_fades() -> None:
     assert corrections.snapshot().mean[1, 0] == pytest.approx(1.0, abs=0.1)
 
 
+def test_old_observations_count_less_until_the_subnet_runs_again() -> None:
+    corrections = Corrections(TABLE)
+    teach(corrections, 1, 4, 4.0, 0.0, 100)
+    slow = corrections.snapshot().planned[1]
+    teach(corrections, 0, 4, 1.0, 0.0, 8000)
+    faded = corrections.snapshot().planned[1]
+    assert slow[1] > 3.5
+    assert (faded < 1.05).all()
+    teach(corrections, 1, 4, 4.0, 0.0, 1)  # one batch says that the subnet is still slow
+    assert corrections.snapshot().planned[1, 1] > 3.5
+
+
 def test_relaxing_halves_only_what_is_slow() -> None:
     corrections = Corrections(TABLE)
     teach(corrections, 0, 1, 4.0, 0.0, 100)
@@ -126,9 +138,24 @@ def test_what_was_learned_survives_a_restart(tmp_path: Any) -> None:
     teach(corrections, 1, 1, 1.2, 0.1, 5)
     corrections.save(tmp_path / "c.json")
     again = Corrections(TABLE)
+    teach(again, 1, 4, 2.0, 0.0, 7)
     again.load(tmp_path / "c.json")
     for name in ("mean", "planned", "observations"):
         assert (getattr(again.snapshot(), name) == getattr(corrections.snapshot(), name)).all()
+
+
+def test_files_without_the_age_of_observations_are_read(tmp_path: Any) -> None:
+    corrections, path = Corrections(TABLE), tmp_path / "c.json"
+    teach(corrections, 1, 1, 2.0, 0.0, 300)
+    corrections.save(path)
+    document = json.loads(path.read_text())
+    document["schema"] = 1
+    for values in (document["all"], *document["subnets"], *document["cells"]):
+        assert values.pop() == 0
+    path.write_text(json.dumps(document))
+    again = Corrections(TABLE)
+    again.load(path)
+    assert (again.snapshot().planned == corrections.snapshot().planned).all()
 
 
 def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
@@ -140,7 +167,9 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
         Corrections(TABLE.scaled(2.0)).load(path)
     document = json.loads(path.read_text())
     for change, match in (
-        ({"schema": 2}, "schema 2, this version reads 1 to 1; update subnetact"),
+        ({"schema": 3}, "schema 3, this version reads 1 to 2; update subnetact"),
+        ({"all": [1, 0.0, 0.0, 5]}, "age 5"),
+        ({"all": [1, 0.0, 0.0, 0.5]}, "age 0.5"),
         ({"kind": "x"}, "not corrections"),
         ({"cells": [[9, 0, 1, 0.0, 0.0]]}, "index 9 of 2"),
         ({"cells": [[0, 0, 1, math.inf, 0.0]]}, "of mean inf"),
@@ -231,6 +260,22 @@ def test_a_batcher_that_drops_everything_tries_again() -> None:
                 done.set()
                 break
         assert done.is_set()
+
+
+def test_a_subnet_that_was_slow_for_a_while_is_chosen_again() -> None:
+    engine = Slow(1.0)
+    with Batcher(engine, policy=SlackFit(TABLE, slo_ms=10.0), clock_ms=lambda: engine.now) as batcher:
+        assert batcher.submit(0, deadline_ms=8.0).result(20).subnet == 1
+        teach(batcher.corrections, 0, 1, 1.0, 0.0, 100)
+        teach(batcher.corrections, 1, 1, 3.0, 0.0, 100)  # something else disturbs the large subnet
+        batcher.replan()
+        assert batcher.submit(0, deadline_ms=8.0).result(20).subnet == 0
+        for count in range(8000):
+            batcher.submit(0, deadline_ms=8.0).result(20)
+            if count % 500 == 0:
+                batcher.replan()
+        batcher.replan()
+        assert batcher.submit(0, deadline_ms=8.0).result(20).subnet == 1
 
 
 def test_a_restarted_batcher_plans_with_what_the_last_one_learned(tmp_path: Any) -> None:

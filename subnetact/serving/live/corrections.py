@@ -21,10 +21,12 @@ from subnetact.latency.table import LatencyTable
 __all__ = ["Corrections", "CorrectionsSnapshot"]
 
 CORRECTIONS = DocumentFormat(
-    "corrections", "subnetact.corrections", 1, "give a file that Corrections.save() wrote, or remove it"
+    "corrections", "subnetact.corrections", 2, "give a file that Corrections.save() wrote, or remove it"
 )
 _MEMORY = 64  # an average covers about the last 64 batches
 _PRIOR = 8.0  # how many observations the next coarser average (cell to subnet to table) counts as
+_FADE = 512  # batches of others after which the observations of a cell or subnet count half
+_OLD = 100 * _FADE  # batches after which nothing is left of an observation
 _CLIP = 5.0  # largest absolute log ratio that counts
 _DEVIATIONS = 2.0  # a batch that takes this many standard deviations more than the mean is slow
 _ENOUGH = 16  # observations before a subnet may drift
@@ -50,20 +52,23 @@ class CorrectionsSnapshot:
 class _Running:
     """Running mean and variance of log(measured / table), in which older observations fade."""
 
-    __slots__ = ("mean", "n", "variance")
+    __slots__ = ("at", "mean", "n", "variance")
 
-    def __init__(self, n: int = 0, mean: float = 0.0, variance: float = 0.0) -> None:
-        self.n, self.mean, self.variance = n, mean, variance
+    def __init__(self, n: int = 0, mean: float = 0.0, variance: float = 0.0, at: int = 0) -> None:
+        self.n, self.mean, self.variance, self.at = n, mean, variance, at
 
-    def add(self, x: float) -> None:
+    def add(self, x: float, at: int) -> None:
+        """Learn x from batch number `at`."""
         self.n = n = self.n + 1 if self.n < _MEMORY else _MEMORY
+        self.at = at
         deviation = x - self.mean
         self.mean += deviation / n
         self.variance = (1.0 - 1.0 / n) * (self.variance + deviation * deviation / n)
 
-    def towards(self, mean: float, variance: float) -> tuple[float, float]:
-        """Return mean and variance, shrunk towards the given ones if there are few observations."""
-        weight = self.n / (self.n + _PRIOR)
+    def towards(self, mean: float, variance: float, now: int) -> tuple[float, float]:
+        """Return mean and variance, shrunk towards the given ones if there are few or old observations."""
+        n = self.n * 0.5 ** ((now - self.at) / _FADE)
+        weight = n / (n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
 
 
@@ -73,7 +78,8 @@ class Corrections:
     Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
     the whole table. Each covers about the last 64 batches. With few observations, the estimate of a cell is
     shrunk towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no
-    correction).
+    correction). Observations count half after 512 batches of other subnets or sizes. So a subnet that
+    was slow for a while, and that no policy chooses since, is tried again.
 
     Args:
         table: the latency table that is corrected.
@@ -102,6 +108,7 @@ class Corrections:
         self._subnets: dict[int, _Running] = {}
         self._cells: dict[tuple[int, int], _Running] = {}
         self._drifted: set[int] = set()
+        self._batches = 0
 
     def observe(self, subnet: int, batch_size: int, measured_ms: float) -> None:
         """Learn from one batch.
@@ -121,22 +128,24 @@ class Corrections:
             if cell is None:
                 cell = self._cells[subnet, column] = _Running()
                 self._subnets.setdefault(subnet, _Running())
-            cell.add(x)
-            self._subnets[subnet].add(x)
-            self._all.add(x)
+            self._batches = at = self._batches + 1
+            cell.add(x, at)
+            self._subnets[subnet].add(x, at)
+            self._all.add(x, at)
 
     def snapshot(self) -> CorrectionsSnapshot:
         """Return the ratios as they are now."""
         shape = len(self.table.subnets), len(self.table.batch_sizes)
         seen = np.zeros(shape, dtype=np.int64)
         with self._lock:
-            overall = self._all.towards(0.0, 0.0)
+            now = self._batches
+            overall = self._all.towards(0.0, 0.0, now)
             mean, variance = np.full(shape, overall[0]), np.full(shape, overall[1])
             for subnet, running in self._subnets.items():
-                mean[subnet], variance[subnet] = running.towards(*overall)
+                mean[subnet], variance[subnet] = running.towards(*overall, now)
             for (subnet, column), cell in self._cells.items():
                 at = subnet, column
-                mean[at], variance[at] = cell.towards(float(mean[at]), float(variance[at]))
+                mean[at], variance[at] = cell.towards(float(mean[at]), float(variance[at]), now)
                 seen[at] = cell.n
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
 
@@ -149,9 +158,10 @@ class Corrections:
         """
         crossed: list[int] = []
         with self._lock:
-            overall = self._all.towards(0.0, 0.0)
+            now = self._batches
+            overall = self._all.towards(0.0, 0.0, now)
             ratios = {
-                i: math.exp(running.towards(*overall)[0])
+                i: math.exp(running.towards(*overall, now)[0])
                 for i, running in self._subnets.items()
                 if running.n >= _ENOUGH
             }
@@ -197,9 +207,9 @@ class Corrections:
         with self._lock:
             document = {
                 "table": _fingerprint(self.table),
-                "all": _plain(self._all),
-                "subnets": [[i, *_plain(running)] for i, running in self._subnets.items()],
-                "cells": [[i, j, *_plain(running)] for (i, j), running in self._cells.items()],
+                "all": self._plain(self._all),
+                "subnets": [[i, *self._plain(running)] for i, running in self._subnets.items()],
+                "cells": [[i, j, *self._plain(running)] for (i, j), running in self._cells.items()],
             }
         CORRECTIONS.write(path, document)
 
@@ -230,20 +240,23 @@ class Corrections:
         for i, _ in cells:
             subnets.setdefault(i, _Running())
         with self._lock:
+            for running in (overall, *subnets.values(), *cells.values()):
+                running.at += self._batches  # files hold the age, as a number of batches <= 0
             self._all, self._subnets, self._cells = overall, subnets, cells
             self.loads += 1
 
+    def _plain(self, running: _Running) -> list[Any]:
+        return [running.n, running.mean, running.variance, running.at - self._batches]
 
-def _plain(running: _Running) -> list[Any]:
-    return [running.n, running.mean, running.variance]
 
-
-def _running(n: Any, mean: Any, variance: Any) -> _Running:
+def _running(n: Any, mean: Any, variance: Any, at: Any = 0) -> _Running:
     if isinstance(n, bool) or not isinstance(n, int) or n < 0 or not abs(mean) <= _CLIP:
         raise ValueError(f"{n!r} observations of mean {mean!r}")
     if not (math.isfinite(variance) and variance >= 0.0):
         raise ValueError(f"variance {variance!r}")
-    return _Running(min(n, _MEMORY), float(mean), float(variance))
+    if isinstance(at, bool) or not isinstance(at, int) or at > 0:
+        raise ValueError(f"age {at!r}")
+    return _Running(min(n, _MEMORY), float(mean), float(variance), max(at, -_OLD))
 
 
 def _within(i: Any, count: int) -> int:
