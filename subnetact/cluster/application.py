@@ -42,6 +42,9 @@ class Autoscaling:
         most: greatest number of replicas.
         attainment: least share of requests that are answered in time.
         patience_s: how long both targets must be kept before a replica is removed, in s.
+
+    Raises:
+        ServeError: `least` is below 1 or above `most`.
     """
 
     accuracy_floor: float
@@ -49,6 +52,13 @@ class Autoscaling:
     most: int = 8
     attainment: float = 0.99
     patience_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ServeError(
+                f"autoscaling: from {self.least} to {self.most} replicas; give at least 1, and a greatest "
+                "number that is not below the least one"
+            )
 
 
 def build_app(

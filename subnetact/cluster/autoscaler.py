@@ -19,10 +19,11 @@ from subnetact.serving.simulation.simulator import simulate
 __all__ = ["AccuracyFirst", "AccuracyFirstPolicy", "planned_rate"]
 
 HEADROOM = 0.5
-"""By how many percentage points the accuracy must exceed its floor before replicas are removed, or by half of
-the way to the best subnet, if that is less."""
+"""By how many percentage points the accuracy must exceed its floor before a replica is removed. If half of
+the distance from the floor to the best subnet is less, that is enough."""
 ROOM = 0.9
-"""After one was removed, replicas may get this part of the rate per replica at which a target was missed."""
+"""A replica is removed only if the others would then get less than this share of the rate per replica at
+which a target was missed."""
 REMEMBERED = 10
 """How long that rate is remembered, in units of `patience_s`."""
 
@@ -32,8 +33,8 @@ def planned_rate(
 ) -> float:
     """Return the highest rate, in requests per second, at which one replica keeps floor and attainment.
 
-    The rate is found by simulation of Poisson arrivals: 2000, or those of ten SLOs if they are more, in at
-    most 20 s.
+    The rate is found by simulation of 2000 Poisson arrivals, or those of ten SLOs if these are more, but of
+    at most 20 s.
 
     Args:
         table: the latency table.
@@ -153,7 +154,9 @@ class AccuracyFirst:
             if now_ms - self._added_ms < self._patience_ms and needed <= running:
                 return running  # those that were added last are not all at work yet
             self._added_ms = now_ms
-            self._missed_per_s = min(self._limit_per_s(now_ms), arrivals_per_s / running)
+            # What is late now may have arrived before the load fell.
+            missed_per_s = max(rate for _, rate in self._rates) / running
+            self._missed_per_s = min(self._limit_per_s(now_ms), missed_per_s)
             self._missed_ms = now_ms
             return min(self._most, max(running + 1, needed))
         if self._kept_since_ms is None:

@@ -25,6 +25,7 @@ from subnetact.serving.live.requests import Decided
 __all__ = ["EngineReplica", "Reply"]
 
 WARM_UP_S = 2.0
+"""How long a new replica runs batches of its own before it takes requests, in s."""
 SENDERS = 256
 """Senders whose inputs are counted; the one that was idle longest is forgotten."""
 

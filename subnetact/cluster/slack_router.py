@@ -51,9 +51,8 @@ class SlackRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         super().__init__(*args, **kwargs)
         self._forecasts: dict[Any, ReplicaForecast] = {}
         self._sent: dict[str, Sent] = {}
-        self._early: dict[
-            str, tuple[Any, float]
-        ] = {}  # ended before they were accepted: the replica, and when
+        # Requests that ended before they were accepted: the replica, and when they ended, in ms.
+        self._early: dict[str, tuple[Any, float]] = {}
         self._looked_ms = 0.0
 
     async def choose_replicas(

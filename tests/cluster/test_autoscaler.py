@@ -96,6 +96,14 @@ def test_what_a_replica_could_not_hold_is_forgotten(rate):
     assert run(rule, 20, rate / 4, accuracy=80.0, running=2, start=44e3) == 1
 
 
+def test_late_answers_after_the_load_fell_do_not_keep_replicas(rate):
+    """The last inputs of a flood are late when none arrives any more; that says nothing of a low rate."""
+    rule = AccuracyFirst(TABLE, **SETTINGS)
+    assert run(rule, 4, rate, attainment=0.5) == 2
+    assert rule.step(7.5e3, 0.0, 78.0, 0.5, 2) == 3
+    assert run(rule, 20, rate / 4, accuracy=80.0, running=3, start=7.5e3) == 1
+
+
 def test_replicas_are_removed_one_by_one_after_a_calm_time(rate):
     rule = AccuracyFirst(TABLE, **SETTINGS)
     assert run(rule, 4, rate / 10, accuracy=80.0, running=3) == 3

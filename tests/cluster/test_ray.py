@@ -348,6 +348,9 @@ def test_settings_that_contradict_each_other_are_refused(source, tmp_path, monke
             build_app(source, **settings)
     with pytest.raises(ServeError, match="fixed number"):
         build_app(source, queue="central", autoscaling=Autoscaling(accuracy_floor=70.0))
+    for counts in ({"least": 0}, {"least": 4, "most": 2}):
+        with pytest.raises(ServeError, match="autoscaling: from"):
+            Autoscaling(accuracy_floor=70.0, **counts)
     with pytest.raises(MissingFile):
         build_app(tmp_path / "none")
     build_app(source, autoscaling=Autoscaling(accuracy_floor=70.0, most=2))
