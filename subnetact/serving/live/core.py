@@ -35,6 +35,8 @@ __all__ = ["Core"]
 
 _ROOM = 64
 """Clients that add a request without the lock leave room for this many others that do so at the same time."""
+_MANY_BLOCKS = 10**6
+"""More layer blocks than any subnet has."""
 
 _priority = attrgetter("priority")
 
@@ -303,7 +305,7 @@ class Core:
         """
         if job.beneath is not None or not hasattr(self._dispatcher.policy_of(job.shape), "preempt"):
             return False
-        return self.block_length(job, 2) < 2  # otherwise even two layer blocks are a single block
+        return self.block_length(job, _MANY_BLOCKS) < _MANY_BLOCKS  # otherwise the whole batch is one block
 
     def block_length(self, job: BatchJob, layer_blocks: int) -> int:
         """Return after how many layer blocks a job asks `urgent_job`.

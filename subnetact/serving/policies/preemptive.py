@@ -8,7 +8,7 @@ from typing import Any
 
 from subnetact.errors import PolicyError
 from subnetact.serving.policies.running_batch import RunningBatch
-from subnetact.serving.scheduling.checks import check_policy
+from subnetact.serving.scheduling.checks import check_margin, check_policy
 from subnetact.serving.scheduling.context import Context, Policy
 
 __all__ = ["Preemptive"]
@@ -40,7 +40,7 @@ class Preemptive:
         tails: pairs of subnets (from, to): a running batch of the first one that would miss a deadline may
             continue on the remaining blocks of the second one, where both fit together. The value is the
             accuracy of such batches, percent, which has to be measured: the mixture was never trained. The
-            simulator takes it that they always fit.
+            simulator assumes that they always fit.
 
     Raises:
         PolicyError: an argument is out of range, or the policy preempts itself.
@@ -68,9 +68,7 @@ class Preemptive:
         self.policy = policy
         self.table = policy.table
         self.factor = float(factor)
-        if not (math.isfinite(block_ms) and block_ms >= 0):
-            raise PolicyError(f"block_ms: {block_ms} must be finite and >= 0; 0 makes blocks short")
-        self.block_ms = float(block_ms)
+        self.block_ms = check_margin(block_ms, "block_ms")
         for name in ("slo_ms", "switch_ms"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))

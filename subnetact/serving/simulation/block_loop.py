@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from subnetact.errors import PolicyError
-from subnetact.serving.scheduling.checks import check_count
+from subnetact.serving.scheduling.checks import check_count, check_margin
 from subnetact.serving.scheduling.dispatch import Batch
 from subnetact.serving.simulation.event_loop import EventLoop, Running
 from subnetact.serving.simulation.scenario import Scenario
@@ -55,9 +54,7 @@ class BlockLoop(EventLoop):
     ) -> None:
         super().__init__(scenario, rng=rng, **options)
         self._blocks = check_count(blocks, "blocks")
-        if not (math.isfinite(look_ms) and look_ms >= 0):
-            raise PolicyError(f"look_ms: {look_ms} must be finite and >= 0")
-        self._look_ms = look_ms
+        self._look_ms = check_margin(look_ms, "look_ms")
         self._tails: Any = getattr(scenario.policy, "tails", None)
         self._block_ms: dict[int, float] = {}
         self._suspended: dict[int, _Suspended] = {}
@@ -75,7 +72,7 @@ class BlockLoop(EventLoop):
             super().start(worker, batch, remaining_ms, lost_ms)
             return
         length: Any = getattr(self.scenario.policy, "block_length", None)
-        each = 1 if length is None else length(self._blocks, batch.expected_ms)
+        each = 1 if length is None else max(1, int(length(self._blocks, batch.expected_ms)))
         lost_ms += self._look_ms * (math.ceil(self._blocks / each) - 1)
         super().start(worker, batch, None, lost_ms)
         running = self.running[worker]
