@@ -252,7 +252,7 @@ def faults_section(seed: int, rate: float = 10.0, seconds: float = 60.0) -> dict
 
 
 def autoscaling_section(seed: int, names: Sequence[str], found: dict[str, Any]) -> dict[str, Any]:
-    """Let the load step up and down before one replica, two, and as many as the policy asks for."""
+    """Let the load step up and down with one replica, with two, and with as many as the policy asks for."""
     pages = Pages()
     arrivals, start = [], 0.0
     for _, seconds, rate in STEPS:

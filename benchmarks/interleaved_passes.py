@@ -21,7 +21,7 @@ def interleaved_ms(
 
     Args:
         runs: name of a contender -> what is timed.
-        seconds: how long passes begin.
+        seconds: time in s after which no further pass begins.
         passes: the least number of passes.
         wait: returns as soon as the device has done what a run has asked of it.
 

@@ -5,7 +5,8 @@ The one operation neither writes the scores to memory nor reads them again. Only
     softmax(q @ k.transpose(-2, -1) * scale + bias, -1) @ v
 
 with a number as the scale and a constant, finite bias, both of which may be missing. The number of axes is
-known when a batch comes; only attention with batch, heads, tokens and features is one operation then.
+only known when a batch comes. If the axes are batch, heads, tokens and features, one operation computes the
+attention; otherwise the operations are those that the network has written out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _AXES = ((-2, -1), (-1, -2), (2, 3), (3, 2))
 
 
 def merge_attention(graph: fx.Graph, leaves: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> int:
-    """Replace attention that is written out by `scaled_dot_product_attention`, in place.
+    """Replace attention that is written out by calls of `attended`, in place.
 
     Rows whose scores are all minus infinity become zeros instead of NaN, so the network must make no infinite
     values of finite ones.
@@ -118,7 +119,7 @@ def _scaled(node: Any) -> tuple[fx.Node, float] | None:
 
 
 def _turned(node: Any) -> tuple[fx.Node, tuple[int, int]] | None:
-    """Return the tensor of which a node exchanges two axes, the last ones of four, and the two axes."""
+    """If a node exchanges the last two axes of a tensor, or axes 2 and 3, return the tensor and the axes."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is getattr and node.args[1] == "mT":

@@ -253,7 +253,8 @@ class Generator:
             deadline_ms: time to the last token, in ms; instead of `first_ms` and `token_ms`.
             stop: tokens that end the answer.
             temperature: divides the logits before a token is drawn. If it is less than 1e-6, or if it is
-                None and `top_k` and `top_p` are None, the most likely token is taken; otherwise None is 1.0.
+                None and `top_k` and `top_p` are None, the most likely token is taken. If only the temperature
+                is None, it is 1.0.
             top_k: a token is drawn from this number of most likely ones. If None, from all.
             top_p: a token is drawn from the most likely ones that together have this probability.
             min_accuracy: minimum accuracy of the subnets that generate this answer, in percent.

@@ -88,7 +88,7 @@ class PlainInference:
         if kind == "class":
             if not single or not output.numel():
                 raise InvalidRequest("output: this network returns several tensors; ask for values")
-            found = "null" if output.isnan().any() else int(output.argmax())  # NaN has no largest number.
+            found = "null" if output.isnan().any() else int(output.argmax())  # NaN is not comparable.
             text = f'{{"class":{found},{facts}}}'
         else:
             text = f'{{"output":{_json(output)},{facts}}}'

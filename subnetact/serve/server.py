@@ -100,6 +100,6 @@ def _check(host: str, port: int, grace_s: float) -> None:
     except UnicodeError:
         raise ServeError(f"host: {host!r:.60} is no name of a machine; give a name or an address") from None
     if not 0 <= port <= 65535:
-        raise ServeError(f"port: {port} is none; give a whole number from 0 to 65535")
+        raise ServeError(f"port: {port} is no port; give a whole number from 0 to 65535")
     if not 0 <= grace_s < math.inf:
         raise ServeError(f"grace_s: {grace_s} is no time to wait for; give a finite number of seconds")

@@ -78,8 +78,9 @@ class Corrections:
     Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
     the whole table. Each covers about the last 64 batches. With few observations, the estimate of a cell is
     shrunk towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no
-    correction). Observations count half after 512 batches of other subnets or sizes. So a subnet that
-    was slow for a while, and that no policy chooses since, is tried again.
+    correction). Observations count half after 512 batches of other subnets or sizes, so that a subnet which
+    was slow for a while is tried again although the policy has not chosen it since. As soon as the subnet
+    runs again, its old observations count in full.
 
     Args:
         table: the latency table that is corrected.
