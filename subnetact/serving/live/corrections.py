@@ -23,9 +23,9 @@ __all__ = ["Corrections", "CorrectionsSnapshot"]
 CORRECTIONS = DocumentFormat(
     "corrections", "subnetact.corrections", 2, "give a file that Corrections.save() wrote, or remove it"
 )
-_MEMORY = 64  # an average covers about the last 64 batches
+_MEMORY = 64.0  # an average covers about the last 64 batches
 _PRIOR = 8.0  # how many observations the next coarser average (cell to subnet to table) counts as
-_FADE = 512  # batches of others after which the observations of a cell or subnet count half
+_FADE = 512  # further batches after which an observation counts half
 _OLD = 100 * _FADE  # batches after which nothing is left of an observation
 _CLIP = 5.0  # largest absolute log ratio that counts
 _DEVIATIONS = 2.0  # a batch that takes this many standard deviations more than the mean is slow
@@ -54,20 +54,24 @@ class _Running:
 
     __slots__ = ("at", "mean", "n", "variance")
 
-    def __init__(self, n: int = 0, mean: float = 0.0, variance: float = 0.0, at: int = 0) -> None:
+    def __init__(self, n: float = 0.0, mean: float = 0.0, variance: float = 0.0, at: int = 0) -> None:
         self.n, self.mean, self.variance, self.at = n, mean, variance, at
+
+    def left(self, now: int) -> float:
+        """Return how many observations the past ones count as at batch number `now`."""
+        return self.n * math.pow(0.5, (now - self.at) / _FADE)
 
     def add(self, x: float, at: int) -> None:
         """Learn x from batch number `at`."""
-        self.n = n = self.n + 1 if self.n < _MEMORY else _MEMORY
+        self.n = n = min(self.left(at) + 1.0, _MEMORY)
         self.at = at
         deviation = x - self.mean
         self.mean += deviation / n
         self.variance = (1.0 - 1.0 / n) * (self.variance + deviation * deviation / n)
 
     def towards(self, mean: float, variance: float, now: int) -> tuple[float, float]:
-        """Return mean and variance, shrunk towards the given ones if there are few or old observations."""
-        n = self.n * 0.5 ** ((now - self.at) / _FADE)
+        """Return mean and variance, shrunk towards the given ones if few observations are left."""
+        n = self.left(now)
         weight = n / (n + _PRIOR)
         return mean + weight * (self.mean - mean), variance + weight * (self.variance - variance)
 
@@ -78,9 +82,8 @@ class Corrections:
     Every batch adds log(measured / table) to three averages: of its cell of the table, of its subnet and of
     the whole table. Each covers about the last 64 batches. With few observations, the estimate of a cell is
     shrunk towards its subnet's, that of a subnet towards the whole table's, and that one towards 0 (no
-    correction). Observations count half after 512 batches of other subnets or sizes, so that a subnet which
-    was slow for a while is tried again although the policy has not chosen it since. As soon as the subnet
-    runs again, its old observations count in full.
+    correction). Observations count half after 512 further batches, so that a subnet which was slow for a
+    while is tried again although the policy has not chosen it since.
 
     Args:
         table: the latency table that is corrected.
@@ -147,7 +150,7 @@ class Corrections:
             for (subnet, column), cell in self._cells.items():
                 at = subnet, column
                 mean[at], variance[at] = cell.towards(float(mean[at]), float(variance[at]), now)
-                seen[at] = cell.n
+                seen[at] = round(cell.n)
         return CorrectionsSnapshot(np.exp(mean), np.exp(mean + _DEVIATIONS * np.sqrt(variance)), seen)
 
     def drift(self) -> tuple[float, dict[int, float]]:
@@ -164,7 +167,7 @@ class Corrections:
             ratios = {
                 i: math.exp(running.towards(*overall, now)[0])
                 for i, running in self._subnets.items()
-                if running.n >= _ENOUGH
+                if round(running.n) >= _ENOUGH
             }
             limit = math.log(self.threshold)
             for i, ratio in sorted(ratios.items()):
@@ -251,13 +254,13 @@ class Corrections:
 
 
 def _running(n: Any, mean: Any, variance: Any, at: Any = 0) -> _Running:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0 or not abs(mean) <= _CLIP:
+    if isinstance(n, bool) or not 0.0 <= n < math.inf or not abs(mean) <= _CLIP:
         raise ValueError(f"{n!r} observations of mean {mean!r}")
     if not (math.isfinite(variance) and variance >= 0.0):
         raise ValueError(f"variance {variance!r}")
     if isinstance(at, bool) or not isinstance(at, int) or at > 0:
         raise ValueError(f"age {at!r}")
-    return _Running(min(n, _MEMORY), float(mean), float(variance), max(at, -_OLD))
+    return _Running(float(min(n, _MEMORY)), float(mean), float(variance), max(at, -_OLD))
 
 
 def _within(i: Any, count: int) -> int:
