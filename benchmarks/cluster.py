@@ -141,7 +141,7 @@ async def ask_pages(
 
 def summarise(found: Sequence[tuple[Sent, int]], slo_ms: float) -> dict[str, Any]:
     """Return attainment, the digits that were right among the pages in time, and among all pages."""
-    met = [n for sent, n in found if sent.reply is not None and sent.latency_ms <= slo_ms]
+    met = [n for sent, n in found if _in_time(sent, slo_ms)]
     outcomes = Counter(sent.outcome for sent, _ in found)
     latencies = [sent.latency_ms for sent, _ in found if sent.reply is not None]
     return {
@@ -307,17 +307,21 @@ def _steps(
     for second in range(int(begin)):
         here = sent_in(second, second + 1)
         counts = [number for at, number in up if at < second + 1]
-        seconds.append([len(here), sum(_in_time(sent) for sent, _ in here), _served(here), counts[-1]])
+        seconds.append(
+            [len(here), sum(_in_time(sent, SLO_MS) for sent, _ in here), _served(here), counts[-1]]
+        )
     return {"steps": steps, "seconds": seconds}
 
 
-def _in_time(sent: Sent) -> bool:
-    return sent.reply is not None and sent.latency_ms <= SLO_MS
+def _in_time(sent: Sent, slo_ms: float) -> bool:
+    return sent.reply is not None and sent.latency_ms <= slo_ms
 
 
 def _served(found: Sequence[tuple[Sent, int]]) -> float | None:
     """Return the mean profiled accuracy of the answers in time."""
-    accuracies = [sent.reply.accuracy for sent, _ in found if sent.reply is not None and _in_time(sent)]
+    accuracies = [
+        sent.reply.accuracy for sent, _ in found if sent.reply is not None and _in_time(sent, SLO_MS)
+    ]
     return round(float(np.mean(accuracies)), 2) if accuracies else None
 
 

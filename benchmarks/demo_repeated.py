@@ -26,7 +26,7 @@ from typing import Any
 from readme_section import write_section
 from tqdm import tqdm
 
-from subnetact.files.atomic import replacing
+from subnetact.files.documents import write_json
 
 RESULTS = Path("benchmarks/results")
 
@@ -123,8 +123,7 @@ def main() -> None:
     known = {one.get("seed", i) for i, one in enumerate(runs)}  # in older files the seeds are 0, 1, ...
     for seed in tqdm([seed for seed in args.seeds if seed not in known], desc=name):
         runs.append(run(seed, args.load, args.text, None if seed else args.figure))
-        with replacing(out) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(out, result)
         key = "in_time_times_right" if args.text else "in_time"
         print([round(contender[key], 2) for contender in runs[-1]["contenders"]], runs[-1]["notes"])
 

@@ -61,6 +61,16 @@ class Autoscaling:
             )
 
 
+def least_and_most(replicas: int, autoscaling: Autoscaling | None) -> tuple[int, int]:
+    """Return the least and the greatest number of replicas.
+
+    Args:
+        replicas: their number, unless `autoscaling` is given.
+        autoscaling: how their number follows the load.
+    """
+    return (replicas, replicas) if autoscaling is None else (autoscaling.least, autoscaling.most)
+
+
 def build_app(
     bundle: str | PathLike[str] | Source,
     replicas: int = 1,
@@ -115,7 +125,7 @@ def build_app(
     if queue == "central" and fronts != 1:
         raise ServeError(f"fronts: {fronts}, but a central queue has one front")
     workers = replicas_of(source, replicas, autoscaling, queue, router, cpus, report_s)
-    wanted, most = (replicas, replicas) if autoscaling is None else (autoscaling.least, autoscaling.most)
+    wanted, most = least_and_most(replicas, autoscaling)
     front = serve.deployment(
         ingress(Front),
         name="front",

@@ -149,14 +149,14 @@ class AccuracyFirst:
         self._rates.append((now_ms, arrivals_per_s))
         while self._rates[0][0] < now_ms - self._patience_ms:
             self._rates.popleft()
+        recent_per_s = max(rate for _, rate in self._rates)
         if self._misses(math.exp((since - now_ms) / self._patience_ms), arrived, accuracy, attainment):
             self._kept_since_ms = None
             if now_ms - self._added_ms < self._patience_ms and needed <= running:
                 return running  # those that were added last are not all at work yet
             self._added_ms = now_ms
             # What is late now may have arrived before the load fell.
-            missed_per_s = max(rate for _, rate in self._rates) / running
-            self._missed_per_s = min(self._limit_per_s(now_ms), missed_per_s)
+            self._missed_per_s = min(self._limit_per_s(now_ms), recent_per_s / running)
             self._missed_ms = now_ms
             return min(self._most, max(running + 1, needed))
         if self._kept_since_ms is None:
@@ -165,7 +165,7 @@ class AccuracyFirst:
             needed < running
             and accuracy >= self._calm_above
             and now_ms - self._kept_since_ms >= self._patience_ms
-            and max(rate for _, rate in self._rates) < ROOM * self._limit_per_s(now_ms) * (running - 1)
+            and recent_per_s < ROOM * self._limit_per_s(now_ms) * (running - 1)
         ):
             self._kept_since_ms = now_ms
             return max(1, needed, running - 1)

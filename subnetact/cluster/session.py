@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from subnetact.cluster.application import Autoscaling, ReplicaCount, answerer, replicas_of
+from subnetact.cluster.application import Autoscaling, ReplicaCount, answerer, least_and_most, replicas_of
 from subnetact.cluster.ray_serve import ray, serve
 from subnetact.errors import ServeError
 from subnetact.serve.source import Source
@@ -63,9 +63,7 @@ class RaySession:
             source = self._on_disk(source).pinned()
             app = replicas_of(source, replicas, autoscaling, queue, router, cpus, report_s)
             self.engine = source.engine(mapped=True)
-            least, most = (
-                (replicas, replicas) if autoscaling is None else (autoscaling.least, autoscaling.most)
-            )
+            least, most = least_and_most(replicas, autoscaling)
             self._start(address, most * (cpus or source.workers * source.threads_per_worker))
             try:
                 handle = serve.run(app, name=APPLICATION, route_prefix=None)

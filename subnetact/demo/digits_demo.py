@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import math
 import random
 import time
@@ -29,7 +28,7 @@ from subnetact.device import machine
 from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
 from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, QueueFull, UncalibratedSubnetWarning
-from subnetact.files.atomic import replacing
+from subnetact.files.documents import write_json
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.evaluation import evaluate
@@ -198,8 +197,7 @@ def demonstrate_digits(
             "notes": machine_notes(runs, share, slo_ms),
             "contenders": [run.figures for run in runs],
         }
-        with replacing(report) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(report, found)
 
 
 def _machine() -> str:

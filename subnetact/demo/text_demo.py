@@ -9,7 +9,6 @@ on such a cache.
 from __future__ import annotations
 
 import gc
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from subnetact.demo.machine_notes import machine_notes, share_of_core
 from subnetact.device import machine
 from subnetact.errors import DeadlinePassed, QueueFull, TraceError
-from subnetact.files.atomic import replacing
+from subnetact.files.documents import write_json
 from subnetact.generation.completion import Completion, Generated
 from subnetact.generation.generator import Generator
 from subnetact.generation.step_profile import profile_steps
@@ -264,8 +263,7 @@ def demonstrate_text(
             "notes": notes,
             "contenders": [run.figures for run in runs],
         }
-        with replacing(report) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(report, found)
     return runs
 
 

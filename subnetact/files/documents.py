@@ -26,6 +26,7 @@ __all__ = [
     "checksum",
     "described",
     "parse_json",
+    "write_json",
 ]
 
 Result = TypeVar("Result")
@@ -52,6 +53,21 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def write_json(path: str | os.PathLike[str], found: Any) -> None:
+    """Write a result as JSON; an earlier file is replaced as a whole.
+
+    Args:
+        path: the file.
+        found: what `json.dumps` takes.
+
+    Raises:
+        MissingFile: the folder of the file does not exist.
+        WriteError: the file cannot be written.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

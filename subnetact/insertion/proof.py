@@ -98,7 +98,7 @@ class Proof:
         self.largest = self.space.resolve(self.space.largest())
         self.is_largest_right = False
         self._failed = self.space.smallest()
-        self._wrongs: str | None = None
+        self._failed_because: str | None = None
         self._weights: tuple[nn.Module, nn.Module] | None = None
         self._exact: tuple[nn.Module, nn.Module] | None = None
 
@@ -122,14 +122,16 @@ class Proof:
                 break
             wrong = self._wrong(spec)
             if wrong is not None:
-                self._failed, self._wrongs = spec, wrong
+                self._failed, self._failed_because = spec, wrong
                 return wrong
         return None
 
     def culprits(self) -> dict[str, str]:
         """Return the groups and stages that make the failed subnet wrong, each with what is wrong with it."""
         found: dict[str, str] = {}
-        self._search(list(self.description.slots), found, time.perf_counter() + LONGEST_S, self._wrongs)
+        self._search(
+            list(self.description.slots), found, time.perf_counter() + LONGEST_S, self._failed_because
+        )
         return found
 
     # -- inner parts -------------------------------------------------------------------------------
@@ -207,8 +209,9 @@ class Proof:
             return f"the model does not run with unused weights at zero: {summary(reference, error)}"
         if not _close(masked, extracted, COMPARED):
             wrong = "a subnet differs from the model with unused weights at zero"
-            where = located and (difference(shared_view(network, row), reference, x) or "its output")
-            return f"{wrong}, first at {where}" if located else wrong
+            if not located:
+                return wrong
+            return f"{wrong}, first at {difference(shared_view(network, row), reference, x) or 'its output'}"
         return None
 
     def _perturbed(self) -> tuple[nn.Module, nn.Module]:

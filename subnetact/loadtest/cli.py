@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import ServeError, SubnetActError
-from subnetact.files.atomic import replacing
+from subnetact.files.documents import write_json
 from subnetact.loadtest.arrivals import trace
 from subnetact.loadtest.open_loop import Sent, summary
 from subnetact.loadtest.report import LiveLine, plot, table
@@ -116,8 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {**settings, **found}
     print(table(report))
     if args.out is not None:
-        with replacing(args.out) as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
     if args.plot is not None:
         plot(arrivals, sent, args.slo_ms, args.plot)
     return DONE

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from subnetact import Engine, LatencyTable, calibrate
+from subnetact import Engine
 from subnetact.command import TERMINATED
-from subnetact.digits import load_digits_supernet
 from subnetact.errors import DeadlinePassed, MissingExtra, MissingFile, QueueFull, ServeError
 from subnetact.serve.source import Source
 
@@ -245,21 +244,6 @@ def test_a_central_queue_gives_batches_to_idle_replicas(nodes, deployed, source)
     outputs = torch.stack([answer.output for answer in answers])
     assert torch.allclose(outputs, engine(IMAGES, subnet=1), atol=1e-3)
     assert (stats.met, stats.workers) == (24, 2)
-
-
-@pytest.fixture(scope="module")
-def slow_bundle(tmp_path_factory):
-    """The folder of a bundle whose better subnet needs some 8 ms per image of 64 x 64 pixels."""
-    supernet = load_digits_supernet()
-    specs = [supernet.space.smallest(), supernet.space.largest()]
-    calibrate(supernet, specs, [torch.rand(8, 1, 64, 64)])
-    engine = Engine(supernet, specs, example=torch.zeros(1, 64, 64), accuracy=[60.0, 82.0])
-    engine.tables["cpu"] = LatencyTable.from_arrays(
-        engine.keys, engine.accuracy, [1, 8], [[1.0, 5.0], [9.0, 64.0]]
-    )
-    bundle = tmp_path_factory.mktemp("slow") / "digits"
-    engine.save(bundle)
-    return str(bundle)
 
 
 def test_replicas_follow_the_load(nodes, slow_bundle):

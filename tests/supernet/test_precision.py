@@ -549,12 +549,17 @@ def test_int8_convolutions_with_negative_factors_equal_dequantised_ones(
             assert (total - torch.relu(plain + other)).norm() < 0.02 * expected.norm()
 
 
-def test_small_inputs_run_at_float32_and_memory_is_asked_for() -> None:
+def int8_convolution() -> Int8Conv:
+    """Return a convolution of the largest digits subnet at int8, and seed what random inputs follow."""
     torch.manual_seed(0)
     supernet = load_digits_supernet()
     space = supernet.enable_precision("int8")
     view = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
-    packed = Int8Conv(view.get_submodule("stages.1.1.conv2"), None, None)
+    return Int8Conv(view.get_submodule("stages.1.1.conv2"), None, None)
+
+
+def test_small_inputs_run_at_float32_and_memory_is_asked_for() -> None:
+    packed = int8_convolution()
     asked: list[int] = []
     small, large = (torch.randn(n, packed._numbers().shape[1], 8, 8) for n in (1, 512))
     assert [packed.pays(x.shape) for x in (small, large)] == [False, True]
@@ -574,11 +579,7 @@ def test_small_inputs_run_at_float32_and_memory_is_asked_for() -> None:
 
 
 def test_a_huge_input_leaves_its_batch_mates_their_precision() -> None:
-    torch.manual_seed(0)
-    supernet = load_digits_supernet()
-    space = supernet.enable_precision("int8")
-    view = supernet.private_view(space.at_precision(space.largest(), "int8"))[0]
-    packed = Int8Conv(view.get_submodule("stages.1.1.conv2"), None, None)
+    packed = int8_convolution()
     x = torch.randn(512, packed._numbers().shape[1], 8, 8)
     assert packed.pays(x.shape)
     with torch.inference_mode():

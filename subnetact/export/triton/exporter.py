@@ -151,7 +151,7 @@ def to_triton(
                     "table: the Python flavour schedules by latencies; "
                     "give table=profile_latency(engine, ...)"
                 )
-            make_policy(policy, table, slo_ms)
+            make_policy(policy, table, slo_ms)  # what cannot be made is refused here and not in Triton
             _write_python(engine, version, table, slo_ms)
             outputs += [
                 'name: "SUBNET" data_type: TYPE_INT32 dims: [ 1 ]',

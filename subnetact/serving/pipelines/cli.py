@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from subnetact.errors import MissingFile, SubnetActError, TraceError
-from subnetact.files.atomic import replacing
+from subnetact.files.documents import write_json
 from subnetact.serving.pipelines.model import PipelineModel
 from subnetact.serving.pipelines.pipeline_planner import PipelinePlan, plan_pipeline
 from subnetact.serving.simulation.datasets import TRACES, load_trace
@@ -39,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.coarse:
             plans["coarse"] = plan_pipeline(arrivals, model, options.percentile, coarse=True, **settings)
         if options.json is not None:
-            text = json.dumps({name: plan.to_json() for name, plan in plans.items()}, indent=1)
-            with replacing(options.json) as temporary:
-                temporary.write_text(text + "\n", encoding="utf-8")
+            write_json(options.json, {name: plan.to_json() for name, plan in plans.items()})
     except BrokenPipeError:  # Nobody reads the output any more; `run_command` ends quietly.
         raise
     except (SubnetActError, OSError) as error:

@@ -6,15 +6,13 @@ Its defaults are the setting of SuperServe: 8 workers, an SLO of 36 ms, expired 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from subnetact.errors import SubnetActError
-from subnetact.files.atomic import replacing
+from subnetact.files.documents import write_json
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import make_policy, policy_names
 from subnetact.serving.scheduling.checks import EXPIRED_RULES
@@ -92,7 +90,7 @@ def _replay(options: argparse.Namespace) -> None:
         )
         print(f"figure: {options.plot}")
     if options.json is not None:
-        _write(options.json, {"policies": {name: result.summary() for name, result in results.items()}})
+        write_json(options.json, {"policies": {name: result.summary() for name, result in results.items()}})
 
 
 def _line(name: str, result: SimulationResult) -> str:
@@ -142,12 +140,7 @@ def _compare(options: argparse.Namespace) -> None:
         print(f"figures in {options.plot}")
     if options.json is not None:
         summary = {"fluid_bound": bound, "policies": {name: r.summary() for name, r in results.items()}}
-        _write(options.json, summary)
-
-
-def _write(path: Path, summary: dict[str, Any]) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, summary)
 
 
 def _parser() -> argparse.ArgumentParser:
