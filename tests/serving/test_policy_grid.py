@@ -92,6 +92,34 @@ def test_batches_stay_efficient_behind_a_queue():
     assert lead(table, 0.7, workers=64, slo=3.0, cv2=2.0, seed=1, count=12_000) > -0.2
 
 
+def test_steady_arrivals_are_served_in_efficient_batches():
+    table = affine(0.28, 6, 1.5, (1, 2, 4, 8, 16, 32), concave=False, base_ms=15.4)
+    assert lead(table, 1.1, workers=64, slo=10.0, cv2=2.0, seed=1, count=20_000) > -0.2
+
+
+@pytest.mark.parametrize(("cv2", "share"), [(0.1, 0.03), (1.0, 0.1), (8.0, 0.28)])
+def test_the_fluctuation_of_the_load_is_measured(cv2, share):
+    slo_ms, rate = 50.0, 2.0  # 100 arrivals per SLO, whose standard deviation is sqrt(100 cv2)
+    gaps = np.random.default_rng(3).gamma(1.0 / cv2, cv2 / rate, 40_000)
+    policy = HullFit(affine(0.5, 3, 2.0, (1, 2), concave=False), slo_ms)
+    budget = policy._budget
+    meter = ArrivalMeter()
+    context = Context(EDFQueue(), meter, [0.0], slo_ms)
+    measured = []
+    for time_ms in np.cumsum(gaps).tolist():
+        meter.append(time_ms)
+        context.now_ms = time_ms
+        measured.append(budget.fluctuation(context, rate))
+    assert np.mean(measured) == pytest.approx(share, rel=0.25)
+    other = policy.retabled(policy.table.scaled(2.0))
+    assert other._budget.fluctuation(context, rate) == measured[-1]
+    context.now_ms += 1e6  # The rate says nothing about a pause that is longer than its window.
+    assert budget.fluctuation(context, rate) == measured[-1]
+    policy.reset()
+    assert budget.fluctuation(context, rate) == pytest.approx(0.1), "as of Poisson arrivals"
+    assert budget.fluctuation(context, 0.0) == np.inf
+
+
 @pytest.mark.parametrize("seed", [7, 500336])
 def test_small_batches_do_not_use_up_the_slack_of_the_requests_behind_them(seed):
     table = affine(0.63, 12, 3.0, (1, 8, 32, 128), concave=True, base_ms=8.4, jitter=0.2, seed=seed)

@@ -24,8 +24,8 @@ __all__ = ["Chunk", "HullTable", "PricedFronts"]
 
 _QUICK = 1 / 3
 """A quick batch takes at most this share of the SLO."""
-_ALMOST = 1.1
-"""A batch size that needs at most this many times a subnet's least time per request counts as efficient."""
+_ALMOST = 0.1
+"""A batch size that needs more time per request than this share above the least never counts as efficient."""
 _TIE = 1.0 + 1e-9
 """Among subnets of equal value at a price, the fastest one is chosen in spite of rounding."""
 
@@ -186,24 +186,27 @@ class HullTable:
             return _smallest(self._cycles[at], tau_ms)
         return self.full.size, self.full.ms
 
-    def usual_ms(self, tau_ms: float) -> float:
+    def usual_ms(self, tau_ms: float, fluctuation: float) -> float:
         """Return the latency of a batch that must still be possible behind the accepted backlog, ms.
 
         The two points whose times per request are next to `tau_ms` take turns. Each of them needs its
-        smallest batch that takes no more time per request than the load leaves, or hardly more than its
-        least. The result lies between the two as the time per request does.
+        smallest batch that is efficient: it takes no more time per request than the load leaves, or exceeds
+        the least time per request by a smaller share than the load fluctuates by. A smaller batch leaves room
+        for a larger backlog, but this evens out no more than the load fluctuates. The result lies between
+        the two as the time per request does.
 
         Args:
             tau_ms: the worker time per request that the arrivals leave, ms.
+            fluctuation: the share by which the load fluctuates from one SLO to the next.
         """
-        last = len(self.taus) - 1
+        last, almost = len(self.taus) - 1, 1.0 + min(_ALMOST, fluctuation)
         low = max(bisect_right(self.taus, tau_ms) - 1, 0)
         if low == last:
-            tau_ms *= _ALMOST
-        _, lower_ms = _smallest(self._batches[low], max(tau_ms, _ALMOST * self.taus[low]))
+            tau_ms *= almost
+        _, lower_ms = _smallest(self._batches[low], max(tau_ms, almost * self.taus[low]))
         if low == last or tau_ms <= self.taus[low]:
             return lower_ms
-        _, upper_ms = _smallest(self._batches[low + 1], _ALMOST * self.taus[low + 1])
+        _, upper_ms = _smallest(self._batches[low + 1], almost * self.taus[low + 1])
         share = (tau_ms - self.taus[low]) / (self.taus[low + 1] - self.taus[low])
         return lower_ms + share * max(0.0, upper_ms - lower_ms)
 

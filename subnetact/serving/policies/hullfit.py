@@ -6,9 +6,11 @@ The method, step by step:
    workers can run all the time without missing deadlines. The points of the method are the vertices of the
    upper concave hull of (time per request, accuracy), from the cheapest to the most accurate subnet
    (`HullTable`).
-2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted; it
-   grows or is worked off within about one SLO. The number of workers divided by the load is the time that
-   may be spent per request (`TimeBudget.per_request_ms`).
+2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted,
+   behind which an efficient batch still meets its deadlines; the less the load fluctuates, the more efficient
+   this batch must be (`HullTable.usual_ms`). The backlog grows or is worked off within about one SLO. The
+   number of workers divided by the load is the time that may be spent per request
+   (`TimeBudget.per_request_ms`).
 3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
    cycle: the latency of the smallest batch that keeps up with the arrivals. A batch of the whole queue may
    take as long as this cycle, because a larger batch afterwards makes up for it. A batch that leaves requests
@@ -131,7 +133,7 @@ class HullFit:
     def retabled(self, table: LatencyTable) -> HullFit:
         """Return the same policy, with its state, for other latencies of the same subnets and batch sizes."""
         made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve, self._budget.tuning)
-        made._budget.saved_ms = self._budget.saved_ms
+        made._budget.remember(self._budget)
         made._floor_planner.remember(self._floor_planner)
         made._balance = self._balance
         for workers in self._hulls:  # made here rather than at the next decision, which is urgent
@@ -140,7 +142,7 @@ class HullFit:
 
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
-        self._budget.saved_ms = 0.0
+        self._budget.forget()
         self._floor_planner = FloorPlanner(self.table, self._budget)
         self._balance = Balance(self.slo_ms)
 
@@ -153,7 +155,8 @@ class HullFit:
         workers = len(others) + 1
         hull = self._hull(workers)
         rate = budget.rate_per_ms(context)
-        usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
+        fluctuation = budget.fluctuation(context, rate)
+        usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf, fluctuation)
         tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms)
         cycle = hull.cycle(tau_ms)
         point = bisect_right(hull.taus, tau_ms) - 1

@@ -6,7 +6,7 @@ The header of `subnetact.serving.policies.hullfit` explains the method.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 
 from subnetact.errors import PolicyError
@@ -16,6 +16,9 @@ __all__ = ["TimeBudget", "Tuning"]
 
 _USUAL_ARRIVALS = 4.0
 """How many arrivals at the usual rate are counted with those of the surge window, which may hold few."""
+
+_SAMPLES = 20
+"""The fluctuation of the load is averaged over about this many counts of arrivals, each over one SLO or more."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,16 @@ class TimeBudget:
     drain_reserve_ms: float
     tuning: Tuning
     saved_ms: float = 0.0
+    _dispersion: float = field(default=1.0, init=False)
+    _counted: tuple[float, int] | None = field(default=None, init=False)
+
+    def forget(self) -> None:
+        """Forget the saved time and the fluctuation of the load."""
+        self.saved_ms, self._dispersion, self._counted = 0.0, 1.0, None
+
+    def remember(self, other: TimeBudget) -> None:
+        """Continue with the saved time and the fluctuation of the load that another budget has learned."""
+        self.saved_ms, self._dispersion, self._counted = other.saved_ms, other._dispersion, other._counted
 
     def others_free(self, context: Context) -> list[float]:
         """Return when each of the other workers that are up is free, ms; not before now."""
@@ -82,6 +95,31 @@ class TimeBudget:
     def rate_per_ms(self, context: Context) -> float:
         """Return the recent arrival rate, per ms."""
         return context.arrivals.rate_per_ms(context.now_ms, self.tuning.rate_window * self.slo_ms)
+
+    def fluctuation(self, context: Context, rate: float) -> float:
+        """Return by which share the number of arrivals during one SLO usually differs from its mean.
+
+        Arrivals are counted from decision to decision, over one SLO or more. The squared difference from the
+        expected number, as a multiple of that number, is averaged. It is 1 for Poisson arrivals, from which
+        the average starts, and more for bursty ones.
+
+        Args:
+            context: the state of the server.
+            rate: the usual arrival rate, per ms.
+
+        Returns:
+            The standard deviation as a share of the mean; inf if the rate is 0.
+        """
+        now, total = context.now_ms, context.arrivals.total
+        since, counted = self._counted or (now, total)
+        passed = now - since
+        if self._counted is None or passed >= self.slo_ms:
+            self._counted = now, total
+            expected = rate * passed
+            if 0.0 < expected and passed <= self.tuning.rate_window * self.slo_ms:
+                sample = (total - counted - expected) ** 2 / expected
+                self._dispersion += (sample - self._dispersion) / _SAMPLES
+        return math.sqrt(self._dispersion / (rate * self.slo_ms)) if rate > 0.0 else math.inf
 
     def per_request_ms(self, queued: int, workers: float, rate: float, batch_ms: float) -> float:
         """Return the worker time, ms, that may be spent per request.
