@@ -97,27 +97,70 @@ def test_steady_arrivals_are_served_in_efficient_batches():
     assert lead(table, 1.1, workers=64, slo=10.0, cv2=2.0, seed=1, count=20_000) > -0.2
 
 
-@pytest.mark.parametrize(("cv2", "share"), [(0.1, 0.03), (1.0, 0.1), (8.0, 0.28)])
+def test_a_backlog_that_fluctuations_do_not_need_gives_way_to_efficient_batches():
+    table = affine(0.516, 1000, 1.5, (1, 2, 4, 8, 16), concave=True, base_ms=9.2)
+    slo_ms = 10.0 * float(table.latency_ms[-1, 0])
+    times = arrivals(table, 1.3, 8, slo_ms, 2.0, 8000, seed=1)
+    fixed = simulate(times, table, Fixed(table, 150), slo_ms, 8, progress=False)
+    ours = simulate(times, table, HullFit(table, slo_ms), slo_ms, 8, progress=False)
+    assert ours.effective_accuracy > fixed.effective_accuracy + 1.0
+
+
+def test_distant_points_of_the_hull_take_turns_while_requests_wait():
+    sizes, keys = [1, 2, 4, 8], ["small", "below the hull", "large"]
+    per_request = np.array([[11.0, 9.0, 6.6, 5.8], [43.0, 33.0, 30.0, 26.7], [57.0, 44.0, 41.0, 30.9]])
+    table = LatencyTable.from_arrays(keys, [70.0, 76.5, 80.0], sizes, per_request * np.array(sizes))
+    slo_ms, workers = 1200.0, 64
+    gaps = np.random.default_rng(1).gamma(0.5, 2.0 * 27.5 / workers, 30_000)
+    found = simulate(np.cumsum(gaps), table, HullFit(table, slo_ms), slo_ms, workers, progress=False)
+    mixed = 70.0 + 10.0 * (27.5 - 5.8) / (30.9 - 5.8)  # the hull at 27.5 ms per request
+    assert found.effective_accuracy > mixed + 0.4, "the first requests find idle workers, which helps"
+
+
+def test_time_counts_as_lost_to_accuracy_where_another_subnet_runs_the_batch_faster():
+    # Batches of two of "narrow" are the cheapest, but it runs a single request slower than the others.
+    table = LatencyTable.from_arrays(
+        ["narrow", "wide", "widest"], [70.2, 77.5, 80.0], [1, 2], [[13.4, 11.0], [6.9, 24.5], [12.8, 26.3]]
+    )
+    slo_ms = 25.7
+    gaps = np.random.default_rng(2).gamma(1 / 8, 8.0 * 6.9, 8000)
+    others = [Fixed(table, i) for i in range(3)]
+    runs = [
+        simulate(np.cumsum(gaps), table, policy, slo_ms, 1, progress=False).effective_accuracy
+        for policy in (HullFit(table, slo_ms), *others)
+    ]
+    assert runs[0] > max(runs[1:]) + 1.0
+
+
+@pytest.mark.parametrize(("cv2", "share"), [(0.1, 0.06), (1.0, 0.2), (8.0, 0.57)])
 def test_the_fluctuation_of_the_load_is_measured(cv2, share):
     slo_ms, rate = 50.0, 2.0  # 100 arrivals per SLO, whose standard deviation is sqrt(100 cv2)
     gaps = np.random.default_rng(3).gamma(1.0 / cv2, cv2 / rate, 40_000)
     policy = HullFit(affine(0.5, 3, 2.0, (1, 2), concave=False), slo_ms)
-    budget = policy._budget
     meter = ArrivalMeter()
     context = Context(EDFQueue(), meter, [0.0], slo_ms)
     measured = []
     for time_ms in np.cumsum(gaps).tolist():
         meter.append(time_ms)
         context.now_ms = time_ms
-        measured.append(budget.fluctuation(context, rate))
+        measured.append(policy._budget.fluctuation(context, rate))
     assert np.mean(measured) == pytest.approx(share, rel=0.25)
     other = policy.retabled(policy.table.scaled(2.0))
     assert other._budget.fluctuation(context, rate) == measured[-1]
     context.now_ms += 1e6  # The rate says nothing about a pause that is longer than its window.
-    assert budget.fluctuation(context, rate) == measured[-1]
+    assert policy._budget.fluctuation(context, rate) == measured[-1]
     policy.reset()
-    assert budget.fluctuation(context, rate) == pytest.approx(0.1), "as of Poisson arrivals"
-    assert budget.fluctuation(context, 0.0) == np.inf
+    assert policy._budget.fluctuation(context, rate) == pytest.approx(0.2), "as of Poisson arrivals"
+    assert policy._budget.fluctuation(context, 0.0) == np.inf
+
+
+@pytest.mark.parametrize("spend", [False, True])
+def test_of_equally_good_subnets_the_slowest_runs_if_time_is_to_be_spent(spend):
+    keys = ["a", "b", "c", "d"]
+    table = LatencyTable.from_arrays(keys, [70.0, 72.0, 80.0, 81.0], [1], [[1.0], [4.0], [6.0], [9.0]])
+    fronts, slope = PricedFronts(table), 10.0 / 5.0
+    assert fronts.best(0, 1, slope, within_ms=10.0, spend=spend).subnet == (2 if spend else 0)
+    assert fronts.best(0, 1, slope, within_ms=5.0, spend=spend).subnet == 0, "b is below the hull"
 
 
 @pytest.mark.parametrize("seed", [7, 500336])

@@ -112,7 +112,7 @@ class FloorPlanner:
         points = range(len(hulls.taus))
         last = points[-1]
         usual = min(bisect_left(points, planned / rate if rate > 0.0 else inf, key=self._mixed_tau), last)
-        tau_ms = self._budget.per_request_ms(queued, planned, rate, hulls.batch_ms[usual])
+        tau_ms = self._budget.per_request_ms(queued, planned, rate, (hulls.batch_ms[usual],) * 2)
         point = max(0, bisect_right(points, tau_ms, key=self._mixed_tau) - 1)
         if point < last and tau_ms > self._mixed_tau(point):
             low, high = self._mixed_tau(point), self._mixed_tau(point + 1)

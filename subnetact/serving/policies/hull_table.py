@@ -24,10 +24,12 @@ __all__ = ["Chunk", "HullTable", "PricedFronts"]
 
 _QUICK = 1 / 3
 """A quick batch takes at most this share of the SLO."""
-_ALMOST = 0.1
-"""A batch size that needs more time per request than this share above the least never counts as efficient."""
+_ALMOST = 1.1
+"""A batch size that needs at most this many times a subnet's least time per request is almost efficient."""
 _TIE = 1.0 + 1e-9
-"""Among subnets of equal value at a price, the fastest one is chosen in spite of rounding."""
+"""Slopes and prices that differ by no more than this factor are equal."""
+_EQUAL = 1e-9
+"""Gains that differ by no more than this are equal, percent."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -67,7 +69,13 @@ class PricedFronts(BatchFronts):
         self._falls = [[-(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(chain)] for chain in chains]
 
     def best(
-        self, column: int, k: int, price: float, within_ms: float, free_ms: float = 0.0
+        self,
+        column: int,
+        k: int,
+        price: float,
+        within_ms: float,
+        free_ms: float = 0.0,
+        spend: bool = False,
     ) -> Option | None:
         """Return the subnet with the greatest k * accuracy - price * max(latency, free_ms) at a batch size.
 
@@ -77,6 +85,7 @@ class PricedFronts(BatchFronts):
             price: price of time, percent per ms.
             within_ms: the longest latency allowed.
             free_ms: the time that costs nothing.
+            spend: whether the slowest of equally good subnets is returned rather than the fastest.
 
         Returns:
             The option, or None if no subnet is fast enough.
@@ -88,12 +97,12 @@ class PricedFronts(BatchFronts):
         nearest = self.options[column][at]
         if price <= 0.0 or nearest.latency_ms <= free_ms:
             return nearest
-        hull = self._hulls[column]
-        vertex = hull[bisect_right(self._falls[column], -price / k * _TIE)]
-        if vertex.latency_ms > within_ms:
-            vertex = hull[bisect_right(self._hull_ms[column], within_ms) - 1]
+        hull, slope = self._hulls[column], price / k * (1.0 / _TIE if spend else _TIE)
+        last = bisect_right(self._hull_ms[column], within_ms) - 1
+        vertex = hull[min(bisect_right(self._falls[column], -slope), last)]
+        if nearest.latency_ms > vertex.latency_ms:
             gain = k * (nearest.accuracy - vertex.accuracy) - price * (nearest.latency_ms - vertex.latency_ms)
-            if gain > 1e-9:
+            if gain > (-_EQUAL if spend else _EQUAL):
                 vertex = nearest
         if vertex.latency_ms > free_ms:
             return vertex
@@ -101,7 +110,7 @@ class PricedFronts(BatchFronts):
         beyond = bisect_right(self._hull_ms[column], free_ms)
         if beyond < len(hull) and hull[beyond].latency_ms <= within_ms:
             more = hull[beyond]
-            if k * (more.accuracy - inside.accuracy) - price * (more.latency_ms - free_ms) > 1e-9:
+            if k * (more.accuracy - inside.accuracy) - price * (more.latency_ms - free_ms) > _EQUAL:
                 return more
         return inside
 
@@ -126,7 +135,8 @@ class HullTable:
         taus: time per request of each point, ms.
         values: accuracy of each point, percent.
         slopes: slope of the hull between neighbouring points, percent per ms, descending.
-        batch_ms: latency of each point at the batch size that has the least time per request, ms.
+        batch_sizes: the batch size at which each point has its least time per request.
+        batch_ms: latency of each point at that batch size, ms.
         cheapest: the subnet of the first point, which has the least time per request.
         full: the batches of the cheapest subnet.
         quick: the batches with the least time per request among those that take a third of the SLO at most.
@@ -161,6 +171,7 @@ class HullTable:
         self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
         self._falls = [-slope for slope in self.slopes]
         self._batches = [_batches(table, cells[i], fits[i]) for _, _, i in hull]
+        self.batch_sizes = [table.batch_sizes[best[i]] for _, _, i in hull]
         self.batch_ms = [float(cells[i, best[i]]) for _, _, i in hull]
         self.cheapest = hull[0][2]
         self.full = _chunk(cells, table, self.cheapest, int(best[self.cheapest]))
@@ -186,29 +197,34 @@ class HullTable:
             return _smallest(self._cycles[at], tau_ms)
         return self.full.size, self.full.ms
 
-    def usual_ms(self, tau_ms: float, fluctuation: float) -> float:
-        """Return the latency of a batch that must still be possible behind the accepted backlog, ms.
+    def usual_ms(self, tau_ms: float) -> tuple[float, float]:
+        """Return the latencies of two batches, ms, of which one must be possible behind the accepted backlog.
 
-        The two points whose times per request are next to `tau_ms` take turns. Each of them needs its
-        smallest batch that is efficient: it takes no more time per request than the load leaves, or exceeds
-        the least time per request by a smaller share than the load fluctuates by. A smaller batch leaves room
-        for a larger backlog, but this evens out no more than the load fluctuates. The result lies between
-        the two as the time per request does.
+        The two points whose times per request are next to `tau_ms` take turns. The first batch is the
+        smallest one that takes no more time per request than the load leaves, or is almost efficient. The
+        second one, which is as large or larger, is efficient or takes no more time per request than the load
+        leaves. Each result lies between the latencies of the two points as the time per request does.
 
         Args:
             tau_ms: the worker time per request that the arrivals leave, ms.
-            fluctuation: the share by which the load fluctuates from one SLO to the next.
         """
-        last, almost = len(self.taus) - 1, 1.0 + min(_ALMOST, fluctuation)
+        last = len(self.taus) - 1
         low = max(bisect_right(self.taus, tau_ms) - 1, 0)
         if low == last:
-            tau_ms *= almost
-        _, lower_ms = _smallest(self._batches[low], max(tau_ms, almost * self.taus[low]))
-        if low == last or tau_ms <= self.taus[low]:
-            return lower_ms
-        _, upper_ms = _smallest(self._batches[low + 1], almost * self.taus[low + 1])
-        share = (tau_ms - self.taus[low]) / (self.taus[low + 1] - self.taus[low])
-        return lower_ms + share * max(0.0, upper_ms - lower_ms)
+            return self._usual(low, _ALMOST * tau_ms)
+        almost_ms, efficient_ms = self._usual(low, tau_ms)
+        if tau_ms > self.taus[low]:
+            share = (tau_ms - self.taus[low]) / (self.taus[low + 1] - self.taus[low])
+            upper_almost_ms, upper_efficient_ms = self._usual(low + 1, 0.0)
+            almost_ms += share * max(0.0, upper_almost_ms - almost_ms)
+            efficient_ms += share * max(0.0, upper_efficient_ms - efficient_ms)
+        return almost_ms, efficient_ms
+
+    def _usual(self, point: int, tau_ms: float) -> tuple[float, float]:
+        batches, least_ms = self._batches[point], self.taus[point]
+        _, almost_ms = _smallest(batches, max(tau_ms, _ALMOST * least_ms))
+        _, efficient_ms = _smallest(batches, max(tau_ms, least_ms))
+        return almost_ms, efficient_ms
 
     def point_at(self, price: float) -> int:
         """Return the point with the greatest accuracy - price * time per request.

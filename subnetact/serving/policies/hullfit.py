@@ -6,11 +6,11 @@ The method, step by step:
    workers can run all the time without missing deadlines. The points of the method are the vertices of the
    upper concave hull of (time per request, accuracy), from the cheapest to the most accurate subnet
    (`HullTable`).
-2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted,
-   behind which an efficient batch still meets its deadlines; the less the load fluctuates, the more efficient
-   this batch must be (`HullTable.usual_ms`). The backlog grows or is worked off within about one SLO. The
-   number of workers divided by the load is the time that may be spent per request
-   (`TimeBudget.per_request_ms`).
+2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted. It
+   is large enough to even out the fluctuations of the load (`TimeBudget.fluctuation`), as far as batches that
+   are almost efficient still meet their deadlines behind it, and so large anyway that efficient batches do
+   (`HullTable.usual_ms`). The backlog grows or is worked off within about one SLO. The number of workers
+   divided by the load is the time that may be spent per request (`TimeBudget.per_request_ms`).
 3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
    cycle: the latency of the smallest batch that keeps up with the arrivals. A batch of the whole queue may
    take as long as this cycle, because a larger batch afterwards makes up for it. A batch that leaves requests
@@ -23,11 +23,13 @@ The method, step by step:
    small price then, so that a larger batch loses accuracy only if it takes less time per request. Otherwise
    the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
    elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent. Only
-   what a batch takes beyond the cycle has a price. The value of a request is what it yields at that point
-   of the hull: its accuracy minus the price of its time. If the load exceeds what the cheapest subnet
-   sustains, a request has no value, because another one must be dropped for it, and all time has a price.
-   The same rule holds while requests expire because of the time spent on accuracy, as far as this costs
-   more than the accuracy gains (`Balance`).
+   what a batch takes beyond the cycle has a price. There is one exception: if requests wait, the next point
+   can run in time, and the load would have to rise by more than it fluctuates before this point was too much,
+   then saved time can be spent. So all time has its price, and the two points take turns, even if one of them
+   is far away. The value of a request is what it yields at that point of the hull: its accuracy minus the
+   price of its time. If the load exceeds what the cheapest subnet sustains, a request has no value, because
+   another one must be dropped for it, and all time has a price. The same rule holds while requests expire
+   because of the time spent on accuracy, as far as this costs more than the accuracy gains (`Balance`).
 5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
    batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
    deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
@@ -50,6 +52,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,6 +76,30 @@ _SHORT = 4
 _FREE = 0.1
 """If there is time for the most accurate subnet, batch sizes are compared as if the time per request of this
 subnet cost this share of the range of accuracies."""
+
+
+class _Terms(NamedTuple):
+    """The terms on which a decision compares batches.
+
+    Attributes:
+        tau_ms: the time that may be spent per request; inf in overload.
+        cycle_ms: the time that a batch of the whole queue may take.
+        large: the size from which on a batch that leaves requests behind may spend saved time.
+        most_saved_ms: the most time that can be saved.
+        price: price of time, percent per ms, for choosing the subnet.
+        charge: price of time, percent per ms, for comparing batch sizes.
+        value: the value of a request, percent.
+        saves: whether time that a batch leaves unspent, while requests wait, is worth its price.
+    """
+
+    tau_ms: float
+    cycle_ms: float
+    large: int
+    most_saved_ms: float
+    price: float
+    charge: float
+    value: float
+    saves: bool
 
 
 class HullFit:
@@ -142,7 +170,7 @@ class HullFit:
 
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
-        self._budget.forget()
+        self._budget = replace(self._budget, saved_ms=0.0)
         self._floor_planner = FloorPlanner(self.table, self._budget)
         self._balance = Balance(self.slo_ms)
 
@@ -155,38 +183,46 @@ class HullFit:
         workers = len(others) + 1
         hull = self._hull(workers)
         rate = budget.rate_per_ms(context)
+        usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
         fluctuation = budget.fluctuation(context, rate)
-        usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf, fluctuation)
-        tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms)
-        cycle = hull.cycle(tau_ms)
+        tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms, fluctuation)
+        size, cycle_ms = hull.cycle(tau_ms)
         point = bisect_right(hull.taus, tau_ms) - 1
         last, wanted = len(hull.slopes), hull.values[max(point, 0)]
-        step_ms = workers * hull.batch_ms[point + 1] if point < last else hull.batch_ms[last]
+        above = min(point + 1, last)
+        step_ms = (workers if point < last else 1) * hull.batch_ms[above]
+        most_saved_ms = budget.most_saved_ms(step_ms)
+        # In overload a margin would only drop requests that might be met.
+        limit_ms, saves = context.slack_ms, False
         losing = self._balance.losing(context, hull.taus[0], hull.values[0], hull.full.size)
         if losing or point < 0 or rate * hull.taus[0] > workers:
             # Overload: every request that is served replaces another one.
-            point = -1
-            price, tau_ms, cycle = hull.values[0] / hull.taus[0], math.inf, (0, 0.0)
-            charge, value = price, 0.0
-        elif point < last:
-            price = hull.slopes[point]
-            if context.queued <= _SHORT * hull.full.size:
-                # Time piles up unspent, which is worth less.
-                full = min(1.0, budget.saved_ms / budget.most_saved_ms(step_ms))
-                price -= (price - (hull.slopes[point + 1] if point + 1 < last else 0.0)) * full * full
-            charge, value = price, hull.values[point] - price * hull.taus[point]
+            point, tau_ms, cycle_ms, size = -1, math.inf, 0.0, 0
+            price = charge = hull.values[0] / hull.taus[0]
+            value = 0.0
         else:
-            price, charge, value = 0.0, self._free / hull.taus[last], hull.values[last] - self._free
-        # In overload a margin would only drop requests that might be met.
-        limit_ms = budget.time_limit(context.slack_ms) if point >= 0 else context.slack_ms
-        found = self._best_offer(context, others, hull, rate, limit_ms, tau_ms, cycle, price, charge, value)
+            limit_ms = budget.time_limit(limit_ms)
+            if point < last:
+                price = hull.slopes[point]
+                if context.queued <= _SHORT * hull.full.size:
+                    # Time piles up unspent, which is worth less.
+                    full = min(1.0, budget.saved_ms / most_saved_ms)
+                    price -= (price - (hull.slopes[above] if above < last else 0.0)) * full * full
+                charge, value = price, hull.values[point] - price * hull.taus[point]
+                steady = tau_ms >= (1.0 + fluctuation) * hull.taus[point]
+                fits = hull.batch_sizes[above] >= size and hull.batch_ms[above] <= limit_ms
+                saves = price > 0.0 and steady and fits
+            else:
+                price, charge, value = 0.0, self._free / hull.taus[last], hull.values[last] - self._free
+        terms = _Terms(tau_ms, cycle_ms, size, most_saved_ms, price, charge, value, saves)
+        found = self._best_offer(context, others, hull, rate, limit_ms, terms)
         if found is None:
             return self._rescue(context, hull, workers)
         k, option = found
         if k < context.queued:
             free_ms, least_ms = 0.0, k * hull.taus[0]
         else:
-            free_ms, least_ms = cycle[1], hull.full.by_column[self._fronts.column_for(k)]
+            free_ms, least_ms = cycle_ms, hull.fastest[self._fronts.column_for(k)][0]
         if tau_ms < math.inf:
             budget.save(max(free_ms, tau_ms * k) - option.latency_ms, step_ms)
         gained = k * (option.accuracy - hull.values[0])
@@ -208,15 +244,11 @@ class HullFit:
         hull: HullTable,
         rate: float,
         limit_ms: float,
-        tau_ms: float,
-        cycle: tuple[int, float],
-        price: float,
-        charge: float,
-        value: float,
+        terms: _Terms,
     ) -> tuple[int, Option] | None:
         """Return (number of requests, option) with the greatest gain that passes every guard, or None."""
         budget, fronts, queued = self._budget, self._fronts, context.queued
-        cycle_size, cycle_ms = cycle
+        tau_ms, cycle_ms, large, most_saved_ms, price, charge, value, saves = terms
         saved_ms = budget.saved_ms
         top = fronts.column_for(queued)
         counts = [size if size < queued else queued for size in fronts.sizes[: top + 1]]
@@ -230,11 +262,16 @@ class HullFit:
         def look(column: int, limit: float) -> tuple[float, Option | None]:
             """Find the best offer of one batch size."""
             k = counts[column]
-            # Only if it takes the whole queue is its time repaid by a larger batch afterwards.
-            free_ms = cycle_ms if k == queued else min(cycle_ms, tau_ms * k)
-            saved = saved_ms if k == queued or k >= cycle_size else 0.0
-            within = min(limit, max(free_ms, tau_ms * k) + saved, spare + k * hull.taus[0])
-            option = fronts.best(column, k, price, within, free_ms)
+            allowed_ms = tau_ms * k + (saved_ms if k >= large else 0.0)
+            if k == queued:  # A larger batch afterwards makes up for its time.
+                free_ms, allowed_ms = cycle_ms, max(cycle_ms, tau_ms * k) + saved_ms
+            elif saves:  # Only time that can no longer be saved is free.
+                free_ms = min(cycle_ms, max(0.0, saved_ms + tau_ms * k - most_saved_ms))
+            else:
+                free_ms = min(cycle_ms, tau_ms * k)
+            spend = saves and k < queued and free_ms == 0.0
+            within = min(limit, allowed_ms, spare + k * hull.taus[0])
+            option = fronts.best(column, k, price, within, free_ms, spend)
             if option is None:  # the cheapest subnet need not leave time for a surge
                 latency_ms = hull.full.by_column[column]
                 if latency_ms > limit:

@@ -16,9 +16,10 @@ __all__ = ["TimeBudget", "Tuning"]
 
 _USUAL_ARRIVALS = 4.0
 """How many arrivals at the usual rate are counted with those of the surge window, which may hold few."""
-
+_DEVIATIONS = 2.0
+"""The load may fluctuate by this many standard deviations."""
 _SAMPLES = 20
-"""The fluctuation of the load is averaged over about this many counts of arrivals, each over one SLO or more."""
+"""The fluctuation is averaged over about this many counts of arrivals, each over one SLO or more."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,13 @@ class TimeBudget:
     tuning: Tuning
     saved_ms: float = 0.0
     _dispersion: float = field(default=1.0, init=False)
+    _samples: int = field(default=1, init=False)
     _counted: tuple[float, int] | None = field(default=None, init=False)
-
-    def forget(self) -> None:
-        """Forget the saved time and the fluctuation of the load."""
-        self.saved_ms, self._dispersion, self._counted = 0.0, 1.0, None
 
     def remember(self, other: TimeBudget) -> None:
         """Continue with the saved time and the fluctuation of the load that another budget has learned."""
-        self.saved_ms, self._dispersion, self._counted = other.saved_ms, other._dispersion, other._counted
+        self.saved_ms, self._counted = other.saved_ms, other._counted
+        self._dispersion, self._samples = other._dispersion, other._samples
 
     def others_free(self, context: Context) -> list[float]:
         """Return when each of the other workers that are up is free, ms; not before now."""
@@ -97,7 +96,7 @@ class TimeBudget:
         return context.arrivals.rate_per_ms(context.now_ms, self.tuning.rate_window * self.slo_ms)
 
     def fluctuation(self, context: Context, rate: float) -> float:
-        """Return by which share the number of arrivals during one SLO usually differs from its mean.
+        """Return by which share the arrivals during one SLO may exceed their mean: two standard deviations.
 
         Arrivals are counted from decision to decision, over one SLO or more. The squared difference from the
         expected number, as a multiple of that number, is averaged. It is 1 for Poisson arrivals, from which
@@ -108,7 +107,7 @@ class TimeBudget:
             rate: the usual arrival rate, per ms.
 
         Returns:
-            The standard deviation as a share of the mean; inf if the rate is 0.
+            The share; inf if the rate is 0.
         """
         now, total = context.now_ms, context.arrivals.total
         since, counted = self._counted or (now, total)
@@ -116,28 +115,44 @@ class TimeBudget:
         if self._counted is None or passed >= self.slo_ms:
             self._counted = now, total
             expected = rate * passed
-            if 0.0 < expected and passed <= self.tuning.rate_window * self.slo_ms:
+            if expected > 0.0 and passed <= self.tuning.rate_window * self.slo_ms:
                 sample = (total - counted - expected) ** 2 / expected
-                self._dispersion += (sample - self._dispersion) / _SAMPLES
-        return math.sqrt(self._dispersion / (rate * self.slo_ms)) if rate > 0.0 else math.inf
+                self._samples = min(self._samples + 1, _SAMPLES)
+                self._dispersion += (sample - self._dispersion) / self._samples
+        return _DEVIATIONS * math.sqrt(self._dispersion / (rate * self.slo_ms)) if rate > 0.0 else math.inf
 
-    def per_request_ms(self, queued: int, workers: float, rate: float, batch_ms: float) -> float:
+    def per_request_ms(
+        self,
+        queued: int,
+        workers: float,
+        rate: float,
+        usual_ms: tuple[float, float],
+        fluctuation: float = math.inf,
+    ) -> float:
         """Return the worker time, ms, that may be spent per request.
 
         It is the number of workers divided by the load. The load is the arrival rate, corrected by the
         backlog: a larger backlog than the accepted one is to be worked off, a smaller one may grow. The most
-        urgent request is about to be served and does not count.
+        urgent request is about to be served and does not count. A backlog evens out the fluctuations of the
+        load, but efficient batches need slack, which limits the backlog.
 
         Args:
             queued: number of requests in the queue.
             workers: the number of workers whose time is planned.
             rate: arrivals per ms.
-            batch_ms: latency of a batch that must still be possible behind the accepted backlog.
+            usual_ms: latencies of two batches, ascending. The first one must be possible behind the accepted
+                backlog; the second one too, unless the fluctuations ask for a larger backlog.
+            fluctuation: by which share the arrivals during one SLO may exceed their mean.
         """
-        longest = (1.0 + self.margin) * batch_ms + self.reserve_ms
-        accepted = rate * self.tuning.accepted_share * max(0.0, self.slo_ms - longest)
+        most, least = self._behind(rate, usual_ms[0]), self._behind(rate, usual_ms[1])
+        accepted = min(most, max(least, fluctuation * rate * self.slo_ms)) if rate > 0.0 else 0.0
         load = rate + (queued - 1 - accepted) / (self.tuning.settle * self.slo_ms)
         return workers / load if load > 0.0 else math.inf
+
+    def _behind(self, rate: float, batch_ms: float) -> float:
+        """Return the backlog behind which a batch that takes `batch_ms` is possible."""
+        longest = (1.0 + self.margin) * batch_ms + self.reserve_ms
+        return rate * self.tuning.accepted_share * max(0.0, self.slo_ms - longest)
 
     def surge_spare(self, context: Context, others: list[float], tau_ms: float, rate: float) -> float:
         """Return the longest batch latency that still leaves time for a surge.
