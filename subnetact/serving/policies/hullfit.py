@@ -304,7 +304,7 @@ class HullFit:
         if context.queued <= k:
             return math.inf
         limit = self._chunks_limit(context, others, k, hull.full)
-        if limit < self.table.fastest_ms and hull.quick.ms < hull.full.ms:
+        if limit < math.inf and hull.quick.ms < hull.full.ms:
             limit = max(limit, self._chunks_limit(context, others, k, hull.quick))
         return limit
 
