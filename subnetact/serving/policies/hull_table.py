@@ -30,6 +30,8 @@ _TIE = 1.0 + 1e-9
 """Slopes and prices that differ by no more than this factor are equal."""
 _EQUAL = 1e-9
 """Gains that differ by no more than this are equal, percent."""
+_BELOW = 1e-6
+"""A subnet lies below the hull if the hull at its time per request is more accurate by this, percent."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -135,8 +137,7 @@ class HullTable:
         taus: time per request of each point, ms.
         values: accuracy of each point, percent.
         slopes: slope of the hull between neighbouring points, percent per ms, descending.
-        batch_sizes: the batch size at which each point has its least time per request.
-        batch_ms: latency of each point at that batch size, ms.
+        batch_ms: latency of each point at the batch size that has the least time per request, ms.
         cheapest: the subnet of the first point, which has the least time per request.
         full: the batches of the cheapest subnet.
         quick: the batches with the least time per request among those that take a third of the SLO at most.
@@ -171,7 +172,6 @@ class HullTable:
         self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
         self._falls = [-slope for slope in self.slopes]
         self._batches = [_batches(table, cells[i], fits[i]) for _, _, i in hull]
-        self.batch_sizes = [table.batch_sizes[best[i]] for _, _, i in hull]
         self.batch_ms = [float(cells[i, best[i]]) for _, _, i in hull]
         self.cheapest = hull[0][2]
         self.full = _chunk(cells, table, self.cheapest, int(best[self.cheapest]))
@@ -181,6 +181,8 @@ class HullTable:
         sustained = pareto_front(points, cost=lambda point: point[0], gain=lambda point: point[1])
         self._sustained_taus = [tau for tau, _, _ in sustained]
         self._cycles = [_batches(table, cells[i], fits[i]) for _, _, i in sustained]
+        on_hull = np.interp(self._sustained_taus, self.taus, self.values)
+        self._below = (on_hull > np.array([accuracy for _, accuracy, _ in sustained]) + _BELOW).tolist()
 
     def cycle(self, tau_ms: float) -> tuple[int, float]:
         """Return (batch size, latency in ms) of the batches of the most accurate subnet that is sustained.
@@ -196,6 +198,15 @@ class HullTable:
         if at >= 0:
             return _smallest(self._cycles[at], tau_ms)
         return self.full.size, self.full.ms
+
+    def below(self, tau_ms: float) -> bool:
+        """Return whether the most accurate subnet that is sustained lies below the hull.
+
+        Args:
+            tau_ms: the worker time per request that the load leaves, ms.
+        """
+        at = bisect_right(self._sustained_taus, tau_ms) - 1
+        return at >= 0 and self._below[at]
 
     def usual_ms(self, tau_ms: float) -> tuple[float, float]:
         """Return the latencies of two batches, ms, of which one must be possible behind the accepted backlog.

@@ -23,13 +23,13 @@ The method, step by step:
    small price then, so that a larger batch loses accuracy only if it takes less time per request. Otherwise
    the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
    elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent. Only
-   what a batch takes beyond the cycle has a price. There is one exception: if requests wait, the next point
-   can run in time, and the load would have to rise by more than it fluctuates before this point was too much,
-   then saved time can be spent. So all time has its price, and the two points take turns, even if one of them
-   is far away. The value of a request is what it yields at that point of the hull: its accuracy minus the
-   price of its time. If the load exceeds what the cheapest subnet sustains, a request has no value, because
-   another one must be dropped for it, and all time has a price. The same rule holds while requests expire
-   because of the time spent on accuracy, as far as this costs more than the accuracy gains (`Balance`).
+   what a batch takes beyond the cycle has a price. There is one exception: if requests wait, the most
+   accurate subnet that is sustained lies below the hull, and the next point of the hull can run in time, then
+   all time has its price, so that this point and the next one take turns, however far apart they are. The
+   value of a request is what it yields at that point of the hull: its accuracy minus the price of its time.
+   If the load exceeds what the cheapest subnet sustains, a request has no value, because another one must be
+   dropped for it, and all time has a price. The same rule holds while requests expire because of the time
+   spent on accuracy, as far as this costs more than the accuracy gains (`Balance`).
 5. **Gain.** A batch of k requests on a subnet gains k * (accuracy - value) - price * latency. The subnet and
    batch size with the greatest gain that passes all guards runs. If every gain is negative, because the
    deadlines permit only inefficient batches, the greatest gain per request wins. At one batch size the best
@@ -89,7 +89,7 @@ class _Terms(NamedTuple):
         price: price of time, percent per ms, for choosing the subnet.
         charge: price of time, percent per ms, for comparing batch sizes.
         value: the value of a request, percent.
-        saves: whether time that a batch leaves unspent, while requests wait, is worth its price.
+        saves: whether all time of a batch that leaves requests behind has its price, so that it is saved.
     """
 
     tau_ms: float
@@ -209,9 +209,7 @@ class HullFit:
                     full = min(1.0, budget.saved_ms / most_saved_ms)
                     price -= (price - (hull.slopes[above] if above < last else 0.0)) * full * full
                 charge, value = price, hull.values[point] - price * hull.taus[point]
-                steady = tau_ms >= (1.0 + fluctuation) * hull.taus[point]
-                fits = hull.batch_sizes[above] >= size and hull.batch_ms[above] <= limit_ms
-                saves = price > 0.0 and steady and fits
+                saves = price > 0.0 and hull.below(tau_ms) and hull.batch_ms[above] <= limit_ms
             else:
                 price, charge, value = 0.0, self._free / hull.taus[last], hull.values[last] - self._free
         terms = _Terms(tau_ms, cycle_ms, size, most_saved_ms, price, charge, value, saves)
