@@ -291,13 +291,14 @@ def report(document: dict[str, Any]) -> None:
             f"{found['mean_lead']:+.2f} | {shown} | {distance} |"
         )
     behind = [row for rows in document["cells"].values() for row in rows if row["lead"] < -NEAR]
-    lines += [
-        "",
-        "The cells in which HullFit is more than 0.2 points behind:",
-        "",
-        "| lead | table | subnets | batches up to | workers | load | CV^2 | SLO | best other |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    if behind:
+        lines += [
+            "",
+            "The cells in which HullFit is more than 0.2 points behind:",
+            "",
+            "| lead | table | subnets | batches up to | workers | load | CV^2 | SLO | best other |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
     for row in sorted(behind, key=lambda row: float(row["lead"])):
         table = row["table"]
         kind = f"{row['share']:.0%} fixed cost, {row['accuracy']}, jitter {row['jitter']:g}"
