@@ -26,7 +26,8 @@ The credit is what another attempt may cost, so that attempts in vain cost at mo
 class Balance:
     """Compares the accuracy gained above the cheapest subnet with the requests that expired because of it.
 
-    Time that a batch takes beyond what its requests would take on the cheapest subnet is extra time. It wears
+    Time that a batch takes beyond what its requests would take at least is extra time: in full batches of the
+    cheapest subnet or, for a batch of the whole queue, on the fastest subnet at this batch size. It wears
     off within one SLO after the queue has become short. An expired request counts as lost if there was enough
     extra time to answer it with the cheapest subnet.
 
@@ -72,7 +73,7 @@ class Balance:
         """Book a batch.
 
         Args:
-            extra_ms: the time that it takes beyond what its requests would take on the cheapest subnet.
+            extra_ms: the time that it takes beyond what its requests would take at least.
             gained: accuracy above that of the cheapest subnet, percent, summed over its requests; a batch
                 below that accuracy gains nothing.
             forgone: accuracy that it gave up because losses exceed gains, percent, summed over its requests.

@@ -40,6 +40,8 @@ class FloorPlanner:
     * The time of a batch has no limit of its own, because classes differ in time per request. If the
       time that may be spent lies between two points, the decisions alternate between them so that the mean is
       right (sigma-delta modulation). Every ms of a batch has a price, unless time is free.
+    * The fluctuation of the load is not measured. The accepted backlog is the one behind which an efficient
+      batch is possible.
     * The drain guard assumes that every class leaves on its own cheapest subnet.
 
     Args:

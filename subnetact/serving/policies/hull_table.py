@@ -209,12 +209,16 @@ class HullTable:
         return at >= 0 and self._below[at]
 
     def usual_ms(self, tau_ms: float) -> tuple[float, float]:
-        """Return the latencies of two batches, ms, of which one must be possible behind the accepted backlog.
+        """Return the latencies of two batches, ms, which limit the accepted backlog.
+
+        The first batch must be possible behind the backlog. The second one, too, unless the fluctuations of
+        the load ask for more.
 
         The two points whose times per request are next to `tau_ms` take turns. The first batch is the
         smallest one that takes no more time per request than the load leaves, or is almost efficient. The
         second one, which is as large or larger, is efficient or takes no more time per request than the load
-        leaves. Each result lies between the latencies of the two points as the time per request does.
+        leaves. Each result lies between the latencies of the two points as the time per request does. If
+        there is time for the most accurate subnet, both batches may take a little more than that time.
 
         Args:
             tau_ms: the worker time per request that the arrivals leave, ms.

@@ -6,11 +6,12 @@ The method, step by step:
    workers can run all the time without missing deadlines. The points of the method are the vertices of the
    upper concave hull of (time per request, accuracy), from the cheapest to the most accurate subnet
    (`HullTable`).
-2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted. It
-   is large enough to even out the fluctuations of the load (`TimeBudget.fluctuation`), as far as batches that
-   are almost efficient still meet their deadlines behind it, and so large anyway that efficient batches do
-   (`HullTable.usual_ms`). The backlog grows or is worked off within about one SLO. The number of workers
-   divided by the load is the time that may be spent per request (`TimeBudget.per_request_ms`).
+2. **Load.** The load is the recent arrival rate, corrected by the backlog. A certain backlog is accepted;
+   it grows or is worked off within about one SLO. It evens out the fluctuations of the load
+   (`TimeBudget.fluctuation`), as far as batches that are almost efficient still meet their deadlines behind
+   it. If the load hardly fluctuates, the backlog is as large as efficient batches permit
+   (`HullTable.usual_ms`). The number of workers divided by the load is the time that may be spent per request
+   (`TimeBudget.per_request_ms`).
 3. **Time of a batch.** The most accurate subnet that the workers sustain at this time per request has a
    cycle: the latency of the smallest batch that keeps up with the arrivals. A batch of the whole queue may
    take as long as this cycle, because a larger batch afterwards makes up for it. A batch that leaves requests
@@ -23,9 +24,10 @@ The method, step by step:
    small price then, so that a larger batch loses accuracy only if it takes less time per request. Otherwise
    the price of time is the slope of the hull at this point: the percent of accuracy that one more ms gains
    elsewhere. While the queue is short, it falls towards the next slope as saved time piles up unspent. Only
-   what a batch takes beyond the cycle has a price. There is one exception: if requests wait, the most
-   accurate subnet that is sustained lies below the hull, and the next point of the hull can run in time, then
-   all time has its price, so that this point and the next one take turns, however far apart they are. The
+   what a batch takes beyond the cycle has a price. There is one exception: if a batch leaves
+   requests behind, the most accurate subnet that is sustained lies below the hull, and the next point of the
+   hull can run in time, then all time that can still be saved has its price. So this point and the next one
+   take turns, however far apart they are. The
    value of a request is what it yields at that point of the hull: its accuracy minus the price of its time.
    If the load exceeds what the cheapest subnet sustains, a request has no value, because another one must be
    dropped for it, and all time has a price. The same rule holds while requests expire because of the time
@@ -89,7 +91,7 @@ class _Terms(NamedTuple):
         price: price of time, percent per ms, for choosing the subnet.
         charge: price of time, percent per ms, for comparing batch sizes.
         value: the value of a request, percent.
-        saves: whether all time of a batch that leaves requests behind has its price, so that it is saved.
+        saves: whether all time that can still be saved has its price, if a batch leaves requests behind.
     """
 
     tau_ms: float

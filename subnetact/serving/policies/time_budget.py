@@ -17,7 +17,7 @@ __all__ = ["TimeBudget", "Tuning"]
 _USUAL_ARRIVALS = 4.0
 """How many arrivals at the usual rate are counted with those of the surge window, which may hold few."""
 _DEVIATIONS = 2.0
-"""The load may fluctuate by this many standard deviations."""
+"""The fluctuation of the load is this many standard deviations of the arrivals during one SLO."""
 _SAMPLES = 20
 """The fluctuation is averaged over about this many counts of arrivals, each over one SLO or more."""
 
@@ -28,8 +28,8 @@ class Tuning:
 
     Attributes:
         rate_window: the window over which the arrival rate is measured.
-        accepted_share: the backlog that is accepted, as a share of the requests that arrive during one SLO
-            minus one batch.
+        accepted_share: the backlog behind which a batch is possible, as a share of the requests that arrive
+            during one SLO minus this batch.
         settle: the time over which the backlog is brought to the accepted one.
         surge_window: the window of the arrival rate that a surge is assumed to keep for one SLO.
         surge_ahead: how far ahead the guard against surges looks.
@@ -99,8 +99,9 @@ class TimeBudget:
         """Return by which share the arrivals during one SLO may exceed their mean: two standard deviations.
 
         Arrivals are counted from decision to decision, over one SLO or more. The squared difference from the
-        expected number, as a multiple of that number, is averaged. It is 1 for Poisson arrivals, from which
-        the average starts, and more for bursty ones.
+        expected number, as a multiple of that number, is averaged. It is about 1 for Poisson arrivals, with
+        which the average starts, and more for bursty ones. The rate is measured over the same arrivals, so
+        the result is too low at first.
 
         Args:
             context: the state of the server.
@@ -112,7 +113,7 @@ class TimeBudget:
         now, total = context.now_ms, context.arrivals.total
         since, counted = self._counted or (now, total)
         passed = now - since
-        if self._counted is None or passed >= self.slo_ms:
+        if self._counted is None or not 0.0 <= passed < self.slo_ms:
             self._counted = now, total
             expected = rate * passed
             if expected > 0.0 and passed <= self.tuning.rate_window * self.slo_ms:
@@ -142,7 +143,8 @@ class TimeBudget:
             rate: arrivals per ms.
             usual_ms: latencies of two batches, ascending. The first one must be possible behind the accepted
                 backlog; the second one too, unless the fluctuations ask for a larger backlog.
-            fluctuation: by which share the arrivals during one SLO may exceed their mean.
+            fluctuation: by which share the arrivals during one SLO may exceed their mean. If inf, the first
+                batch alone limits the backlog.
         """
         most, least = self._behind(rate, usual_ms[0]), self._behind(rate, usual_ms[1])
         accepted = min(most, max(least, fluctuation * rate * self.slo_ms)) if rate > 0.0 else 0.0
