@@ -106,6 +106,11 @@ def test_a_backlog_that_fluctuations_do_not_need_gives_way_to_efficient_batches(
     assert ours.effective_accuracy > fixed.effective_accuracy + 1.0
 
 
+def test_the_rest_of_a_queue_may_leave_in_quick_batches():
+    table = affine(0.906, 3, 3.0, (1, 8, 32, 128), concave=True, base_ms=33.3)
+    assert lead(table, 1.3, workers=2, slo=10.0, cv2=2.0, seed=1) > 0.0
+
+
 def test_distant_points_of_the_hull_take_turns_while_requests_wait():
     sizes, keys = [1, 2, 4, 8], ["small", "below the hull", "large"]
     per_request = np.array([[11.0, 9.0, 6.6, 5.8], [43.0, 33.0, 30.0, 26.7], [57.0, 44.0, 41.0, 30.9]])
