@@ -361,6 +361,15 @@ def test_the_plan_raises_the_minimum_accuracy_when_that_is_free() -> None:
         (lambda: StageModel("a", {}), "no latency table"),
         (lambda: StageModel("a", {"cpu": FAST}, {"b": 0.0}), "share of 'b' is 0.0"),
         (lambda: StageModel("a", {"cpu": FAST}, min_accuracy=90.0), "above the best subnet"),
+        (lambda: StageModel("a", {"cpu": FAST}, inputs=(2**63,)), "whole numbers from 0 to 1,000,000"),
+        (
+            lambda: estimate_pipeline(
+                np.arange(200.0),
+                PipelineModel((StageModel("a", {"cpu": FAST}, inputs=(10**6,)),), {"cpu": 1.0}, 9.0),
+                {"a": StageChoice("cpu", 1, 1)},
+            ),
+            "200,000,000 inputs in all; at most 100,000,000",
+        ),
         (
             lambda: plan_pipeline(poisson(5000, 1, seed=0), model(9.0), most_workers=2),
             "does not meet the SLO",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from subnetact.errors import PipelineError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.pipelines.model import PipelineModel, StageChoice
 from subnetact.serving.policies import HullFit
@@ -26,6 +27,9 @@ __all__ = ["PipelineEstimate", "StageEstimate", "estimate_pipeline"]
 
 Floats = npt.NDArray[np.float64]
 MakePolicy = Callable[[LatencyTable, float], Policy]
+
+_MOST_INPUTS_IN_ALL = 10**8
+"""The most inputs of one stage, over all requests, that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def estimate_pipeline(
 
     Raises:
         TraceError: the arrivals cannot be simulated.
-        PipelineError: a stage has no choice, or no table for its hardware.
+        PipelineError: a stage has no choice, no table for its hardware, or more than 10^8 inputs in all.
         PolicyError: a setting is out of range.
     """
     arrivals = checked_arrivals(arrivals_ms)
@@ -174,6 +178,11 @@ def _draws(
     for stage in model.stages:
         drawn = rng.choice(np.array(stage.inputs, dtype=np.int64), count)
         numbers[stage.name] = np.asarray(inputs.get(stage.name, drawn), dtype=np.int64)
+        if (total := int(numbers[stage.name].sum())) > _MOST_INPUTS_IN_ALL:
+            raise PipelineError(
+                f"stage {stage.name!r}: {total:,} inputs in all; at most {_MOST_INPUTS_IN_ALL:,} can be "
+                f"simulated, so plan with fewer than {count:,} requests, or with fewer inputs per request"
+            )
         for other, share in stage.after.items():
             edges[other, stage.name] = np.asarray(taken.get((other, stage.name), rng.random(count) < share))
     return edges, numbers

@@ -25,6 +25,10 @@ FORMAT = DocumentFormat(
 )
 
 
+_MOST_INPUTS = 1_000_000
+"""A stage may have at most this many inputs per request."""
+
+
 @dataclass(frozen=True)
 class StageModel:
     """One stage of a pipeline, for planning.
@@ -34,7 +38,8 @@ class StageModel:
         tables: for every type of hardware that the stage can run on, its latency table there. All have the
             same subnets.
         after: for every stage that feeds this one, the share of the requests that take the edge, in (0, 1].
-        inputs: how many inputs requests have at this stage (fan-out); every request draws one of the numbers.
+        inputs: how many inputs requests have at this stage (fan-out), at most 1,000,000 each; every request
+            draws one of the numbers.
         min_accuracy: the least accuracy that its subnets may have, percent.
     """
 
@@ -56,8 +61,11 @@ class StageModel:
         for other, share in self.after.items():
             if not 0.0 < share <= 1.0:
                 raise PipelineError(f"{where}: the share of {other!r} is {share}; it must be in (0, 1]")
-        if not self.inputs or not all(type(count) is int and count >= 0 for count in self.inputs):
-            raise PipelineError(f"{where}: inputs {self.inputs!r} must be whole numbers >= 0")
+        allowed = range(_MOST_INPUTS + 1)
+        if not self.inputs or not all(type(count) is int and count in allowed for count in self.inputs):
+            raise PipelineError(
+                f"{where}: inputs {self.inputs!r} must be whole numbers from 0 to {_MOST_INPUTS:,}"
+            )
         if self.min_accuracy > max(first.known_accuracy()):
             raise PipelineError(
                 f"{where}: min_accuracy {self.min_accuracy} % is above the best subnet "
