@@ -188,18 +188,17 @@ class HullFit:
         usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
         fluctuation = budget.fluctuation(context, rate)
         tau_ms = budget.per_request_ms(context.queued, workers, rate, usual_ms, fluctuation)
-        size, cycle_ms = hull.cycle(tau_ms)
+        large, cycle_ms = hull.cycle(tau_ms)
         point = bisect_right(hull.taus, tau_ms) - 1
         last, wanted = len(hull.slopes), hull.values[max(point, 0)]
         above = min(point + 1, last)
-        step_ms = (workers if point < last else 1) * hull.batch_ms[above]
-        most_saved_ms = budget.most_saved_ms(step_ms)
+        most_saved_ms = budget.most_saved_ms((workers if point < last else 1) * hull.batch_ms[above])
         # In overload a margin would only drop requests that might be met.
         limit_ms, saves = context.slack_ms, False
         losing = self._balance.losing(context, hull.taus[0], hull.values[0], hull.full.size)
         if losing or point < 0 or rate * hull.taus[0] > workers:
             # Overload: every request that is served replaces another one.
-            point, tau_ms, cycle_ms, size = -1, math.inf, 0.0, 0
+            point, tau_ms, cycle_ms, large = -1, math.inf, 0.0, 0
             price = charge = hull.values[0] / hull.taus[0]
             value = 0.0
         else:
@@ -214,7 +213,7 @@ class HullFit:
                 saves = price > 0.0 and hull.below(tau_ms) and hull.batch_ms[above] <= limit_ms
             else:
                 price, charge, value = 0.0, self._free / hull.taus[last], hull.values[last] - self._free
-        terms = _Terms(tau_ms, cycle_ms, size, most_saved_ms, price, charge, value, saves)
+        terms = _Terms(tau_ms, cycle_ms, large, most_saved_ms, price, charge, value, saves)
         found = self._best_offer(context, others, hull, rate, limit_ms, terms)
         if found is None:
             return self._rescue(context, hull, workers)
@@ -224,7 +223,7 @@ class HullFit:
         else:
             free_ms, least_ms = cycle_ms, hull.fastest[self._fronts.column_for(k)][0]
         if tau_ms < math.inf:
-            budget.save(max(free_ms, tau_ms * k) - option.latency_ms, step_ms)
+            budget.save(max(free_ms, tau_ms * k) - option.latency_ms, most_saved_ms)
         gained = k * (option.accuracy - hull.values[0])
         self._balance.book(
             option.latency_ms - least_ms, gained, k * (wanted - option.accuracy) if point < 0 else 0.0

@@ -190,11 +190,11 @@ class TimeBudget:
         """
         return max(self.tuning.bank * self.slo_ms, step_ms)
 
-    def save(self, unspent_ms: float, step_ms: float) -> None:
+    def save(self, unspent_ms: float, most_saved_ms: float) -> None:
         """Book a batch: time that it left unspent is saved for later ones, time that it took more is used up.
 
         Args:
             unspent_ms: the time that it left; negative if it took more than its share.
-            step_ms: the time that one batch on each worker may need.
+            most_saved_ms: the most time that can be saved; see `most_saved_ms`.
         """
-        self.saved_ms = min(max(0.0, self.saved_ms + unspent_ms), self.most_saved_ms(step_ms))
+        self.saved_ms = min(max(0.0, self.saved_ms + unspent_ms), most_saved_ms)
