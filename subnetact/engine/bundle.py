@@ -137,15 +137,20 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mappe
     """
     if supernet is not None:
         as_supernet(supernet)
-    bundle, tensors = BUNDLE.read_version(directory, partial(_read, given=supernet))
+    bundle, tensors, precision = BUNDLE.read_version(directory, partial(_read, given=supernet))
     folder = Path(directory)
     with BUNDLE.fields(folder / INDEX, damaged=(RuntimeError,)):
-        _fill(bundle.supernet, tensors, folder / WEIGHTS, own_dtype=supernet is not None, mapped=mapped)
-        bundle.supernet.norms = bundle.norms
+        _require_fitting(bundle.supernet, tensors, folder / WEIGHTS, own_dtype=supernet is not None)
+        if precision is not None:
+            bundle.supernet.enable_precision(*precision.pop("precisions"), **precision)
+        _fill(bundle.supernet, tensors, bundle.norms, mapped)
     return bundle
 
 
-def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tuple[Bundle, dict[str, Tensor]]:
+def _read(
+    folder: Path, document: dict[str, Any], given: Supernet | None
+) -> tuple[Bundle, dict[str, Tensor], dict[str, Any] | None]:
+    """Return a bundle, its weights, and the arguments of `enable_precision` that its supernet still needs."""
     index = folder / INDEX
     built = given is None
     passing = (PrecisionError,) if built else (PrecisionError, ForeignSpec)
@@ -156,26 +161,26 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
         tensors = read_tensors(folder / WEIGHTS)
         size = sum(tensor.nbytes for tensor in tensors.values())
         supernet = _rebuilt(document["family"], index, size) if given is None else given
-        precision = document.get("precision")
+        space, precision = supernet.space, document["precision"]
+        if precision is not None:
+            precision = {name: precision[name] for name in ("precisions", "keep", "slots", "last")}
         if precision is not None and supernet.precision is None:
-            supernet.enable_precision(
-                *precision["precisions"],
-                keep=precision["keep"],
-                slots=precision["slots"],
-                last=precision.get("last", False),
-            )
-        if supernet.space.id != document["space"]:
+            space = space.with_precision(*precision["precisions"], slots=list(precision["slots"]))
+        enabled = None if supernet.precision is None else supernet.precision.to_json()
+        if space.id != document["space"] or enabled not in (None, precision):
             message = (
-                f"{index}: the bundle is of space {document['space']}, the supernet is of space "
-                f"{supernet.space.id}; give the supernet that was saved"
+                f"{index}: the bundle is of space {document['space']} with precision {precision}, the "
+                f"supernet is of space {space.id} with precision {enabled}; give the supernet that was saved"
             )
             raise FileFormatError(message) if built else ForeignSpec(message)
-        specs = [supernet.space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
+        specs = [space.check(SubnetSpec.from_json(spec)) for spec in document["subnets"]]
         example = example_from_json(document["example"])
         padding = document.get("padding")
         if isinstance(padding, list):
             padding = dict(padding)
         norms = NormTable.load(folder / NORMS)
+        if norms.space != space.base.id:
+            raise FileFormatError(f"{folder / NORMS}: is of space {norms.space}; write the bundle again")
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
         accuracy = [_percent(value) for value in document["accuracy"]]
         removed, allow = document["removed"], document["allow_uncalibrated"]
@@ -183,7 +188,8 @@ def _read(folder: Path, document: dict[str, Any], given: Supernet | None) -> tup
             raise ValueError(f"removed ids {removed!r}, allow_uncalibrated {allow!r}")
         if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
             raise ValueError("subnets, accuracy and removed ones do not belong together")
-        return Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms, padding), tensors
+        bundle = Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms, padding)
+        return bundle, tensors, precision if enabled is None else None
 
 
 def _percent(value: Any) -> float | None:
@@ -214,9 +220,8 @@ def _rebuilt(origin: Any, index: Path, size: int) -> Supernet:
         raise FileFormatError(f"{index}: cannot rebuild {name!r} ({error}); update ofa_adapters") from error
 
 
-def _fill(
-    supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dtype: bool, mapped: bool
-) -> None:
+def _require_fitting(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path, own_dtype: bool) -> None:
+    """Refuse tensors that do not fit; a supernet that was built for the bundle takes their dtype."""
     own: OrderedDict[str, Tensor] = supernet.state_dict()
     differing = sorted(set(own) ^ set(tensors)) or [
         name for name, tensor in tensors.items() if tensor.shape != own[name].shape
@@ -236,10 +241,15 @@ def _fill(
                 f"{path}: {name} is {tensor.dtype}, the supernet's is {own[name].dtype}; give a "
                 "supernet of that dtype: Engine.load(directory, supernet=...)"
             )
+
+
+def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], norms: NormTable, mapped: bool) -> None:
+    """Give a supernet weights that fit, and their statistics."""
     if mapped:  # `read_tensors` returns views of the mapped file
         for name, kept in supernet.state_dict(keep_vars=True).items():
             kept.data = tensors[name]
+        supernet.norms = norms
         return
     versioned = OrderedDict(tensors)
-    versioned._metadata = own._metadata  # type: ignore[attr-defined]
-    supernet.load_state_dict(versioned)
+    versioned._metadata = supernet.state_dict()._metadata  # type: ignore[attr-defined]
+    supernet.load_state_dict(versioned, norms=norms)

@@ -39,7 +39,7 @@ def rebuild_supernet(name: str, constructor: Mapping[str, Any], size: int) -> Su
             network are refused before its memory is taken.
 
     Returns:
-        A new supernet.
+        A new supernet, in evaluation mode.
 
     Raises:
         ValueError: there is no such family, or the arguments describe a larger network.
@@ -50,7 +50,7 @@ def rebuild_supernet(name: str, constructor: Mapping[str, Any], size: int) -> Su
     build = getattr(import_module(module), function)
     with _Limit(LEAST + SLACK * size):
         built: Supernet = build(*family, **constructor)
-    return built
+    return built.eval()
 
 
 class _Limit(TorchFunctionMode):

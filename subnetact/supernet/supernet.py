@@ -759,8 +759,8 @@ class Supernet(nn.Module):
             state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
                 `network.` and `_orig_mod.`, which wrappers and `supernet.named_parameters()` add, the prefix
                 is dropped.
-            strict: whether all tensors must be there, with their shapes, and no others. If they are not,
-                nothing is loaded.
+            strict: whether all tensors must be there, and no others. Shapes must fit in any case. If they do
+                not, nothing is loaded.
             assign: whether to use the given tensors themselves instead of copying them, as in
                 `nn.Module.load_state_dict`.
             norms: the statistics rows that belong to these weights; they replace those of `norms` at the same
@@ -770,8 +770,8 @@ class Supernet(nn.Module):
             What `nn.Module.load_state_dict` returns.
 
         Raises:
-            CheckpointError: `strict` is True, and tensors are missing, extra, or of another shape; or the
-                state_dict is no mapping.
+            CheckpointError: a tensor has another shape; `strict` is True, and tensors are missing or extra;
+                or the state_dict is no mapping. Nothing is then loaded.
             ForeignSpec: the norm table is of another space.
         """
         table = None if norms is None else self._own(norms)
@@ -782,22 +782,24 @@ class Supernet(nn.Module):
                 f"state_dict: expected tensors by name, got {kind}; torch.load(path) reads one"
             )
         state_dict = without_prefix(state_dict, own)
-        wrong = [f"{n} is missing" for n in own if n not in state_dict]
-        wrong += [f"{n} is extra" for n in state_dict if n not in own]
-        wrong += [
-            f"{n} is no tensor" for n, t in state_dict.items() if not isinstance(t, Tensor) and n in own
-        ]
-        wrong += [
-            f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
+        wrong = [
+            f"{n} is no tensor"
+            if not isinstance(t, Tensor)
+            else f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
             for n, t in state_dict.items()
-            if n in own and isinstance(t, Tensor) and t.shape != own[n].shape
+            if n in own and not (isinstance(t, Tensor) and t.shape == own[n].shape)
         ]
-        if strict and wrong:
+        if strict:
+            wrong = [f"{n} is missing" for n in own if n not in state_dict] + wrong
+            wrong += [f"{n} is extra" for n in state_dict if n not in own]
+        if wrong:
             hint = prefix_hint(state_dict, own)
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
             self._forget()  # Packed copies must not follow weights that are half loaded.
             moved = [] if assign else renew_storage_(self.network)
+            modules = list(self.network.modules()) if assign else []
+            held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             try:
                 result = self.network.load_state_dict(state_dict, strict, assign)
                 self._original.end()
@@ -807,6 +809,8 @@ class Supernet(nn.Module):
             except BaseException:
                 for tensor, former in moved:
                     tensor.data = former
+                for kept, before in held:
+                    kept.update(before)
                 raise
             finally:
                 self.refresh()

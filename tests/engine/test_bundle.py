@@ -249,3 +249,28 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
         supernet.network.classifier.bias.add_(1.0)
     Engine(supernet, specs, example=torch.zeros(1, 16, 16)).save(tmp_path / "bundle")
     assert torch.equal(mapped(x, 1), before)
+
+
+def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(engine: subnetact.Engine, tmp_path: Path) -> None:
+    """Neither the precision nor the weights, statistics or space of the supernet change before all is checked."""
+    engine.save(tmp_path / "b")
+    index = tmp_path / "b" / "bundle.json"
+    document = json.loads(index.read_text())
+    document.pop("checksum")
+    document["precision"] = {"precisions": ["int8"], "keep": [], "slots": {"network": ""}, "last": False}
+    index.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    given = load_digits_supernet()
+    before = given.fingerprint(), given.space.id, given.precision, len(given.norms)
+    with pytest.raises(ForeignSpec, match="give the supernet that was saved"):
+        Engine.load(tmp_path / "b", supernet=given)
+    assert (given.fingerprint(), given.space.id, given.precision, len(given.norms)) == before
+
+
+def test_a_rebuilt_supernet_is_in_evaluation_mode(engine: subnetact.Engine, tmp_path: Path) -> None:
+    """Its answers do not depend on batch mates, and running it changes nothing."""
+    engine.save(tmp_path / "b")
+    supernet = Engine.load(tmp_path / "b").supernet
+    spec, before = engine.specs[1], supernet.fingerprint()
+    alone = torch.cat([supernet(x[None], subnet=spec) for x in X])
+    torch.testing.assert_close(supernet(X, subnet=spec), alone, rtol=5e-5, atol=5e-5)
+    assert (supernet.training, supernet.fingerprint()) == (False, before)

@@ -162,10 +162,25 @@ def test_a_table_that_does_not_fit_loads_nothing(supernet: Supernet) -> None:
     del state["head.bias"]
     with pytest.raises(CheckpointError):
         supernet.load_state_dict(state)
-    broken = {**supernet.state_dict(), "head.weight": torch.ones(3, 9)}
-    with pytest.raises(RuntimeError, match=r"head\.weight"):
-        supernet.load_state_dict(broken, strict=False)
     assert supernet.fingerprint() == before
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("failing", ["a shape", "a hook"])
+def test_a_load_that_fails_half_way_changes_nothing(supernet: Supernet, assign: bool, failing: str) -> None:
+    """Also with strict=False, where torch itself keeps the tensors that it loaded before the failure."""
+    before, tensors = supernet.fingerprint(), dict(supernet.named_parameters())
+    other = {**checkpoints(supernet)[0]}
+    if failing == "a shape":
+        other["head.weight"] = torch.ones(3, 9)
+        error: type[Exception] = CheckpointError
+    else:
+        error = ZeroDivisionError
+        supernet.network.head.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(error, match=None if failing == "a hook" else r"head\.weight"):
+        supernet.load_state_dict(other, strict=False, assign=assign)
+    assert supernet.fingerprint() == before
+    assert all(parameter is tensors[name] for name, parameter in supernet.named_parameters())
 
 
 def test_optimizers_and_ties_survive_an_exchange(supernet: Supernet) -> None:
