@@ -7,6 +7,7 @@ layers have equal statistics there; the file of a table stores such equal statis
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from os import PathLike
@@ -119,6 +120,13 @@ class NormTable:
     def __init__(self, space: str) -> None:
         self.space = base_id(space)
         self._rows: dict[SubnetSpec, NormRow] = {}
+        self._changing = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"space": self.space, "rows": self._rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.space, self._rows, self._changing = state["space"], state["rows"], threading.Lock()
 
     def __contains__(self, spec: object) -> bool:
         return isinstance(spec, SubnetSpec) and spec.base in self._rows
@@ -146,7 +154,7 @@ class NormTable:
         return self._rows
 
     def update(self, rows: Mapping[SubnetSpec, NormRow]) -> None:
-        """Add or replace statistics rows, all or none.
+        """Add or replace statistics rows, all or none. Threads that do so at once lose no row.
 
         Args:
             rows: the rows by subnet; the table keeps them as they are, without a copy.
@@ -157,7 +165,9 @@ class NormTable:
         for spec in rows:
             if spec.base.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
-        self._rows = {**self._rows, **{spec.base: row for spec, row in rows.items()}}
+        new = {spec.base: row for spec, row in rows.items()}
+        with self._changing:
+            self._rows = {**self._rows, **new}
 
     def nbytes(self) -> int:
         """Return the bytes of all statistics in memory. The file of the table may be smaller."""
@@ -176,7 +186,8 @@ class NormTable:
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the tensor of every row by what a function makes of it, a copy on a GPU for example."""
-        self._rows = {spec: row.map(function) for spec, row in self._rows.items()}
+        with self._changing:
+            self._rows = {spec: row.map(function) for spec, row in self._rows.items()}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the table as a safetensors file, atomically.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,20 @@ def test_rows_keep_their_identity_while_others_come() -> None:
     made.update({spec(0): NormRow.of(ROWS[0])})
     assert equal(made.get(spec(0)), ROWS[0])
     assert equal(made.get(spec(1)), ROWS[1])
+
+
+def test_an_update_during_another_one_loses_no_row() -> None:
+    made = NormTable("s")
+    other = threading.Thread(target=made.update, args=({spec(1): NormRow.of(ROWS[1])},))
+
+    class Rows(dict[SubnetSpec, NormRow]):
+        def items(self) -> Any:
+            other.start()
+            other.join()
+            return super().items()
+
+    made.update(Rows({spec(0): NormRow.of(ROWS[0])}))
+    assert set(made) == {spec(0), spec(1)}
 
 
 def test_the_file_holds_equal_statistics_once_and_round_trips(tmp_path: Path) -> None:
