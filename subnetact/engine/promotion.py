@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subnetact.device import synchronize
+from subnetact.device import ran_out_of_memory, synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.outputs import agree, is_as_near
@@ -221,8 +221,8 @@ class Promoter:
             program = self._checked(subnet, bound, example)
         except Exception as error:
             current = bound.current(self._supernet, subnet.spec) and bound.versions() == versions
-            if not current:
-                return None  # Weights or statistics changed in the meantime; the next use tries again.
+            if not current or ran_out_of_memory(error):
+                return None  # The next use tries again: weights changed meanwhile, or there may be room then.
             subnet.refused = " ".join(str(error).split()) or type(error).__name__
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True

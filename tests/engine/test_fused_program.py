@@ -285,3 +285,18 @@ def test_networks_of_timm_are_fused(name: str, capfd: pytest.CaptureFixture[str]
     x[1, 0, 30, 30] = float("nan")
     agree(engine, x)
     assert capfd.readouterr().err == ""
+
+
+def test_memory_that_was_short_once_does_not_refuse_a_subnet_for_good(monkeypatch) -> None:
+    engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
+    with monkeypatch.context() as short:
+        short.setattr("subnetact.engine.promotion.FusedProgram", raising(torch.OutOfMemoryError("no room")))
+        assert not engine.pin(0)
+    assert engine.pin(0), engine.stats().unfused
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise error
+
+    return fail
