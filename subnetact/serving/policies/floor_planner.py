@@ -70,11 +70,11 @@ class FloorPlanner:
 
     def __init__(self, table: LatencyTable, fronts: PricedFronts, budget: TimeBudget) -> None:
         self._table = table
-        self._fronts = fronts
         self._budget = budget
         accuracies = Floors(table).accuracies
         self._classes = [accuracies[i] for i in spread(accuracies, _CLASSES)]
         self._near = max(_NEAR, 2 * table.batch_sizes[-1])
+        self._fronts_of = {NO_FLOOR: fronts}
         self._hulls: dict[float, Hull] = {}
         self._shares: dict[float, float] = {}
         self._workers = 1
@@ -86,7 +86,7 @@ class FloorPlanner:
         return bool(self._shares)
 
     def remember(self, other: FloorPlanner) -> None:
-        """Continue with the shares of the classes that another planner has learned, and prepare their hulls."""
+        """Continue with the shares of the classes that another planner has learned; prepare their hulls."""
         known = {NO_FLOOR, *self._classes}
         self._shares = {floor: share for floor, share in dict(other._shares).items() if floor in known}
         self._credit = other._credit
@@ -151,7 +151,9 @@ class FloorPlanner:
         hulls, planned = self._hulls_of(NO_FLOOR), _PLANNED * self._workers
         points = range(len(hulls.taus))
         last = points[-1]
-        usual = min(bisect_left(points, planned / rate if rate > 0.0 else math.inf, key=self._mixed_tau), last)
+        usual = min(
+            bisect_left(points, planned / rate if rate > 0.0 else math.inf, key=self._mixed_tau), last
+        )
         tau_ms = self._budget.per_request_ms(queued, planned, rate, (hulls.batch_ms[usual],) * 2)
         point = max(0, bisect_right(points, tau_ms, key=self._mixed_tau) - 1)
         if point < last and tau_ms > self._mixed_tau(point):
@@ -216,9 +218,7 @@ class FloorPlanner:
             mixed += share * hulls.taus[hulls.point_at(price)]
         return mixed / total
 
-    def _drains(
-        self, now_ms: float, waiting: Waiting, others: list[float], k: int, option: Option
-    ) -> bool:
+    def _drains(self, now_ms: float, waiting: Waiting, others: list[float], k: int, option: Option) -> bool:
         """Return whether all other requests can leave in time after a batch of k on `option`."""
         chunks: list[tuple[float, float]] = []
         open_chunk: dict[float, tuple[float, int]] = {}
@@ -273,7 +273,9 @@ class FloorPlanner:
         """Return the hull of a class for the workers that are up."""
         hulls = self._hulls.get(floor)
         if hulls is None:
-            fronts = self._fronts if floor <= NO_FLOOR else self._fronts.meeting(floor)
+            fronts = self._fronts_of.get(floor)
+            if fronts is None:
+                fronts = self._fronts_of[floor] = self._fronts_of[NO_FLOOR].meeting(floor)
             hulls = self._hulls[floor] = Hull(self._table, fronts, self._workers, self._budget, floor)
         return hulls
 

@@ -6,8 +6,9 @@ The header of `subnetact.serving.policies.hullfit` explains the method.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.batch_fronts import BatchFronts
 from subnetact.serving.policies.time_budget import TimeBudget
-from subnetact.serving.scheduling.frontier import Option, upper_hull
+from subnetact.serving.scheduling.frontier import Option, hull_of_front, upper_hull
 
 __all__ = ["Chunk", "Hull", "HullTable", "PricedFronts"]
 
@@ -59,24 +60,25 @@ class PricedFronts(BatchFronts):
 
     def __init__(self, table: LatencyTable) -> None:
         super().__init__(table)
-        self._find_hulls()
+        self._hulls = [_hull_of(front) for front in self.options]
+        self._falls = [_falls(hull) for hull in self._hulls]
+        self._hull_ms = [[option.latency_ms for option in hull] for hull in self._hulls]
 
     def meeting(self, floor: float) -> PricedFronts:
         """Return the fronts of the subnets that meet a floor; see `BatchFronts.meeting`."""
         made = super().meeting(floor)
-        made._find_hulls()
+        made._hulls, made._falls, made._hull_ms = [], [], []
+        for front, hull, falls, hull_ms in zip(
+            made.options, self._hulls, self._falls, self._hull_ms, strict=True
+        ):
+            # The vertices that meet the floor stay vertices; only what lies before the first one is new.
+            first = bisect_left(hull, floor, key=attrgetter("accuracy"))
+            end = bisect_left(front, hull[first].latency_ms, key=attrgetter("latency_ms")) if front else 0
+            new = _hull_of(front[: end + 1])
+            made._hulls.append(new + hull[first + 1 :])
+            made._falls.append(_falls(new) + falls[first:])
+            made._hull_ms.append([option.latency_ms for option in new] + hull_ms[first + 1 :])
         return made
-
-    def _find_hulls(self) -> None:
-        chains = [
-            upper_hull([(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)])
-            for front in self.options
-        ]
-        self._hulls = [
-            [front[j] for _, _, j in chain] for front, chain in zip(self.options, chains, strict=True)
-        ]
-        self._hull_ms = [[x for x, _, _ in chain] for chain in chains]
-        self._falls = [[-(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(chain)] for chain in chains]
 
     def best(
         self,
@@ -123,6 +125,17 @@ class PricedFronts(BatchFronts):
             if k * (more.accuracy - inside.accuracy) - price * (more.latency_ms - free_ms) > _EQUAL:
                 return more
         return inside
+
+
+def _hull_of(front: list[Option]) -> list[Option]:
+    """Return the options of a front on its upper concave hull of (latency, accuracy)."""
+    points = [(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)]
+    return [front[j] for _, _, j in hull_of_front(points)]
+
+
+def _falls(hull: list[Option]) -> list[float]:
+    """Return the slopes between neighbours, with a minus sign, percent per ms."""
+    return [-(b.accuracy - a.accuracy) / (b.latency_ms - a.latency_ms) for a, b in pairwise(hull)]
 
 
 class Hull:

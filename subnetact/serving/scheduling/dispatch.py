@@ -84,7 +84,9 @@ class _Plan:
         per_request = (cells / table.batch_sizes).min(axis=1).tolist()
         accuracies = sorted(set(percent))
         self.floor_cost = least_from(accuracies, percent, list(least))
-        self.work = [rank[0] for rank in least_from(accuracies, percent, [(ms,) for ms in per_request]) if rank]
+        self.work = [
+            rank[0] for rank in least_from(accuracies, percent, [(ms,) for ms in per_request]) if rank
+        ]
 
 
 class Dispatcher(Generic[Item]):

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import unreachable
@@ -47,6 +48,11 @@ class Floors:
         """
         at = self.at(min_accuracy)
         return self.accuracies[at] if at else NO_FLOOR
+
+    def of_all(self, min_accuracies: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the floors of several minimum accuracies, percent, none of them above `best`."""
+        steps = np.array([NO_FLOOR, *self.accuracies[1:]])
+        return steps[np.searchsorted(self.accuracies, min_accuracies)]
 
     def at(self, min_accuracy: float) -> int:
         """Return the position among `accuracies` of the least one that is at least `min_accuracy`.

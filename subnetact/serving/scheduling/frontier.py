@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ __all__ = [
     "Option",
     "cheapest",
     "cheapest_from",
+    "hull_of_front",
     "largest_batch",
     "largest_batches",
     "least_from",
@@ -141,9 +142,14 @@ def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, 
     Returns:
         The vertices in order of x. The slopes between neighbours are positive and fall strictly.
     """
-    hull: list[tuple[float, float, int]] = []
     finite = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[2])
-    for x, y, label in pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]):
+    return hull_of_front(pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]))
+
+
+def hull_of_front(points: Iterable[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """Return the upper concave hull of points of which x and y ascend strictly; see `upper_hull`."""
+    hull: list[tuple[float, float, int]] = []
+    for x, y, label in points:
         while len(hull) > 1 and (y - hull[-1][1]) * (hull[-1][0] - hull[-2][0]) >= (
             hull[-1][1] - hull[-2][1]
         ) * (x - hull[-1][0]):

@@ -148,8 +148,8 @@ class EDFQueue(Generic[Item]):
     ) -> tuple[list[float], list[Item]]:
         """Remove the k most urgent requests whose floor is at most `accuracy`.
 
-        Only the 1024 most urgent requests, or 2 k if that is more, are examined, so that a decision takes the same time behind any
-        number of requests that demand more.
+        Only the 1024 most urgent requests are examined, or 2 k if that is more. So a decision takes the same
+        time behind any number of requests that demand more.
 
         Args:
             k: the largest number of requests.
