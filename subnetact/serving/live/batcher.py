@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -38,18 +36,20 @@ from subnetact.serving.live.workers import Workers
 from subnetact.serving.policies import HullFit
 from subnetact.serving.scheduling.checks import (
     check_count,
+    check_deadline,
     check_policy,
     check_positive,
+    check_request_number,
     check_time,
     expired_rule,
 )
 from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.fair_shares import FairShares
+from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.scheduling.queue import NO_FLOOR
 
 __all__ = ["Answer", "Batcher", "BatcherStats", "Decided", "Runner"]
 
-_LONGEST_MS = 1e12
-"""A longer deadline, more than 31 years, counts as this one, so that sums of times stay finite."""
 _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 """The batchers of this process; after a fork, the child has none of their threads."""
 
@@ -195,11 +195,8 @@ class Batcher:
         check: Any = engines[0].check
         self._check = partial(check, finite=True) if check_finite else check
         self._accuracy = dict(enumerate(table.accuracy))
-        self._best_accuracy = max(
-            percent
-            for percent, row in zip(table.accuracy, table.latency_ms.tolist(), strict=True)
-            if any(ms == ms for ms in row)
-        )
+        tails: Any = getattr(policy, "tails", None)
+        self._floors = Floors(table, tails.values() if tails else ())
         clock_ms = clock_ms or _monotonic_ms
         self._core = Core(
             policy,
@@ -485,27 +482,16 @@ class Batcher:
     ) -> tuple[float, float]:
         """Return the deadline and the floor of a request that can be accepted; refuse the others."""
         try:
-            if type(deadline_ms) is not float:
-                if not _is_number(deadline_ms):
-                    raise InvalidRequest(
-                        f"deadline_ms: {deadline_ms!r} is not a number; give milliseconds from now"
-                    )
-                deadline_ms = _as_float(deadline_ms, "deadline_ms")
-            if not 0.0 < deadline_ms < math.inf:
-                raise InvalidRequest(
-                    f"deadline_ms: {deadline_ms} must be finite and > 0, in milliseconds from now"
-                )
-            if min_accuracy is None:
-                floor = 0.0
-            else:
-                if not _is_number(min_accuracy):
-                    raise InvalidRequest(f"min_accuracy: {min_accuracy!r} is not a number; give a percentage")
-                floor = _as_float(min_accuracy, "min_accuracy")
-                if not floor <= self._best_accuracy:
+            deadline_ms = check_deadline(deadline_ms)
+            floor = NO_FLOOR
+            if min_accuracy is not None:
+                asked = check_request_number(min_accuracy, "min_accuracy", "give a percentage")
+                if not asked <= self._floors.best:
                     raise InvalidRequest(
                         f"min_accuracy: {min_accuracy} % is above the best subnet "
-                        f"({self._best_accuracy:g} %); ask for less"
+                        f"({self._floors.best:g} %); ask for less"
                     )
+                floor = self._floors(asked)
             if priority is not None and type(priority) is not int:
                 raise InvalidRequest(f"priority: {priority!r} is not an int; the higher, the more important")
             if priority is not None and not -(2**63) <= priority < 2**63:
@@ -516,7 +502,7 @@ class Batcher:
         except BaseException:
             self._core.count_refused()
             raise
-        return min(deadline_ms, _LONGEST_MS), floor
+        return deadline_ms, floor
 
 
 def _tables(given: Any) -> list[LatencyTable]:
@@ -637,18 +623,6 @@ def _check_preemption(engine: Any, policy: Policy, in_processes: bool) -> None:
             f"policy: {name} interrupts batches between two blocks, and {type(engine).__name__} has no "
             "start(subnet, inputs, batch_size); serve an Engine, or use a policy that does not preempt"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _as_float(value: float, name: str) -> float:
-    try:
-        return float(value)
-    except OverflowError as error:
-        kind = type(value).__name__
-        raise InvalidRequest(f"{name}: an {kind} beyond every float; give a smaller one") from error
 
 
 def _note_forks() -> None:

@@ -38,8 +38,6 @@ _ROOM = 64
 _MANY_BLOCKS = 10**6
 """More layer blocks than any subnet has."""
 
-_priority = attrgetter("priority")
-
 
 class Core:
     """The queue, the workers and the outcomes of a batcher. Any thread may call the methods.
@@ -104,6 +102,7 @@ class Core:
             expired,
             self._expired.extend,
             tables,
+            priority=attrgetter("priority"),
             shape=attrgetter("shape"),
         )
         self._queue = self._dispatcher.queue
@@ -115,7 +114,7 @@ class Core:
         self._drops, self._defers = expired == "drop", expired == "defer"
         self._counters = self.outcomes.counters
         self.pending = PendingRequests(self._dispatcher)
-        self.learner = Learner(tables, policy, self._dispatcher, self.lock, clock_ms, learn)
+        self.learner = Learner(tables, self._dispatcher, self.lock, clock_ms, learn)
         self._jobs: dict[int, BatchJob] = {}
         self._ran: set[tuple[int, int, int]] = set()
         self._work = Condition(self.lock)
@@ -234,8 +233,6 @@ class Core:
                 push(request.deadline_ms, request, request.floor)
             else:
                 gate.push(now, request.deadline_ms, request, request.floor)
-            if request.priority:
-                self._dispatcher.priority = _priority
             self._counters.submitted += 1
         self._last_arrival_ms = last
 

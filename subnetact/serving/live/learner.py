@@ -16,7 +16,6 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.live.requests import Request
-from subnetact.serving.scheduling.context import Policy
 from subnetact.serving.scheduling.dispatch import Dispatcher
 
 __all__ = ["Learner"]
@@ -38,7 +37,6 @@ class Learner:
     Args:
         tables: the profile of every input shape, the largest shape last. The corrections are those of the
             last table; what a batch of another shape teaches is applied in proportion.
-        policy: the policy as the user gave it.
         dispatcher: gets the corrected latencies.
         lock: held by every thread that uses the dispatcher.
         clock_ms: a monotonic clock, in ms.
@@ -53,7 +51,6 @@ class Learner:
     def __init__(
         self,
         tables: Sequence[LatencyTable],
-        policy: Policy,
         dispatcher: Dispatcher[Request],
         lock: Lock,
         clock_ms: Callable[[], float],
@@ -70,7 +67,7 @@ class Learner:
         self._lock = lock
         self._clock_ms = clock_ms
         self._learn = learn
-        self._observe: Any = getattr(policy, "observe", None)
+        self._heard = True  # whether what the policies observe is of use to them
         self._applied = np.zeros(table.latency_ms.shape), np.zeros(table.latency_ms.shape)
         self._messages: deque[tuple[str, tuple[object, ...], Exception | None]] = deque()
         self._batches = 0
@@ -87,17 +84,17 @@ class Learner:
         """
         self._batches += 1
         own = self._tables[job.shape]
+        column = own.pad_index[job.size]
         if own is not self._table:
-            column = own.pad_index[job.size]
             took_ms *= float(self._table.latency_ms[job.subnet, column] / own.latency_ms[job.subnet, column])
         self.corrections.observe(job.subnet, job.size, took_ms)
-        if self._observe is not None:
+        observe: Any = getattr(self._dispatcher.policy_of(job.shape), "observe", None)
+        if observe is not None and self._heard:
             try:
-                profiled_ms = float(self._table.latency_ms[job.subnet, self._table.pad_index[job.size]])
-                self._observe(job.subnet, job.size, profiled_ms, took_ms)
+                observe(job.subnet, job.size, float(self._table.latency_ms[job.subnet, column]), took_ms)
             except Exception as error:
                 self._messages.append(("the policy's observe(...) raised; it is not called again", (), error))
-                self._observe = None
+                self._heard = False
 
     def limit(self, subnet: int, size: int, count: int) -> int:
         """Limit the batch size of a subnet that ran out of memory. The caller holds the lock.
@@ -168,23 +165,28 @@ class Learner:
             return False
         self._limits_changed = False
         plans = [self._plan(shape, *ratios) for shape in range(len(self._tables))]
-        with self._lock:
-            for shape, (policy, expected) in enumerate(plans):
-                self._dispatcher.adopt(policy, expected, shape)
+        with self._lock:  # for the exchange only: every client and worker waits for this lock
+            for shape, plan in enumerate(plans):
+                self._dispatcher.adopt(plan, shape)
             self.replanned += 1
         self._applied = logs
         return True
 
-    def _plan(self, shape: int, typical: Any, slow: Any) -> tuple[Policy, LatencyTable]:
-        """Return the policy and the expected latencies of one input shape."""
+    def _plan(self, shape: int, typical: Any, slow: Any) -> Any:
+        """Return what the dispatcher adopts for one input shape."""
         policy = self._dispatcher.policy_of(shape)
         retabled: Any = getattr(policy, "retabled", None)
         if retabled is not None:
             try:
                 policy = retabled(self._corrected(self._tables[shape], slow))
-            except SubnetActError as error:  # for example, no subnet is within the SLO any more
-                _log.warning("the policy cannot plan with what was learned, and keeps its plan: %s", error)
-        return policy, self._corrected(self._tables[shape], typical)
+            except Exception as error:  # for example, no subnet is within the SLO any more
+                expected = isinstance(error, SubnetActError)
+                _log.warning(
+                    "the policy cannot plan with what was learned, and keeps its plan: %s",
+                    error,
+                    exc_info=None if expected else error,
+                )
+        return self._dispatcher.plan(policy, self._corrected(self._tables[shape], typical))
 
     def _corrected(self, table: LatencyTable, ratios: Any) -> LatencyTable:
         cells = table.latency_ms * ratios

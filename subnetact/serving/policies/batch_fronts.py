@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from copy import copy
+from operator import attrgetter
+from typing import TypeVar
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import unreachable
+from subnetact.serving.policies.recent import Recent
 from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.frontier import (
     Option,
-    cheapest,
-    largest_batch,
+    cheapest_from,
+    largest_batches,
     pareto_of_batch,
 )
 
-__all__ = ["BatchFronts", "FrontsByFloor"]
+__all__ = ["KEPT_FLOORS", "BatchFronts", "FrontsByFloor"]
+
+Fronts = TypeVar("Fronts", bound="BatchFronts")
+KEPT_FLOORS = 32
+"""A policy keeps what it has planned for at most this many floors."""
 
 
 class BatchFronts:
@@ -22,7 +30,6 @@ class BatchFronts:
 
     Args:
         table: the latency table.
-        floor: minimum accuracy, percent; less accurate subnets are left out.
 
     Attributes:
         options: for each batch size, its Pareto-optimal subnets.
@@ -31,14 +38,36 @@ class BatchFronts:
         last_resort: (that subnet, its largest batch size), which runs if nothing finishes in time.
     """
 
-    def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
+    def __init__(self, table: LatencyTable) -> None:
         columns = range(len(table.batch_sizes))
-        self.options: list[list[Option]] = [pareto_of_batch(table, column, floor) for column in columns]
+        self.options: list[list[Option]] = [pareto_of_batch(table, column) for column in columns]
         self.latencies = [[option.latency_ms for option in front] for front in self.options]
         self.sizes = table.batch_sizes
         self.pad = table.pad_index
-        self.cheapest = cheapest(table, floor)
-        self.last_resort = self.cheapest, largest_batch(table, self.cheapest)
+        self.floors = Floors(table)
+        self._cheapest = cheapest_from(table, self.floors.accuracies)
+        self._largest = largest_batches(table)
+        self._run_last(self._cheapest[0])
+
+    def meeting(self: Fronts, floor: float) -> Fronts:
+        """Return the fronts of the subnets that meet a floor: the upper part of every front.
+
+        Args:
+            floor: minimum accuracy, percent.
+
+        Raises:
+            PolicyError: no subnet meets it.
+        """
+        made = copy(self)
+        starts = [bisect_left(front, floor, key=attrgetter("accuracy")) for front in self.options]
+        made.options = [front[start:] for front, start in zip(self.options, starts, strict=True)]
+        made.latencies = [front[start:] for front, start in zip(self.latencies, starts, strict=True)]
+        made._run_last(self._cheapest[self.floors.at(floor)])
+        return made
+
+    def _run_last(self, subnet: int) -> None:
+        self.cheapest = subnet
+        self.last_resort = subnet, self._largest[subnet]
 
     def column_for(self, queued: int) -> int:
         """Return the column of the profiled batch size that `queued` requests round up to."""
@@ -68,16 +97,15 @@ class BatchFronts:
 
 
 class FrontsByFloor:
-    """Makes the fronts of each floor once; floors that demand the same subnets share them.
+    """The fronts of the subnets that meet a floor; those of the last few floors are kept.
 
     Args:
         table: the latency table.
     """
 
     def __init__(self, table: LatencyTable) -> None:
-        self._table = table
-        self._accuracies = sorted(set(table.accuracy))
-        self._made: dict[float, BatchFronts] = {}
+        self._all = BatchFronts(table)
+        self._made = Recent(self._all.meeting, KEPT_FLOORS)
 
     def __call__(self, context: Context) -> BatchFronts:
         """Return the fronts for the floor of the most urgent request.
@@ -85,14 +113,4 @@ class FrontsByFloor:
         Raises:
             PolicyError: no subnet meets that floor.
         """
-        floor = context.floor
-        made = self._made.get(floor)
-        return made if made is not None else self._make(floor)
-
-    def _make(self, floor: float) -> BatchFronts:
-        demanded = next((accuracy for accuracy in self._accuracies if accuracy >= floor), None)
-        if demanded is None:
-            raise unreachable(floor, self._accuracies[-1])
-        made = self._made.get(demanded) or BatchFronts(self._table, demanded)
-        self._made[demanded] = self._made[floor] = made
-        return made
+        return self._made(floor) if (floor := self._all.floors(context.floor)) else self._all

@@ -7,9 +7,10 @@ from bisect import bisect_right
 
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_accuracy, unreachable
+from subnetact.serving.scheduling.checks import check_accuracy
 from subnetact.serving.scheduling.context import Context
-from subnetact.serving.scheduling.frontier import cheapest
+from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.scheduling.frontier import cheapest_from
 
 __all__ = ["CheapestFeasible", "Fixed"]
 
@@ -73,7 +74,9 @@ class CheapestFeasible:
 
     def __init__(self, table: LatencyTable) -> None:
         self.table = check_accuracy(table)
-        self._plans: dict[float, tuple[int, list[float], list[int]]] = {}
+        self._floors = Floors(table)
+        self._cheapest = cheapest_from(table, self._floors.accuracies)
+        self._limits = {subnet: batch_limits(table, subnet) for subnet in set(self._cheapest)}
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
@@ -81,14 +84,8 @@ class CheapestFeasible:
         Raises:
             PolicyError: no subnet meets the floor of the most urgent request.
         """
-        plan = self._plans.get(context.floor)
-        if plan is None:
-            if context.floor > max(self.table.accuracy):
-                raise unreachable(context.floor, max(self.table.accuracy))
-            subnet = cheapest(self.table, context.floor)
-            plan = self._plans[context.floor] = (subnet, *batch_limits(self.table, subnet))
-        subnet, limits, sizes = plan
-        return subnet, largest_within(limits, sizes, context.slack_ms)
+        subnet = self._cheapest[self._floors.at(context.floor)]
+        return subnet, largest_within(*self._limits[subnet], context.slack_ms)
 
     def retabled(self, table: LatencyTable) -> CheapestFeasible:
         """Return the same policy for other latencies of the same subnets and batch sizes."""

@@ -6,17 +6,21 @@ method for one class.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from heapq import heapify, heapreplace
-from itertools import accumulate, pairwise
-from math import inf, sqrt
+from itertools import accumulate
 
+from subnetact.latency.pareto import spread
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.hull_table import HullTable, PricedFronts
+from subnetact.serving.policies.hull_table import Hull, PricedFronts
 from subnetact.serving.policies.time_budget import TimeBudget
 from subnetact.serving.scheduling.checks import unreachable
 from subnetact.serving.scheduling.context import Context
+from subnetact.serving.scheduling.floors import Floors
 from subnetact.serving.scheduling.frontier import Option
+from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
 __all__ = ["FloorPlanner"]
 
@@ -26,10 +30,24 @@ _GONE = 1e-3
 """If every class with a floor has a smaller share than this, all shares are forgotten."""
 _PLANNED = 0.8
 """Share of the workers' time that is planned; the rest is spent on batches that mix classes."""
+_CLASSES = 32
+"""The largest number of classes with a floor."""
+_NEAR = 256
+"""At least so many of the most urgent requests are looked at one by one, and about as many of the others."""
+_TRIES = 32
+"""So many batches at most are compared with the rest of the queue, those of the greatest gain."""
+
+Waiting = list[tuple[float, float, int]]
+"""(deadline, class, number of requests), most urgent first."""
 
 
 class FloorPlanner:
     """Decides for a queue with several classes of requests.
+
+    A floor belongs to the class of the least accuracy that reaches it. A table of more than 32 accuracies
+    has 32 classes, spread evenly; only the plan rounds floors up to them, the batch itself keeps to each
+    request's own floor. Of a long queue, the most urgent requests and a sample of the others are looked at,
+    each standing for those behind it, so that a decision takes the same time behind any number of requests.
 
     A batch on a subnet holds the most urgent requests whose floors the subnet meets. The differences from
     HullFit without floors are:
@@ -46,16 +64,18 @@ class FloorPlanner:
 
     Args:
         table: the latency table.
+        fronts: its fronts.
         budget: the time that may be spent.
     """
 
-    def __init__(self, table: LatencyTable, budget: TimeBudget) -> None:
+    def __init__(self, table: LatencyTable, fronts: PricedFronts, budget: TimeBudget) -> None:
         self._table = table
         self._budget = budget
-        self._floors = [0.0, *sorted(set(table.accuracy))]
-        self._fronts: dict[float, PricedFronts] = {}
-        self._hulls: dict[tuple[int, float], HullTable] = {}
-        self._known: dict[float, float] = {}
+        accuracies = Floors(table).accuracies
+        self._classes = [accuracies[i] for i in spread(accuracies, _CLASSES)]
+        self._near = max(_NEAR, 2 * table.batch_sizes[-1])
+        self._fronts_of = {NO_FLOOR: fronts}
+        self._hulls: dict[float, Hull] = {}
         self._shares: dict[float, float] = {}
         self._workers = 1
         self._credit = 0.0
@@ -66,18 +86,22 @@ class FloorPlanner:
         return bool(self._shares)
 
     def remember(self, other: FloorPlanner) -> None:
-        """Continue with the shares of the classes that another planner has learned."""
-        self._shares = dict(other._shares)
+        """Continue with the shares of the classes that another planner has learned; prepare their hulls."""
+        known = {NO_FLOOR, *self._classes}
+        self._shares = {floor: share for floor, share in dict(other._shares).items() if floor in known}
         self._credit = other._credit
+        self._workers = other._workers
+        for floor in self._shares:
+            self._hulls_of(floor)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size); see `Policy.decide`."""
         budget = self._budget
-        waiting = [(deadline, self._effective_floor(floor)) for deadline, floor in context.queue.classes()]
-        floors = sorted({floor for _, floor in waiting})
+        waiting = self._look(context.queue)
+        floors = sorted({floor for _, floor, _ in waiting})
         self._learn(waiting)
         others = budget.others_free(context)
-        self._workers = len(others) + 1
+        self._count_on(len(others) + 1)
         rate = budget.rate_per_ms(context)
         price = self._price(context.queued, rate)
         values = {floor: self._value(self._hulls_of(floor), price) for floor in floors}
@@ -87,11 +111,11 @@ class FloorPlanner:
         for floor in floors:
             hulls = self._hulls_of(floor)
             fronts = hulls.fronts
-            eligible = [entry for entry in waiting if entry[1] <= floor]
-            worth = [0.0, *accumulate(values[own] for _, own in eligible[: fronts.sizes[-1]])]
-            limit = budget.time_limit(eligible[0][0] - context.now_ms)
-            for column in range(fronts.column_for(len(eligible)) + 1):
-                k = min(fronts.sizes[column], len(eligible))
+            head, own = _eligible(waiting, floor, fronts.sizes[-1])
+            worth = [0.0, *accumulate(values[one] for one in own)]
+            limit = budget.time_limit(head - context.now_ms)
+            for column in range(fronts.column_for(len(own)) + 1):
+                k = min(fronts.sizes[column], len(own))
                 option = fronts.best(column, k, price, min(limit, spare + k * tau))
                 if option is None:  # the cheapest subnet need not leave time for a surge
                     latency_ms = hulls.full.by_column[column]
@@ -100,20 +124,36 @@ class FloorPlanner:
                     option = Option(latency_ms, hulls.values[0], hulls.cheapest, fronts.sizes[column])
                 gain = k * option.accuracy - worth[k] - price * option.latency_ms
                 candidates.append((gain, floor, column, k, option))
-        for _, _, _, k, option in sorted(candidates, reverse=True):
+        for _, _, _, k, option in sorted(candidates, reverse=True)[:_TRIES]:
             if self._drains(context.now_ms, waiting, others, k, option):
                 return option.subnet, option.batch_size
         if context.may_expire:
-            context.expire(self._in_the_way(context, self._hulls_of(self._effective_floor(context.floor))))
-            waiting = waiting[len(waiting) - context.queued :]
+            context.expire(self._in_the_way(context, self._hulls_of(self._class_of(context.floor))))
+            waiting = self._look(context.queue)
         return self._rescue(context.now_ms, waiting)
+
+    def _look(self, queue: EDFQueue[object]) -> Waiting:
+        """Return the most urgent requests, and a sample of the others that counts for all of them."""
+        count, near = len(queue), self._near
+        seen = [(deadline, floor, 1) for deadline, floor in queue.classes(0, min(count, 2 * near))]
+        if count > 2 * near:
+            step = math.ceil((count - near) / near)
+            seen[near:] = [(deadline, floor, step) for deadline, floor in queue.classes(near, count, step)]
+            deadline, floor, _ = seen[-1]
+            seen[-1] = deadline, floor, (count - near - 1) % step + 1
+        return [
+            (deadline, self._class_of(floor) if floor > NO_FLOOR else NO_FLOOR, number)
+            for deadline, floor, number in seen
+        ]
 
     def _price(self, queued: int, rate: float) -> float:
         """Return the price of time, percent per ms, at the point for which the load leaves time."""
-        hulls, planned = self._hulls_of(0.0), _PLANNED * self._workers
+        hulls, planned = self._hulls_of(NO_FLOOR), _PLANNED * self._workers
         points = range(len(hulls.taus))
         last = points[-1]
-        usual = min(bisect_left(points, planned / rate if rate > 0.0 else inf, key=self._mixed_tau), last)
+        usual = min(
+            bisect_left(points, planned / rate if rate > 0.0 else math.inf, key=self._mixed_tau), last
+        )
         tau_ms = self._budget.per_request_ms(queued, planned, rate, (hulls.batch_ms[usual],) * 2)
         point = max(0, bisect_right(points, tau_ms, key=self._mixed_tau) - 1)
         if point < last and tau_ms > self._mixed_tau(point):
@@ -122,32 +162,19 @@ class FloorPlanner:
             if self._credit >= 1.0:
                 self._credit -= 1.0
                 point += 1
-        return self._prices(hulls)[point]
+        return hulls.prices[point]
 
-    @staticmethod
-    def _prices(hulls: HullTable) -> list[float]:
-        """Return a price for each point of a hull at which this point yields the most per request.
-
-        Such prices lie between the slopes on its two sides; this one is their geometric mean. At the most
-        accurate point time is free.
-        """
-        if not hulls.slopes:
-            return [0.0]
-        between = [sqrt(steep * flat) for steep, flat in pairwise(hulls.slopes)]
-        return [1.5 * hulls.slopes[0], *between, 0.0]
-
-    def _rescue(self, now_ms: float, waiting: list[tuple[float, float]]) -> tuple[int, int]:
+    def _rescue(self, now_ms: float, waiting: Waiting) -> tuple[int, int]:
         """Return the option that runs if none passes the guards.
 
         Each class offers a batch on its cheapest subnet. The offer that spends the least extra time on
         requests of less demanding classes wins; among equals, the one with the most urgent request.
         """
         best: tuple[float, float] | None = None
-        answer = (self._hulls_of(0.0).cheapest, self._hulls_of(0.0).full.size)
-        for floor in sorted({own for _, own in waiting}):
+        answer = (self._hulls_of(NO_FLOOR).cheapest, self._hulls_of(NO_FLOOR).full.size)
+        for floor in sorted({own for _, own, _ in waiting}):
             hulls = self._hulls_of(floor)
-            eligible = [entry for entry in waiting if entry[1] <= floor][: hulls.full.size]
-            head = eligible[0][0]
+            head, members = _eligible(waiting, floor, hulls.full.size)
             size = max(
                 (
                     size
@@ -156,31 +183,34 @@ class FloorPlanner:
                 ),
                 default=hulls.full.size,
             )
-            members = eligible[:size]
-            needed = sum(self._hulls_of(own).taus[0] for _, own in members)
+            members = members[:size]
+            needed = sum(self._hulls_of(own).taus[0] for own in members)
             takes = hulls.drain_ms(len(members))
             rank = (needed / takes, -head)
             if best is None or rank > best:
                 best, answer = rank, (hulls.cheapest, size)
         return answer
 
-    def _learn(self, waiting: list[tuple[float, float]]) -> None:
+    def _learn(self, waiting: Waiting) -> None:
         """Update the share of each class with the present queue."""
         shares = self._shares
         weight = _FORGET if shares else 1.0
+        numbers: Counter[float] = Counter()
+        for _, floor, number in waiting:
+            numbers[floor] += number
         for floor in shares:
             shares[floor] *= 1.0 - weight
-        for _, floor in waiting:
-            shares[floor] = shares.get(floor, 0.0) + weight / len(waiting)
-        if all(floor == 0.0 or share < _GONE for floor, share in shares.items()):
+        for floor, number in numbers.items():
+            shares[floor] = shares.get(floor, 0.0) + weight * number / numbers.total()
+        if all(floor == NO_FLOOR or share < _GONE for floor, share in shares.items()):
             shares.clear()
 
     def _mixed_tau(self, point: int) -> float:
         """Return the mean time per request, ms, over the classes at the price of that point."""
-        plain = self._hulls_of(0.0)
+        plain = self._hulls_of(NO_FLOOR)
         if not self._shares:
             return plain.taus[point]
-        price = self._prices(plain)[point]
+        price = plain.prices[point]
         total = sum(self._shares.values())
         mixed = 0.0
         for floor, share in self._shares.items():
@@ -188,30 +218,28 @@ class FloorPlanner:
             mixed += share * hulls.taus[hulls.point_at(price)]
         return mixed / total
 
-    def _drains(
-        self,
-        now_ms: float,
-        waiting: list[tuple[float, float]],
-        others: list[float],
-        k: int,
-        option: Option,
-    ) -> bool:
+    def _drains(self, now_ms: float, waiting: Waiting, others: list[float], k: int, option: Option) -> bool:
         """Return whether all other requests can leave in time after a batch of k on `option`."""
         chunks: list[tuple[float, float]] = []
         open_chunk: dict[float, tuple[float, int]] = {}
         reserve = self._budget.drain_reserve_ms
-        for deadline, floor in waiting:
+        for deadline, floor, number in waiting:
             if k and floor <= option.accuracy:
-                k -= 1
-                continue
-            hulls = self._hulls_of(floor)
+                taken = min(k, number)
+                k -= taken
+                number -= taken
+                if not number:
+                    continue
+            full = self._hulls_of(floor).full
             head, count = open_chunk.get(floor, (deadline, 0))
-            count += 1
-            if count == hulls.full.size:
-                chunks.append((head - reserve, hulls.full.ms))
-                open_chunk.pop(floor, None)
-            else:
+            count += number
+            while count >= full.size:
+                chunks.append((head - reserve, full.ms))
+                head, count = deadline, count - full.size
+            if count:
                 open_chunk[floor] = (head, count)
+            else:
+                open_chunk.pop(floor, None)
         for floor, (head, count) in open_chunk.items():
             chunks.append((head - reserve, self._hulls_of(floor).drain_ms(count)))
         free = [*others, now_ms + option.latency_ms]
@@ -223,35 +251,52 @@ class FloorPlanner:
             heapreplace(free, finish)
         return True
 
-    def _in_the_way(self, context: Context, hulls: HullTable) -> int:
+    def _in_the_way(self, context: Context, hulls: Hull) -> int:
         """Return how many requests cannot wait for a full batch of the cheapest subnet, while one remains."""
         count, spare = 0, context.queued - hulls.full.size
         while count < spare and context.queue.deadline(count) < context.now_ms + hulls.full.ms:
             count += 1
         return count
 
-    def _value(self, hulls: HullTable, price: float) -> float:
+    def _value(self, hulls: Hull, price: float) -> float:
         """Return the value of a request of one class, percent."""
         point = hulls.point_at(price)
         return hulls.values[point] - price * hulls.taus[point]
 
-    def _hulls_of(self, floor: float) -> HullTable:
+    def _count_on(self, workers: int) -> None:
+        """Plan for that number of workers; what was planned for another one is forgotten."""
+        if workers != self._workers:
+            self._workers = workers
+            self._hulls.clear()
+
+    def _hulls_of(self, floor: float) -> Hull:
         """Return the hull of a class for the workers that are up."""
-        hulls = self._hulls.get((self._workers, floor))
+        hulls = self._hulls.get(floor)
         if hulls is None:
-            fronts = self._fronts.get(floor)
+            fronts = self._fronts_of.get(floor)
             if fronts is None:
-                fronts = self._fronts[floor] = PricedFronts(self._table, floor)
-            hulls = HullTable(self._table, fronts, self._workers, self._budget, floor)
-            self._hulls[self._workers, floor] = hulls
+                fronts = self._fronts_of[floor] = self._fronts_of[NO_FLOOR].meeting(floor)
+            hulls = self._hulls[floor] = Hull(self._table, fronts, self._workers, self._budget, floor)
         return hulls
 
-    def _effective_floor(self, floor: float) -> float:
-        """Return the accuracy of the least accurate subnet that meets `floor`; 0 if every subnet does."""
-        known = self._known.get(floor)
-        if known is None:
-            at = bisect_left(self._floors, floor)
-            if at == len(self._floors):
-                raise unreachable(floor, self._floors[-1])
-            known = self._known[floor] = self._floors[at]
-        return known
+    def _class_of(self, floor: float) -> float:
+        """Return the class of a floor: the least accurate one that meets it; `NO_FLOOR` if all do."""
+        at = bisect_left(self._classes, floor)
+        if at == len(self._classes):
+            raise unreachable(floor, self._classes[-1])
+        return self._classes[at] if at else NO_FLOOR
+
+
+def _eligible(waiting: Waiting, floor: float, most: int) -> tuple[float, list[float]]:
+    """Return the first deadline of the requests of a class or a less demanding one, and their classes.
+
+    At most `most` requests are returned, the most urgent ones; there must be one.
+    """
+    head, own = math.nan, []
+    for deadline, one, number in waiting:
+        if one <= floor:
+            head = head if own else deadline
+            own += [one] * number
+            if len(own) >= most:
+                break
+    return head, own[:most]

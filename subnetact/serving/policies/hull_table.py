@@ -6,8 +6,9 @@ The header of `subnetact.serving.policies.hullfit` explains the method.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,9 @@ from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.batch_fronts import BatchFronts
 from subnetact.serving.policies.time_budget import TimeBudget
-from subnetact.serving.scheduling.frontier import Option, upper_hull
+from subnetact.serving.scheduling.frontier import Option, hull_of_front, upper_hull
 
-__all__ = ["Chunk", "HullTable", "PricedFronts"]
+__all__ = ["Chunk", "Hull", "HullTable", "PricedFronts"]
 
 _QUICK = 1 / 3
 """A quick batch takes at most this share of the SLO."""
@@ -55,20 +56,29 @@ class PricedFronts(BatchFronts):
 
     Args:
         table: the latency table.
-        floor: minimum accuracy, percent; less accurate subnets are left out.
     """
 
-    def __init__(self, table: LatencyTable, floor: float = 0.0) -> None:
-        super().__init__(table, floor)
-        chains = [
-            upper_hull([(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)])
-            for front in self.options
-        ]
-        self._hulls = [
-            [front[j] for _, _, j in chain] for front, chain in zip(self.options, chains, strict=True)
-        ]
-        self._hull_ms = [[x for x, _, _ in chain] for chain in chains]
-        self._falls = [[-(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(chain)] for chain in chains]
+    def __init__(self, table: LatencyTable) -> None:
+        super().__init__(table)
+        self._hulls = [_hull_of(front) for front in self.options]
+        self._falls = [_falls(hull) for hull in self._hulls]
+        self._hull_ms = [[option.latency_ms for option in hull] for hull in self._hulls]
+
+    def meeting(self, floor: float) -> PricedFronts:
+        """Return the fronts of the subnets that meet a floor; see `BatchFronts.meeting`."""
+        made = super().meeting(floor)
+        made._hulls, made._falls, made._hull_ms = [], [], []
+        for front, hull, falls, hull_ms in zip(
+            made.options, self._hulls, self._falls, self._hull_ms, strict=True
+        ):
+            # The vertices that meet the floor stay vertices; only what lies before the first one is new.
+            first = bisect_left(hull, floor, key=attrgetter("accuracy"))
+            end = bisect_left(front, hull[first].latency_ms, key=attrgetter("latency_ms")) if front else 0
+            new = _hull_of(front[: end + 1])
+            made._hulls.append(new + hull[first + 1 :])
+            made._falls.append(_falls(new) + falls[first:])
+            made._hull_ms.append([option.latency_ms for option in new] + hull_ms[first + 1 :])
+        return made
 
     def best(
         self,
@@ -117,7 +127,18 @@ class PricedFronts(BatchFronts):
         return inside
 
 
-class HullTable:
+def _hull_of(front: list[Option]) -> list[Option]:
+    """Return the options of a front on its upper concave hull of (latency, accuracy)."""
+    points = [(option.latency_ms, option.accuracy, j) for j, option in enumerate(front)]
+    return [front[j] for _, _, j in hull_of_front(points)]
+
+
+def _falls(hull: list[Option]) -> list[float]:
+    """Return the slopes between neighbours, with a minus sign, percent per ms."""
+    return [-(b.accuracy - a.accuracy) / (b.latency_ms - a.latency_ms) for a, b in pairwise(hull)]
+
+
+class Hull:
     """The subnets that a number of workers can run all the time, for one minimum accuracy.
 
     A cell of the table fits if a request that arrives when a worker has just begun such a batch can still
@@ -134,14 +155,15 @@ class HullTable:
 
     Attributes:
         fronts: the fronts.
+        subnets: the subnet of each point.
         taus: time per request of each point, ms.
         values: accuracy of each point, percent.
         slopes: slope of the hull between neighbouring points, percent per ms, descending.
+        prices: for each point, a price of time, percent per ms, at which this point yields the most per
+            request: the geometric mean of the slopes on its two sides. At the most accurate point it is 0.
         batch_ms: latency of each point at the batch size that has the least time per request, ms.
         cheapest: the subnet of the first point, which has the least time per request.
         full: the batches of the cheapest subnet.
-        quick: the batches with the least time per request among those that take a third of the SLO at most.
-        fastest: for each batch size, (least latency in ms, subnet).
 
     Raises:
         PolicyError: no subnet that can run reaches `floor`.
@@ -156,25 +178,55 @@ class HullTable:
         floor: float = 0.0,
     ) -> None:
         self.fronts = fronts
-        cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
-        cells[np.array(table.accuracy) < floor] = math.inf
-        sizes = np.array(table.batch_sizes, dtype=np.float64)
-        fits = _fitting(cells, workers, budget)
-        per_request = np.where(fits, cells / sizes, math.inf)
-        best = per_request.argmin(axis=1)
-        taus = per_request.min(axis=1).tolist()
-        points = [(tau, table.accuracy[i], i) for i, tau in enumerate(taus) if tau < math.inf]
+        cells, fits = _cells(table, workers, budget, floor)
+        best, points = _points(table, cells, fits)
         hull = upper_hull(points)
         if not hull:
             raise PolicyError(f"min_accuracy: no subnet that can run reaches {floor} %")
+        self.subnets = [i for _, _, i in hull]
         self.taus = [tau for tau, _, _ in hull]
         self.values = [accuracy for _, accuracy, _ in hull]
         self.slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(hull)]
+        between = [math.sqrt(steep * flat) for steep, flat in pairwise(self.slopes)]
+        self.prices = [1.5 * self.slopes[0], *between, 0.0] if self.slopes else [0.0]
         self._falls = [-slope for slope in self.slopes]
-        self._batches = [_batches(table, cells[i], fits[i]) for _, _, i in hull]
-        self.batch_ms = [float(cells[i, best[i]]) for _, _, i in hull]
-        self.cheapest = hull[0][2]
-        self.full = _chunk(cells, table, self.cheapest, int(best[self.cheapest]))
+        self.batch_ms = [float(cells[i, best[i]]) for i in self.subnets]
+        self.cheapest = self.subnets[0]
+        self.full = _chunk(cells, table, self.cheapest, best[self.cheapest])
+
+    def point_at(self, price: float) -> int:
+        """Return the point with the greatest accuracy - price * time per request.
+
+        Args:
+            price: price of time, percent per ms.
+        """
+        return bisect_right(self._falls, -price)
+
+    def drain_ms(self, k: int) -> float:
+        """Return the latency of the cheapest subnet on k requests, at most a full batch, ms."""
+        return min(self.full.by_column[self.fronts.column_for(k)], self.full.ms)
+
+
+class HullTable(Hull):
+    """The hull of all subnets, and the batches of every subnet that the load may ask for.
+
+    Args:
+        table: the latency table.
+        fronts: its fronts.
+        workers: the number of workers.
+        budget: the margins and the SLO.
+
+    Attributes:
+        quick: the batches with the least time per request among those that take a third of the SLO at most.
+        fastest: for each batch size, (least latency in ms, subnet).
+    """
+
+    def __init__(self, table: LatencyTable, fronts: PricedFronts, workers: int, budget: TimeBudget) -> None:
+        super().__init__(table, fronts, workers, budget)
+        cells, fits = _cells(table, workers, budget)
+        _, points = _points(table, cells, fits)
+        sizes = np.array(table.batch_sizes, dtype=np.float64)
+        self._batches = [_batches(table, cells[i], fits[i]) for i in self.subnets]
         quick = np.where(cells <= max(_QUICK * budget.slo_ms, float(cells.min())), cells / sizes, math.inf)
         self.quick = _chunk(cells, table, *map(int, np.unravel_index(quick.argmin(), quick.shape)))
         self.fastest = list(zip(cells.min(axis=0).tolist(), cells.argmin(axis=0).tolist(), strict=True))
@@ -241,17 +293,24 @@ class HullTable:
         _, efficient_ms = _smallest(batches, max(tau_ms, least_ms))
         return almost_ms, efficient_ms
 
-    def point_at(self, price: float) -> int:
-        """Return the point with the greatest accuracy - price * time per request.
 
-        Args:
-            price: price of time, percent per ms.
-        """
-        return bisect_right(self._falls, -price)
+def _cells(
+    table: LatencyTable, workers: int, budget: TimeBudget, floor: float = 0.0
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return the latencies, inf where a subnet cannot run or misses the floor, and which cells fit."""
+    cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
+    cells[np.array(table.accuracy) < floor] = math.inf
+    return cells, _fitting(cells, workers, budget)
 
-    def drain_ms(self, k: int) -> float:
-        """Return the latency of the cheapest subnet on k requests, at most a full batch, ms."""
-        return min(self.full.by_column[self.fronts.column_for(k)], self.full.ms)
+
+def _points(
+    table: LatencyTable, cells: Floats, fits: npt.NDArray[np.bool_]
+) -> tuple[list[int], list[tuple[float, float, int]]]:
+    """Return each subnet's column of the least time per request, and (that time, accuracy, subnet)."""
+    per_request = np.where(fits, cells / np.array(table.batch_sizes, dtype=np.float64), math.inf)
+    best: list[int] = per_request.argmin(axis=1).tolist()
+    taus = per_request.min(axis=1).tolist()
+    return best, [(tau, table.accuracy[i], i) for i, tau in enumerate(taus) if tau < math.inf]
 
 
 def _fitting(cells: Floats, workers: int, budget: TimeBudget) -> npt.NDArray[np.bool_]:

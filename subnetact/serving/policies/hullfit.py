@@ -64,6 +64,7 @@ from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies.balance import Balance
 from subnetact.serving.policies.floor_planner import FloorPlanner
 from subnetact.serving.policies.hull_table import Chunk, HullTable, PricedFronts
+from subnetact.serving.policies.recent import Recent
 from subnetact.serving.policies.time_budget import TimeBudget, Tuning
 from subnetact.serving.scheduling.checks import check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
@@ -75,6 +76,8 @@ _MANY_CHUNKS = 10
 """With more chunks than this, the drain limit is computed with arrays, which is faster."""
 _SHORT = 4
 """A queue of at most this many full batches is short: time that is saved then is not needed to shorten it."""
+_KEPT_HULLS = 8
+"""What is planned for one number of workers is kept for so many such numbers."""
 _FREE = 0.1
 """If there is time for the most accurate subnet, batch sizes are compared as if the time per request of this
 subnet cost this share of the range of accuracies."""
@@ -155,25 +158,30 @@ class HullFit:
             self.slo_ms, self.margin, reserve * self.slo_ms, drain_reserve * self.slo_ms, tuning or Tuning()
         )
         self._fronts = PricedFronts(table)
-        self._hulls: dict[int, HullTable] = {}
+        self._hull = Recent(self._make_hull, _KEPT_HULLS)
+        self._workers = 0
         self._free = _FREE * (max(table.accuracy) - min(table.accuracy))
-        self._floor_planner = FloorPlanner(table, self._budget)
+        self._floor_planner = FloorPlanner(table, self._fronts, self._budget)
         self._balance = Balance(self.slo_ms)
 
     def retabled(self, table: LatencyTable) -> HullFit:
-        """Return the same policy, with its state, for other latencies of the same subnets and batch sizes."""
+        """Return the same policy, with its state, for other latencies of the same subnets and batch sizes.
+
+        Another thread may call `decide` meanwhile: nothing is iterated here that a decision changes.
+        """
         made = HullFit(table, self.slo_ms, self.margin, self.reserve, self.drain_reserve, self._budget.tuning)
         made._budget.remember(self._budget)
-        made._floor_planner.remember(self._floor_planner)
         made._balance = self._balance
-        for workers in self._hulls:  # made here rather than at the next decision, which is urgent
-            made._hull(workers)
+        made._workers = self._workers
+        if made._workers:  # made here rather than at the next decision, which is urgent
+            made._hull(made._workers)
+        made._floor_planner.remember(self._floor_planner)
         return made
 
     def reset(self) -> None:
         """Forget everything learned from earlier requests."""
         self._budget = replace(self._budget, saved_ms=0.0)
-        self._floor_planner = FloorPlanner(self.table, self._budget)
+        self._floor_planner = FloorPlanner(self.table, self._fronts, self._budget)
         self._balance = Balance(self.slo_ms)
 
     def decide(self, context: Context) -> tuple[int, int]:
@@ -182,7 +190,7 @@ class HullFit:
             return self._floor_planner.decide(context)
         budget = self._budget
         others = budget.others_free(context)
-        workers = len(others) + 1
+        self._workers = workers = len(others) + 1
         hull = self._hull(workers)
         rate = budget.rate_per_ms(context)
         usual_ms = hull.usual_ms(workers / rate if rate > 0.0 else math.inf)
@@ -230,11 +238,8 @@ class HullFit:
         )
         return option.subnet, option.batch_size
 
-    def _hull(self, workers: int) -> HullTable:
-        hull = self._hulls.get(workers)
-        if hull is None:
-            hull = self._hulls[workers] = HullTable(self.table, self._fronts, workers, self._budget)
-        return hull
+    def _make_hull(self, workers: int) -> HullTable:
+        return HullTable(self.table, self._fronts, workers, self._budget)
 
     def _best_offer(
         self,

@@ -6,10 +6,12 @@ import math
 from bisect import bisect_right
 
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.policies.batch_fronts import BatchFronts
-from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo, unreachable
+from subnetact.serving.policies.batch_fronts import KEPT_FLOORS, BatchFronts
+from subnetact.serving.policies.recent import Recent
+from subnetact.serving.scheduling.checks import check_count, check_margin, check_slo
 from subnetact.serving.scheduling.context import Context
 from subnetact.serving.scheduling.frontier import Option
+from subnetact.serving.scheduling.queue import NO_FLOOR
 
 __all__ = ["SlackFit"]
 
@@ -63,7 +65,9 @@ class SlackFit:
         self.margin = check_margin(margin, "margin")
         self._pad = table.pad_index
         self._last = len(table.batch_sizes) - 1
-        self._plans: dict[float, _Plan] = {0.0: _Plan(table, self.slo_ms, buckets, 0.0)}
+        self._fronts = BatchFronts(table)
+        self._plan = _Plan(self._fronts, self.slo_ms, self.buckets)
+        self._plans = Recent(self._plan_for, KEPT_FLOORS)
 
     def decide(self, context: Context) -> tuple[int, int]:
         """Return (subnet, batch size) for the idle worker; see `Policy.decide`.
@@ -71,9 +75,9 @@ class SlackFit:
         Raises:
             PolicyError: no subnet meets the floor of the most urgent request.
         """
-        plan = self._plans.get(context.floor)
-        if plan is None:
-            plan = self._plan_for(context.floor)
+        plan = self._plan
+        if context.floor > NO_FLOOR and (floor := self._fronts.floors(context.floor)):
+            plan = self._plans(floor)
         queued = context.queued
         column = self._pad[queued] if queued < len(self._pad) else self._last
         return plan.answer(column, (context.slack_ms - self.margin_ms) / (1.0 + self.margin))
@@ -86,7 +90,7 @@ class SlackFit:
             margins subtracted; decisions, one more than slacks). Decision j applies if exactly the first j
             slacks are at most the slack.
         """
-        plan = self._plans[0.0]
+        plan = self._plan
         tables = []
         for column in range(self._last + 1):
             latencies = plan.fronts.latencies[: column + 1]
@@ -105,10 +109,7 @@ class SlackFit:
         return SlackFit(table, self.slo_ms, self.buckets, self.margin_ms, self.margin)
 
     def _plan_for(self, floor: float) -> _Plan:
-        if floor > max(self.table.accuracy):
-            raise unreachable(floor, max(self.table.accuracy))
-        plan = self._plans[floor] = _Plan(self.table, self.slo_ms, self.buckets, floor)
-        return plan
+        return _Plan(self._fronts.meeting(floor), self.slo_ms, self.buckets)
 
 
 class _Plan:
@@ -120,21 +121,33 @@ class _Plan:
             upper edges are within the slack. If those buckets are empty, the option is None.
     """
 
-    def __init__(self, table: LatencyTable, slo_ms: float, buckets: int, floor: float) -> None:
-        self.fronts = BatchFronts(table, floor)
-        self.fallback = self.fronts.last_resort
-        options = [option for front in self.fronts.options for option in front if option.latency_ms <= slo_ms]
-        low = min((option.latency_ms for option in options), default=slo_ms)
-        high = max((option.latency_ms for option in options), default=slo_ms)
+    def __init__(self, fronts: BatchFronts, slo_ms: float, buckets: int) -> None:
+        self.fronts = fronts
+        self.fallback = fronts.last_resort
+        possible = [
+            front[: bisect_right(latencies, slo_ms)]
+            for front, latencies in zip(fronts.options, fronts.latencies, strict=True)
+        ]
+        low = min((front[0].latency_ms for front in possible if front), default=slo_ms)
+        high = max((front[-1].latency_ms for front in possible if front), default=slo_ms)
         width = (high - low) / buckets
         self.edges = [low + width * (j + 1) for j in range(buckets - 1)] + [high]
-        holding: list[list[Option]] = [[] for _ in range(buckets)]
-        for option in options:
+
+        def bucket_of(option: Option) -> int:
             at = int((option.latency_ms - low) / width) if width > 0 else 0
-            holding[min(at, buckets - 1)].append(option)
-        self.choices = [
-            self._choose(holding, table.batch_sizes[column]) for column in range(len(table.batch_sizes))
-        ]
+            return min(at, buckets - 1)
+
+        # The best option of every bucket; a larger batch is better, and at one size the most accurate subnet.
+        best: list[Option | None] = [None] * buckets
+        self.choices: list[list[tuple[int, int] | None]] = []
+        for front in possible:
+            start = 0
+            for bucket in range(buckets):
+                end = bisect_right(front, bucket, lo=start, key=bucket_of)
+                if end > start:
+                    best[bucket] = front[end - 1]
+                start = end
+            self.choices.append(self._choose(best))
 
     def answer(self, column: int, slack_ms: float) -> tuple[int, int]:
         """Return (subnet, batch size) for a queue that rounds up to a column, at that slack."""
@@ -144,13 +157,12 @@ class _Plan:
         option = self.fronts.largest_batch(column, slack_ms)
         return (option.subnet, option.batch_size) if option else self.fallback
 
-    def _choose(self, holding: list[list[Option]], largest: int) -> list[tuple[int, int] | None]:
+    @staticmethod
+    def _choose(best: list[Option | None]) -> list[tuple[int, int] | None]:
         kept: Option | None = None
         answers: list[tuple[int, int] | None] = [None]
-        for bucket in holding:
-            fitting = [option for option in bucket if option.batch_size <= largest]
-            best = max(fitting, key=lambda option: (option.batch_size, option.accuracy), default=None)
-            if best is not None and (kept is None or best.batch_size >= kept.batch_size):
-                kept = best
+        for option in best:
+            if option is not None and (kept is None or option.batch_size >= kept.batch_size):
+                kept = option
             answers.append((kept.subnet, kept.batch_size) if kept else None)
         return answers

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_CEILING, Context
+from numbers import Real
 from typing import Any
 
-from subnetact.errors import PolicyError, TableError
+from subnetact.errors import InvalidRequest, PolicyError, TableError
 from subnetact.latency.table import LatencyTable
 
 __all__ = [
     "EXPIRED_RULES",
     "check_accuracy",
     "check_count",
+    "check_deadline",
     "check_margin",
     "check_policy",
     "check_positive",
+    "check_request_number",
     "check_slo",
     "check_time",
     "expired_rule",
@@ -24,6 +27,8 @@ __all__ = [
 ]
 
 EXPIRED_RULES = ("serve", "drop", "defer")
+LONGEST_MS = 1e12
+"""A longer deadline, more than 31 years, counts as this one, so that sums of times stay finite."""
 
 
 def expired_rule(expired: str, hopeless: str | None = None) -> str:
@@ -134,6 +139,42 @@ def check_positive(value: object, name: str) -> float:
     if not number > 0.0:
         raise PolicyError(f"{name}: {value} must be > 0")
     return number
+
+
+def check_deadline(value: object, name: str = "deadline_ms") -> float:
+    """Return the time that a request is given from now, in ms, as a float of at most 1e12.
+
+    Every kind of server refuses the same deadlines; one that is over already is no different from another
+    number that is not above 0.
+
+    Args:
+        value: what the client gave.
+        name: how the client calls it.
+
+    Raises:
+        InvalidRequest: it is not a number, or not finite and > 0.
+    """
+    time_ms = check_request_number(value, name, "give milliseconds from now")
+    if not 0.0 < time_ms < math.inf:
+        raise InvalidRequest(f"{name}: {value} must be finite and > 0, in milliseconds from now")
+    return min(time_ms, LONGEST_MS)
+
+
+def check_request_number(value: object, name: str, hint: str) -> float:
+    """Return a number that a client gave as a float, NaN and infinity too.
+
+    Raises:
+        InvalidRequest: it is not a number, or beyond every float; the hint says what to give.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidRequest(f"{name}: {value!r} is not a number; {hint}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        kind = type(value).__name__
+        raise InvalidRequest(f"{name}: an {kind} beyond every float; give a smaller one") from error
 
 
 def check_margin(margin: float, name: str) -> float:

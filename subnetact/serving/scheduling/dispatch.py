@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from subnetact.errors import PolicyError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_accuracy, expired_rule, unreachable
 from subnetact.serving.scheduling.context import ArrivalMeter, Context, Policy
 from subnetact.serving.scheduling.fair_shares import FairShares, ShareGate
-from subnetact.serving.scheduling.frontier import cheapest, largest_batch
+from subnetact.serving.scheduling.frontier import cheapest, largest_batches, least_from
 from subnetact.serving.scheduling.priority import unaffordable
 from subnetact.serving.scheduling.queue import NO_FLOOR, EDFQueue
 
@@ -59,20 +61,32 @@ class _Plan:
     Args:
         policy: decides which subnet runs and how large the batch is.
         table: the latencies to plan with.
+        accuracy: the accuracy of each subnet, percent. If None, the table's.
+
+    Attributes:
+        floor_cost: for each accuracy, ascending: (least latency in ms, subnet) of the subnets that reach it.
+        work: likewise, the least worker time per request, ms.
     """
 
-    def __init__(self, policy: Policy, table: LatencyTable) -> None:
+    def __init__(self, policy: Policy, table: LatencyTable, accuracy: Sequence[float] | None = None) -> None:
         self.policy = policy
         self.latency: list[list[float]] = table.latency_ms.tolist()
         self.fastest = table.fastest_ms
-        self.largest = [largest_batch(table, subnet) for subnet in range(len(table.subnets))]
+        self.largest = largest_batches(table)
         self.cheapest = cheapest(table)
         row = self.latency[self.cheapest]
         self.full = next(
             (ms, size) for ms, size in zip(row[::-1], table.batch_sizes[::-1], strict=True) if ms == ms
         )
-        self.floor_cost: dict[int, tuple[float, int]] = {}
-        self.work: dict[int, float] = {}
+        percent = table.known_accuracy() if accuracy is None else accuracy
+        cells = np.where(np.isnan(table.latency_ms), math.inf, table.latency_ms)
+        least = zip(cells.min(axis=1).tolist(), range(len(percent)), strict=True)
+        per_request = (cells / table.batch_sizes).min(axis=1).tolist()
+        accuracies = sorted(set(percent))
+        self.floor_cost = least_from(accuracies, percent, list(least))
+        self.work = [
+            rank[0] for rank in least_from(accuracies, percent, [(ms,) for ms in per_request]) if rank
+        ]
 
 
 class Dispatcher(Generic[Item]):
@@ -129,9 +143,9 @@ class Dispatcher(Generic[Item]):
         tables = [given] if isinstance(given, LatencyTable) else list(given)
         table = check_accuracy(tables[-1])
         self.expired = expired_rule(expired)
-        self.priority = priority
+        self._priority = priority
         self.limits: dict[int, int] = {}
-        self.queue: EDFQueue[Item] = EDFQueue()
+        self.queue: EDFQueue[Item] = EDFQueue(priority)
         self.deferred: EDFQueue[Item] = EDFQueue()
         self.arrivals = ArrivalMeter(max(2000.0, _REMEMBERED_SLOS * slo_ms))
         self.gate: ShareGate[Any] | None = None
@@ -143,7 +157,7 @@ class Dispatcher(Generic[Item]):
         self._pad = table.pad_index
         retabled: Any = getattr(policy, "retabled", None)
         self._plans = [
-            _Plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
+            self.plan(policy if one is table or retabled is None else retabled(one), one) for one in tables
         ]
         self._plan = self._plans[-1]
         self._shape = shape if len(tables) > 1 else None
@@ -151,15 +165,23 @@ class Dispatcher(Generic[Item]):
             self.queue, self.arrivals, free_at_ms, slo_ms, None if expired == "serve" else self._expire
         )
 
-    def adopt(self, policy: Policy, table: LatencyTable, shape: int = -1) -> None:
+    def plan(self, policy: Policy, table: LatencyTable) -> _Plan:
+        """Return what `adopt` takes; this costs time and changes nothing, so it needs no lock.
+
+        Args:
+            policy: the policy to ask.
+            table: the latencies to plan with, of the same subnets and batch sizes as before.
+        """
+        return _Plan(policy, table, self._accuracy)
+
+    def adopt(self, plan: _Plan, shape: int = -1) -> None:
         """Continue with another policy and other latencies.
 
         Args:
-            policy: the policy to ask from now on.
-            table: the latencies to plan with, of the same subnets and batch sizes as before.
+            plan: what `plan` made of them.
             shape: the input shape that they are of.
         """
-        self._plans[shape] = _Plan(policy, table)
+        self._plans[shape] = plan
         self._plan = self._plans[-1]
 
     def share(self, shares: FairShares) -> ShareGate[Any]:
@@ -181,17 +203,7 @@ class Dispatcher(Generic[Item]):
         """Return the least worker time of a request, ms, in a full batch of a subnet that meets `floor`."""
         plan = self._plans[self._shape_of(item)]
         at = bisect_left(self._accuracies, floor)
-        found = plan.work.get(at)
-        if found is None:
-            options = [
-                latency / size
-                for subnet, row in enumerate(plan.latency)
-                if self._accuracy[subnet] >= floor
-                for latency, size in zip(row, self._sizes, strict=True)
-                if not math.isnan(latency)
-            ]
-            found = plan.work[at] = min(options, default=plan.fastest)
-        return found
+        return plan.work[at] if at < len(plan.work) and plan.work[at] < math.inf else plan.fastest
 
     def policy_of(self, shape: int = -1) -> Policy:
         """Return the policy that plans for an input shape."""
@@ -243,8 +255,8 @@ class Dispatcher(Generic[Item]):
             self.remove_expired(now_ms)
         if self.gate is not None:
             self.gate.release(now_ms)
-        if self.expired != "serve" and self.priority is not None and len(queue) > 1:
-            self._remove_unaffordable(now_ms, self.priority)
+        if self.expired != "serve" and self._priority is not None and queue.prioritised and len(queue) > 1:
+            self._remove_unaffordable(now_ms, self._priority)
         queued = len(queue)
         if not queued:
             return self.cheapest_batch(now_ms)
@@ -392,19 +404,10 @@ class Dispatcher(Generic[Item]):
 
     def _cost_of(self, plan: _Plan, floor: float) -> tuple[float, int]:
         """Return (least latency in ms, subnet) among the subnets that meet `floor`."""
-        at = bisect_left(self._accuracies, floor)  # floors between two accuracies demand the same subnets
-        found = plan.floor_cost.get(at)
-        if found is None:
-            options = [
-                (latency, subnet)
-                for subnet, row in enumerate(plan.latency)
-                if self._accuracy[subnet] >= floor
-                for latency in row
-                if not math.isnan(latency)
-            ]
-            if not options:
-                raise unreachable(floor, max(self._accuracy))
-            found = plan.floor_cost[at] = min(options)
+        at = bisect_left(self._accuracies, floor)
+        found = plan.floor_cost[at] if at < len(plan.floor_cost) else None
+        if found is None or found[0] == math.inf:
+            raise unreachable(floor, max(self._accuracy))
         return found
 
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from subnetact.latency.pareto import pareto_front
 from subnetact.latency.table import LatencyTable
 
-__all__ = ["Option", "cheapest", "largest_batch", "pareto_of_batch", "time_per_request", "upper_hull"]
+__all__ = [
+    "Option",
+    "cheapest",
+    "cheapest_from",
+    "hull_of_front",
+    "largest_batch",
+    "largest_batches",
+    "least_from",
+    "pareto_of_batch",
+    "time_per_request",
+    "upper_hull",
+]
+
+Rank = TypeVar("Rank", bound=tuple[float, ...])
 
 
 class Option(NamedTuple):
@@ -59,16 +74,11 @@ def time_per_request(table: LatencyTable) -> list[tuple[float, int]]:
         For every subnet (latency / batch size in ms, minimised over batch sizes; the batch size that reaches
         the minimum). The time is inf for a subnet that can run at no batch size.
     """
-    best = []
-    for row in table.latency_ms.tolist():
-        cells = [
-            (latency / size, -size)
-            for latency, size in zip(row, table.batch_sizes, strict=True)
-            if not math.isnan(latency)
-        ]
-        tau, size = min(cells, default=(math.inf, -table.batch_sizes[-1]))
-        best.append((tau, -size))
-    return best
+    sizes = np.array(table.batch_sizes)[::-1]
+    per_request = table.latency_ms[:, ::-1] / sizes  # of equal ones, the largest batch size comes first
+    per_request = np.where(np.isnan(per_request), math.inf, per_request)
+    best = per_request.argmin(axis=1)
+    return list(zip(per_request.min(axis=1).tolist(), sizes[best].tolist(), strict=True))
 
 
 def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
@@ -80,10 +90,47 @@ def cheapest(table: LatencyTable, floor: float = 0.0) -> int:
     )[2]
 
 
+def least_from(
+    accuracies: Sequence[float], percent: Sequence[float], ranks: Sequence[Rank]
+) -> list[Rank | None]:
+    """Return, for each of `accuracies`, the least rank of the subnets that reach it.
+
+    Args:
+        accuracies: ascending, percent.
+        percent: the accuracy of each subnet.
+        ranks: the rank of each subnet.
+
+    Returns:
+        One rank for each accuracy; None if no subnet reaches it.
+    """
+    found: list[Rank | None] = []
+    least: Rank | None = None
+    waiting = sorted(zip(percent, ranks, strict=True), key=lambda pair: pair[0])
+    for accuracy in reversed(accuracies):
+        while waiting and waiting[-1][0] >= accuracy:
+            _, rank = waiting.pop()
+            least = rank if least is None or rank < least else least
+        found.append(least)
+    return found[::-1]
+
+
+def cheapest_from(table: LatencyTable, accuracies: Sequence[float]) -> list[int]:
+    """Return, for each of `accuracies` (ascending, percent), what `cheapest` returns for it."""
+    taus = enumerate(time_per_request(table))
+    ranks = [(tau, -table.accuracy[i], i) for i, (tau, _) in taus]
+    return [rank[2] for rank in least_from(accuracies, table.accuracy, ranks) if rank is not None]
+
+
 def largest_batch(table: LatencyTable, subnet: int) -> int:
     """Return the largest batch size that a subnet can run; the table's largest if it can run none."""
-    cells = zip(table.latency_ms[subnet].tolist(), table.batch_sizes, strict=True)
-    return max((size for ms, size in cells if not math.isnan(ms)), default=table.batch_sizes[-1])
+    return largest_batches(table)[subnet]
+
+
+def largest_batches(table: LatencyTable) -> list[int]:
+    """Return, for each subnet, the largest batch size that it can run; the table's largest if none."""
+    sizes = np.array(table.batch_sizes)[::-1]
+    found: list[int] = sizes[(~np.isnan(table.latency_ms[:, ::-1])).argmax(axis=1)].tolist()
+    return found
 
 
 def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
@@ -95,9 +142,14 @@ def upper_hull(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, 
     Returns:
         The vertices in order of x. The slopes between neighbours are positive and fall strictly.
     """
-    hull: list[tuple[float, float, int]] = []
     finite = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[2])
-    for x, y, label in pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]):
+    return hull_of_front(pareto_front(finite, cost=lambda point: point[0], gain=lambda point: point[1]))
+
+
+def hull_of_front(points: Iterable[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    """Return the upper concave hull of points of which x and y ascend strictly; see `upper_hull`."""
+    hull: list[tuple[float, float, int]] = []
+    for x, y, label in points:
         while len(hull) > 1 and (y - hull[-1][1]) * (hull[-1][0] - hull[-2][0]) >= (
             hull[-1][1] - hull[-2][1]
         ) * (x - hull[-1][0]):

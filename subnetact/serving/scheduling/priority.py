@@ -7,11 +7,9 @@ from collections.abc import Callable
 from heapq import heapify, heappush, heappushpop, heapreplace
 from typing import Any
 
-from subnetact.serving.scheduling.queue import EDFQueue
+from subnetact.serving.scheduling.queue import LOOK, EDFQueue
 
 __all__ = ["unaffordable"]
-
-_LOOK = 1024
 
 
 def unaffordable(
@@ -55,12 +53,12 @@ def unaffordable(
             heapreplace(seats, seats[0] + full_ms)
         return starts[batch]
 
-    heads = queue.deadlines(0, full_size)[: _LOOK // full_size + 1]
+    heads = queue.deadlines(0, full_size)[: LOOK // full_size + 1]
     if all(deadline >= start_of(i) + fastest_ms for i, deadline in enumerate(heads)):
         return []
     kept: list[tuple[int, float, int]] = []
     chosen: list[int] = []
-    for at, (deadline, item) in enumerate(queue.entries(_LOOK)):
+    for at, (deadline, item) in enumerate(queue.entries(LOOK)):
         mine = (priority(item), -deadline, at)
         if deadline >= start_of(len(kept) // full_size) + fastest_ms:
             heappush(kept, mine)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Generic, TypeVar
 
-__all__ = ["NO_FLOOR", "EDFQueue"]
+__all__ = ["LOOK", "NO_FLOOR", "EDFQueue"]
 
 Item = TypeVar("Item")
 NO_FLOOR = 0.0
+LOOK = 1024
+"""How many of the most urgent requests a step looks at one by one that cannot stop at a deadline."""
 _COMPACT_FROM = 1024
 
 
@@ -28,18 +30,24 @@ class EDFQueue(Generic[Item]):
     usual case) O(1). A floor is the minimum accuracy, percent, that a request accepts; `NO_FLOOR` accepts
     any. The queue is not thread-safe; its owner locks.
 
+    Args:
+        priority: returns the priority of an item. If None, all have priority 0.
+
     Attributes:
         demanding: how many queued requests have a floor.
+        prioritised: how many queued requests have another priority than 0.
     """
 
-    __slots__ = ("_deadlines", "_floors", "_head", "_items", "demanding")
+    __slots__ = ("_deadlines", "_floors", "_head", "_items", "_priority", "demanding", "prioritised")
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Callable[[Item], int] | None = None) -> None:
         self._deadlines: list[float] = []
         self._items: list[Item | None] = []
         self._floors: list[float] = []
         self._head = 0
+        self._priority = priority
         self.demanding = 0
+        self.prioritised = 0
 
     def __len__(self) -> int:
         return len(self._deadlines) - self._head
@@ -55,6 +63,8 @@ class EDFQueue(Generic[Item]):
         deadlines = self._deadlines
         if floor > NO_FLOOR:
             self.demanding += 1
+        if self._priority is not None and self._priority(item):
+            self.prioritised += 1
         if not deadlines or deadline_ms >= deadlines[-1]:
             deadlines.append(deadline_ms)
             self._items.append(item)
@@ -88,6 +98,8 @@ class EDFQueue(Generic[Item]):
             return
         mine.extend(deadlines_ms)
         self._items.extend(items)
+        if self._priority is not None:
+            self.prioritised += self._with_priority(items)
         if floors is None:
             self._floors.extend(repeat(NO_FLOOR, len(deadlines_ms)))
         else:
@@ -115,9 +127,10 @@ class EDFQueue(Generic[Item]):
         cut = slice(self._head, self._head + most)
         return list(zip(self._deadlines[cut], self._items[cut], strict=True))  # type: ignore[arg-type]
 
-    def classes(self) -> list[tuple[float, float]]:
-        """Return (deadline, floor) of every request, most urgent first."""
-        return list(zip(self._deadlines[self._head :], self._floors[self._head :], strict=True))
+    def classes(self, start: int = 0, stop: int | None = None, step: int = 1) -> list[tuple[float, float]]:
+        """Return (deadline, floor) at positions start, start + step and so on, before `stop` if given."""
+        cut = slice(self._head + start, None if stop is None else self._head + stop, step)
+        return list(zip(self._deadlines[cut], self._floors[cut], strict=True))
 
     def take(self, k: int) -> tuple[list[float], list[Item]]:
         """Remove the k most urgent requests and return (deadlines, items), most urgent first."""
@@ -125,6 +138,8 @@ class EDFQueue(Generic[Item]):
         deadlines, items = self._deadlines[head:end], self._items[head:end]
         if self.demanding:
             self.demanding -= sum(map(NO_FLOOR.__lt__, self._floors[head:end]))
+        if self.prioritised:
+            self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
         self._advance(end)
         return deadlines, items  # type: ignore[return-value]
 
@@ -132,6 +147,9 @@ class EDFQueue(Generic[Item]):
         self, k: int, accuracy: float, alike: Callable[[Item], bool] | None = None
     ) -> tuple[list[float], list[Item]]:
         """Remove the k most urgent requests whose floor is at most `accuracy`.
+
+        Only the 1024 most urgent requests are examined, or 2 k if that is more. So a decision takes the same
+        time behind any number of requests that demand more.
 
         Args:
             k: the largest number of requests.
@@ -142,8 +160,12 @@ class EDFQueue(Generic[Item]):
             Their deadlines and the requests, most urgent first.
         """
         if alike is None:
-            return self._take_where(k, lambda at: self._floors[at] <= accuracy)
-        return self._take_where(k, lambda at: self._floors[at] <= accuracy and alike(self._items[at]))  # type: ignore[arg-type]
+            return self._take_where(k, lambda at: self._floors[at] <= accuracy, max(LOOK, 2 * k))
+        return self._take_where(
+            k,
+            lambda at: self._floors[at] <= accuracy and alike(self._items[at]),  # type: ignore[arg-type]
+            max(LOOK, 2 * k),
+        )
 
     def take_at(self, positions: Sequence[int]) -> tuple[list[float], list[Item]]:
         """Remove the requests at the given positions (ascending) and return (deadlines, items)."""
@@ -165,21 +187,29 @@ class EDFQueue(Generic[Item]):
             if self._items[at] is item:
                 if self._floors[at] > NO_FLOOR:
                     self.demanding -= 1
+                if self.prioritised:
+                    self.prioritised -= self._with_priority([item])
                 del self._deadlines[at], self._items[at], self._floors[at]
                 return True
             at += 1
         return False
 
-    def _take_where(self, k: int, wanted: Callable[[int], bool]) -> tuple[list[float], list[Item]]:
+    def _take_where(
+        self, k: int, wanted: Callable[[int], bool], most: int | None = None
+    ) -> tuple[list[float], list[Item]]:
         chosen: list[int] = []
-        end = self._head
-        while end < len(self._deadlines) and len(chosen) < k:
+        end, last = self._head, len(self._deadlines)
+        if most is not None:
+            last = min(last, end + most)
+        while end < last and len(chosen) < k:
             if wanted(end):
                 chosen.append(end)
             end += 1
         deadlines = [self._deadlines[at] for at in chosen]
         items = [self._items[at] for at in chosen]
         self.demanding -= sum(self._floors[at] > NO_FLOOR for at in chosen)
+        if self.prioritised:
+            self.prioritised -= self._with_priority(items)  # type: ignore[arg-type]
         taken = set(chosen)
         kept = [at for at in range(self._head, end) if at not in taken]
         start = end - len(kept)
@@ -188,6 +218,9 @@ class EDFQueue(Generic[Item]):
         self._floors[start:end] = [self._floors[at] for at in kept]
         self._advance(start)
         return deadlines, items  # type: ignore[return-value]
+
+    def _with_priority(self, items: Sequence[Item]) -> int:
+        return 0 if self._priority is None else sum(map(bool, map(self._priority, items)))
 
     def _advance(self, end: int) -> None:
         self._items[self._head : end] = repeat(None, end - self._head)

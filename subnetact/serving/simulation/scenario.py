@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from subnetact.errors import PolicyError, ProfileMismatch, SubnetActError, Trace
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count, check_policy, too_short
 from subnetact.serving.scheduling.context import Policy
+from subnetact.serving.scheduling.floors import Floors
 
 __all__ = ["CoRunner", "Scenario", "WorkerEvent", "checked_arrivals", "numeric_arguments"]
 
@@ -105,7 +106,8 @@ class Scenario:
         policy: the policy.
         slo_ms: time from arrival to deadline, ms, one number or shape (n,).
         workers: number of workers.
-        floors: minimum accuracy, percent, one number or shape (n,); 0 accepts any subnet.
+        floors: what `Floors` makes of the minimum accuracies, percent, one number or shape (n,); 0 accepts
+            any subnet.
         noise: standard deviation of the random factor on latencies.
         overhead_ms: time added to every latency, ms.
         switch_ms: time added when a worker changes its subnet, ms.
@@ -159,11 +161,14 @@ class Scenario:
         least = float(np.min(slo))
         if least < table.fastest_ms:
             raise TraceError(too_short(least, table))
-        floors = _per_request(0.0 if min_accuracy is None else min_accuracy, len(arrivals), "min_accuracy")
-        if float(np.max(floors)) > max(table.accuracy):
+        asked = _per_request(0.0 if min_accuracy is None else min_accuracy, len(arrivals), "min_accuracy")
+        tails: Any = getattr(policy, "tails", None)
+        known = Floors(table, tails.values() if tails else ())
+        if float(np.max(asked)) > known.best:
             raise TraceError(
-                f"min_accuracy: {float(np.max(floors))} % is above the best subnet ({max(table.accuracy)} %)"
+                f"min_accuracy: {float(np.max(asked))} % is above the best subnet ({known.best} %)"
             )
+        floors = known(asked) if isinstance(asked, float) else known.of_all(asked)
         return cls(
             arrivals,
             table,

@@ -1,0 +1,66 @@
+"""Minimum accuracies: which of them a latency table can tell apart."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.scheduling.checks import unreachable
+from subnetact.serving.scheduling.queue import NO_FLOOR
+
+__all__ = ["Floors"]
+
+
+class Floors:
+    """Replaces a minimum accuracy by the accuracy of the least accurate subnet that meets it.
+
+    Both are met by the same subnets. So there are no more different floors than subnets, whatever numbers
+    clients give, and what is planned for a floor is planned for all that mean the same.
+
+    Args:
+        table: the latency table; subnets that can run at no batch size do not count.
+        also: further accuracies that an answer may have, percent.
+
+    Attributes:
+        accuracies: the accuracies that answers may have, percent, ascending, each once.
+        best: the accuracy of the most accurate subnet, percent.
+
+    Raises:
+        TableError: the accuracy of a subnet is not known.
+    """
+
+    def __init__(self, table: LatencyTable, also: Iterable[float] = ()) -> None:
+        runs = (~np.isnan(table.latency_ms)).any(axis=1).tolist()
+        known = {percent for percent, run in zip(table.known_accuracy(), runs, strict=True) if run}
+        self.best = max(known, default=-math.inf)
+        self.accuracies = sorted(known | {percent for percent in also if percent <= self.best})
+
+    def __call__(self, min_accuracy: float) -> float:
+        """Return the floor that a minimum accuracy, percent, comes to; `NO_FLOOR` if every answer meets it.
+
+        Raises:
+            PolicyError: no subnet reaches it.
+        """
+        at = self.at(min_accuracy)
+        return self.accuracies[at] if at else NO_FLOOR
+
+    def of_all(self, min_accuracies: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the floors of several minimum accuracies, percent, none of them above `best`."""
+        steps = np.array([NO_FLOOR, *self.accuracies[1:]])
+        return steps[np.searchsorted(self.accuracies, min_accuracies)]
+
+    def at(self, min_accuracy: float) -> int:
+        """Return the position among `accuracies` of the least one that is at least `min_accuracy`.
+
+        Raises:
+            PolicyError: no subnet reaches it.
+        """
+        at = bisect_left(self.accuracies, min_accuracy)
+        if at == len(self.accuracies):
+            raise unreachable(min_accuracy, self.best)
+        return at
