@@ -104,7 +104,7 @@ def unstack(output: Any, count: int, size: int, where: str = "output") -> list[A
                 f"{where}: the network returned a tensor of shape {tuple(output.shape)} for a batch of "
                 f"{size}, which cannot be split into samples; its first axis must be the batch"
             )
-        return list(torch.unbind_copy(output[:count].detach().cpu()))
+        return [row.clone() for row in output[:count].detach().cpu().unbind(0)]
     if isinstance(output, Mapping):
         parts = {name: part for name, part in output.items() if part is not None}
         columns = {name: unstack(part, count, size, f"{where}[{name!r}]") for name, part in parts.items()}

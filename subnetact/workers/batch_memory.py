@@ -66,7 +66,7 @@ class BatchMemory:
                 block = self._array(dtype, shape, offset)
                 return [row.copy() for row in block] if copy else list(block)
             block = self._tensor(getattr(torch, dtype), shape, offset)
-            return list(torch.unbind_copy(block) if copy else block.unbind(0))
+            return [row.clone() for row in block.unbind(0)] if copy else list(block.unbind(0))
         if kind == "tuple" or kind == "list":
             columns = [self.read(column, copy) for column in layout[2]]
             rows = list(zip(*columns, strict=True)) if columns else [()] * layout[1]

@@ -436,7 +436,8 @@ class Batcher:
 
         Batches that run are finished in any case. A thread that hangs is not waited for; it ends when its
         call returns. A policy that waits (answers None) while nothing runs is not asked further: the
-        cheapest subnet serves the requests that are left. In a process that was forked from the batcher's
+        cheapest subnet serves the requests that are left. If every worker is lost again and again, the
+        requests that wait end with `BatcherClosed`. In a process that was forked from the batcher's
         this method does nothing.
 
         Args:

@@ -903,8 +903,8 @@ class Core:
         return request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1, request.shape)
 
     def _end_those_without_worker(self, now: float, outcomes: list[Outcome]) -> None:
-        """End requests while all workers are down: those past their deadline, or all if none will return."""
-        if self.closing and not self.worker_states.any_returns():
+        """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
+        if self.closing and not self.worker_states.any_helps():
             outcomes += [self.outcomes.close(request) for request in self.pending.take_all()]
             return
         for request in self.pending.requests():

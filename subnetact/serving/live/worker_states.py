@@ -10,6 +10,8 @@ __all__ = ["WorkerStates"]
 _FIRST_PAUSE_MS = 100.0
 _LONGEST_PAUSE_MS = 10_000.0
 _MOST_HUNG_THREADS = 4
+_HOPELESS_LOSSES = 6
+"""Losses in a row, without a batch in between, after which nobody waits for a worker to end a batcher."""
 
 
 class WorkerStates:
@@ -97,11 +99,12 @@ class WorkerStates:
         """Return whether a worker is down."""
         return bool(self._back_at_ms)
 
-    def any_returns(self) -> bool:
-        """Return whether a worker is not down, or will be started again after its pause."""
+    def any_helps(self) -> bool:
+        """Return whether a worker is not down, or will be started again and may then succeed."""
         return any(
-            worker not in self._back_at_ms or hung < _MOST_HUNG_THREADS
-            for worker, hung in enumerate(self._hung_threads)
+            worker not in self._back_at_ms
+            or (self._hung_threads[worker] < _MOST_HUNG_THREADS and losses < _HOPELESS_LOSSES)
+            for worker, losses in enumerate(self._losses)
         )
 
     def succeeded(self, worker: int) -> None:
