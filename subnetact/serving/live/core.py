@@ -240,6 +240,8 @@ class Core:
                 self._dispatcher.priority = _priority
             self._counters.submitted += 1
         self._last_arrival_ms = last
+        for job in self._jobs.values():  # one of the new requests may be urgent
+            job.calm_ms = -math.inf
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -821,6 +823,7 @@ class Core:
     def _resume(self, job: BatchJob, now: float) -> None:
         """Book a job again that was suspended."""
         job.paused_ms += now - job.suspended_ms
+        job.calm_ms = -math.inf
         job.limit_ms = now + self._patience_ms(job)
         self._jobs[job.worker] = job
         parked = self.worker_states.is_parked(job.worker)
