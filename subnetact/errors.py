@@ -229,3 +229,18 @@ class BatcherClosed(RequestError):
 
 class UncalibratedSubnetWarning(UserWarning):
     """A subnet with BatchNorm runs on statistics that belong to the whole supernet."""
+
+
+_LONGEST_TEXT = 2000
+
+
+def failure_text(error: BaseException) -> str:
+    """Return the class and the message of somebody else's exception, whatever its `__str__` does."""
+    name = type(error).__name__
+    try:
+        text = str.__str__(str(error))
+    except BaseException:  # the exception of a user must not end the thread that reports it
+        return f"{name} (its __str__ raised)"
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}... ({len(text)} characters)"
+    return f"{name}: {text}"

@@ -116,7 +116,9 @@ class EngineReplica:
                 self._missed += len(xs)
             return Reply(error=type(error).__name__, message=str(error))
         finally:
-            self._finished[sender] += len(xs)
+            with self._lock:
+                if sender in self._received:  # otherwise it was forgotten, and stays so
+                    self._finished[sender] += len(xs)
         in_time = [answer.accuracy for answer in answers if answer.met]
         self._met += len(in_time)
         self._missed += len(answers) - len(in_time)

@@ -92,7 +92,8 @@ def unstack(output: Any, count: int, size: int, where: str = "output") -> list[A
         where: what messages call the output.
 
     Returns:
-        The first `count` samples, on the CPU, each in the structure of the batch.
+        The first `count` samples, on the CPU, each in the structure of the batch and in memory of its own:
+        who keeps one keeps neither the batch nor the answers to others, and cannot change a weight.
 
     Raises:
         EngineError: the output holds something else than tensors, or a tensor without one entry per sample.
@@ -103,7 +104,7 @@ def unstack(output: Any, count: int, size: int, where: str = "output") -> list[A
                 f"{where}: the network returned a tensor of shape {tuple(output.shape)} for a batch of "
                 f"{size}, which cannot be split into samples; its first axis must be the batch"
             )
-        return list(output[:count].cpu().unbind(0))
+        return [row.clone() for row in output[:count].detach().cpu().unbind(0)]
     if isinstance(output, Mapping):
         parts = {name: part for name, part in output.items() if part is not None}
         columns = {name: unstack(part, count, size, f"{where}[{name!r}]") for name, part in parts.items()}

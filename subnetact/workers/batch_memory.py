@@ -52,7 +52,8 @@ class BatchMemory:
 
         Args:
             layout: what `write` returned.
-            copy: whether to copy tensors and arrays. If not, they are only valid until the next `write`.
+            copy: whether to copy tensors and arrays, each into memory of its own. If not, they are only
+                valid until the next `write`.
 
         Raises:
             MemoryError: the memory cannot be mapped.
@@ -63,9 +64,9 @@ class BatchMemory:
             block: Any
             if kind == "arrays":
                 block = self._array(dtype, shape, offset)
-                return list(block.copy() if copy else block)
+                return [row.copy() for row in block] if copy else list(block)
             block = self._tensor(getattr(torch, dtype), shape, offset)
-            return list((block.clone() if copy else block).unbind(0))
+            return [row.clone() for row in block.unbind(0)] if copy else list(block.unbind(0))
         if kind == "tuple" or kind == "list":
             columns = [self.read(column, copy) for column in layout[2]]
             rows = list(zip(*columns, strict=True)) if columns else [()] * layout[1]

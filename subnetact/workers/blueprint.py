@@ -25,7 +25,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from subnetact.engine.engine import Engine
 from subnetact.engine.replica import follow, rebuild, registered
-from subnetact.errors import EngineError, SubnetActError
+from subnetact.errors import EngineError, SubnetActError, failure_text
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 
@@ -372,8 +372,8 @@ def _dump(pickler: Any, objects: Any, runner: Any) -> bytes:
         raise
     except Exception as error:
         raise EngineError(
-            f"engine: {type(runner).__name__} cannot be sent to a worker process: {type(error).__name__}: "
-            f"{error}; define its classes and functions at the top of a module (not as a lambda, nor inside "
-            "a function), or run threads: process=False"
+            f"engine: {type(runner).__name__} cannot be sent to a worker process: {failure_text(error)}; "
+            "define its classes and functions at the top of a module (not as a lambda, nor inside a "
+            "function), or run threads: process=False"
         ) from error
     return bytes(pickler.file.getvalue()) if isinstance(pickler, _Packer) else b""

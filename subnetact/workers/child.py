@@ -22,6 +22,7 @@ import types
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from subnetact.errors import failure_text
 from subnetact.workers.messages import ANSWER, CHANGE, DONE, FAILED, RUN, receive, receive_descriptors, send
 
 if TYPE_CHECKING:
@@ -211,12 +212,15 @@ def _end_with(parent: int, pipe: socket.socket) -> None:
 
 def _pickled(error: BaseException) -> bytes:
     """Pickle an error and its traceback; an error that cannot be pickled is replaced by one that can."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:  # The error's own methods run here, and may do anything.
+        trace = failure_text(error)
     try:
         data = pickle.dumps((error, trace))
         pickle.loads(data)
         return data
-    except Exception:
+    except BaseException:
         exhausted = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
-        text = f"{type(error).__name__}: {error}"
+        text = failure_text(error)
         return pickle.dumps((MemoryError(text) if exhausted else RuntimeError(text), trace))

@@ -50,6 +50,12 @@ class ProcessRunner:
         process = self.process
         return None if process is None else process.pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a batch can run now: the process lives, or a spare takes over."""
+        process = self.process
+        return (process is not None and process.ended is None) or self._pool.has_spare()
+
     def enter_worker(self, threads: int | None) -> None:  # noqa: ARG002
         """Make sure that there is a process, and wait for it.
 
@@ -182,6 +188,10 @@ class ProcessPool:
         self._wake()
         return process
 
+    def has_spare(self) -> bool:
+        """Return, without the lock, whether a process lives that has nothing to do."""
+        return any(process.ended is None for process in list(self._ready))
+
     def update(self, process: WorkerProcess) -> None:
         """Let a process follow what has changed in the runner.
 
@@ -246,12 +256,14 @@ class ProcessPool:
 
     def _start_missing(self) -> None:
         with self._changed:
-            wanted = self._workers + (self._spares if self._opened else 0)
-            missing = wanted - len(self._starting) - len(self._ready) - len(self._serving)
+            missing = self._workers - len(self._ready) - len(self._serving)
+            niceness = 0
+            if missing <= 0 and self._opened:  # Spares do not slow down the start of what is waited for.
+                missing, niceness = missing + self._spares, NICENESS
+            missing -= len(self._starting)
             now = time.monotonic()
             if missing <= 0 or (not self._waiting and now < self._next_start):
                 return
-            niceness = NICENESS if self._opened else 0
         for _ in range(missing):
             try:
                 package, states = self._blueprint.whole()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.spawn import get_executable
 from typing import Any
 
-from subnetact.errors import EngineError, WorkerDied
+from subnetact.errors import EngineError, WorkerDied, failure_text
 from subnetact.workers.batch_memory import BatchMemory
 from subnetact.workers.blueprint import Change, Package, States
 from subnetact.workers.child import Letter
@@ -249,9 +249,10 @@ def _error(data: bytes) -> BaseException:
     try:
         error, trace = pickle.loads(data)
     except Exception as failure:
-        return RuntimeError(f"a worker process failed, and its error cannot be read here: {failure}")
+        text = failure_text(failure)
+        return RuntimeError(f"a worker process failed, and its error cannot be read here: {text}")
     if not isinstance(error, Exception):
-        error = EngineError(f"{type(error).__name__} in a worker process: {error}")
+        error = EngineError(f"in a worker process: {failure_text(error)}")
     error.__cause__ = RemoteTraceback(trace)
     found: BaseException = error
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from subnetact.errors import (
     BatchFailed,
     DeadlinePassed,
     QueueFull,
+    WorkerDied,
     WorkerHung,
+    failure_text,
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batch_job import BatchJob
@@ -90,6 +93,7 @@ class LifeCycle(RuleBasedStateMachine):
         self.ended: dict[Any, Any] = {}
         self.full = 0
         self.jobs: dict[int, BatchJob | None] = dict.fromkeys(range(WORKERS))
+        self.starting: list[int] = []
         self.zombies: list[BatchJob] = []
 
     def collect(self, outcomes: list[Any]) -> None:
@@ -206,8 +210,18 @@ class LifeCycle(RuleBasedStateMachine):
                 del self.jobs[worker]
         for worker in revived:
             assert worker not in self.jobs
-            self.jobs[worker] = None
+            self.starting.append(worker)
         self.core.replan()
+
+    @precondition(lambda self: self.starting)
+    @rule(dies=st.sampled_from([False, False, True]))
+    def end_a_start(self, dies: bool) -> None:
+        worker = self.starting.pop()
+        if dies:
+            self.collect(self.core.died(worker, None, SystemExit()))
+        else:
+            self.core.entered(worker)
+            self.jobs[worker] = None
 
     @precondition(lambda self: self.busy())
     @rule()
@@ -244,6 +258,7 @@ class LifeCycle(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         seen = self.core.stats()
+        assert seen.workers_up == len(self.jobs), "who starts or is down is not up"
         assert seen.submitted == len(self.accepted)
         assert seen.queued + seen.running == len(self.accepted) - len(self.ended)
         assert seen.retried == sum(request.retried for request in self.accepted.values())
@@ -266,6 +281,8 @@ class LifeCycle(RuleBasedStateMachine):
                 break
             while self.zombies:
                 self.come_back("answers")
+            while self.starting:
+                self.end_a_start(dies=False)
             for worker in self.busy():
                 self.finish(worker)
             for worker in self.free():
@@ -327,6 +344,7 @@ def test_a_worker_that_keeps_dying_comes_back_ever_later(clock: list[float]) -> 
         while core.tick()[0] != [0]:
             clock[0] += 10.0
         pauses.append(clock[0] - start)
+        core.entered(0)
     assert pauses[:4] == [0.0, 100.0, 200.0, 400.0]
     assert max(pauses) == 10_000.0
 
@@ -344,6 +362,8 @@ def test_while_too_many_of_its_threads_hang_a_worker_stays_down(clock: list[floa
         while not revived and x < 3:
             clock[0] += 10.0
             revived, _ = core.tick()
+        if revived:
+            core.entered(0)
     clock[0] += 1e6
     assert core.tick()[0] == []
     core.returned(stuck[0])
@@ -361,6 +381,122 @@ def test_without_a_worker_requests_still_end(clock: list[float]) -> None:
     clock[0] = 20.0
     _, [(_, _, error)] = core.tick()
     assert isinstance(error, DeadlinePassed)
+
+
+@pytest.mark.parametrize("expired", ["drop", "defer", "serve"])
+def test_requests_of_a_lost_batch_end_at_their_deadline_while_workers_start(
+    clock: list[float], expired: str
+) -> None:
+    core = core_of("maxacc", expired, clock)
+    for x in range(4):
+        core.admit(x, 500.0, 0.0, 0, None, None)
+    lost, _ = core.next_job(0, wait=False)
+    assert lost is not None
+    core.admit("queued", 500.0, 0.0, 0, None, None)
+    assert core.stats().workers_up == 2
+    core.died(0, lost, SystemExit())
+    core.died(1, None, SystemExit())
+    assert core.tick() == ([0, 1], []), "both start again at once, and are not up"
+    assert core.stats().workers_up == 0
+    clock[0] = 490.0
+    assert core.tick() == ([], []), "there is time left"
+    clock[0] = 501.0
+    _, outcomes = core.tick()
+    assert {request.x for request, _, _ in outcomes} == {0, 1, 2, 3, "queued"}
+    assert all(isinstance(error, DeadlinePassed) for _, _, error in outcomes)
+    core.entered(0)
+    assert core.stats().workers_up == 1
+
+
+def test_requests_of_a_lost_batch_end_at_their_deadline_while_another_worker_is_busy(
+    clock: list[float],
+) -> None:
+    core = core_of("maxacc", "drop", clock, watchdog_ms=math.inf)
+    core.admit("long", 5000.0, 0.0, 0, None, None)
+    assert core.next_job(1, wait=False)[0] is not None
+    core.admit("lost", 500.0, 0.0, 0, None, None)
+    job, _ = core.next_job(0, wait=False)
+    core.died(0, job, SystemExit())
+    clock[0] = 501.0
+    _, [(request, _, error)] = core.tick()
+    assert (request.x, type(error)) == ("lost", DeadlinePassed)
+
+
+def test_a_request_is_kept_while_workers_start_for_the_first_time(clock: list[float]) -> None:
+    core = core_of("maxacc", "serve", clock)
+    for worker in range(WORKERS):
+        core.entering(worker)
+    core.admit("late", 5.0, 0.0, 0, None, None)
+    clock[0] = 10.0
+    assert core.tick() == ([], []), "expired requests are served"
+    core.entered(0)
+    job, _ = core.next_job(0, wait=False)
+    assert job is not None
+
+
+def test_closing_does_not_wait_for_workers_that_only_die(clock: list[float]) -> None:
+    core = core_of("maxacc", "drop", clock)
+    core.admit("first", 1e9, 0.0, 0, None, None)
+    core.stop_admitting()
+    ended = []
+    for _ in range(6):
+        for worker in range(WORKERS):
+            assert not ended
+            core.died(worker, None, SystemExit())
+        ended = core.tick()[1]
+        clock[0] += 1e5
+        for worker in core.tick()[0]:
+            core.entered(worker)
+    [(request, _, error)] = ended
+    assert isinstance(error, BatcherClosed)
+
+
+def test_a_batch_that_was_booked_is_not_lost_with_a_thread_that_never_got_it(clock: list[float]) -> None:
+    core = core_of("maxacc", "drop", clock)
+    core.admit("x", 500.0, 0.0, 0, None, None)
+    assert core.next_job(0, wait=False)[0] is not None
+    core.died(0, None, MemoryError())
+    job, _ = core.next_job(1, wait=False)
+    assert job is not None
+    assert [request.x for request in job.part] == ["x"]
+
+
+class Unprintable(Exception):
+    """An exception whose constructor forgot what its message needs."""
+
+    def __str__(self) -> str:
+        raise SystemExit("not even this")
+
+    __repr__ = __str__
+
+
+def test_an_error_that_cannot_be_printed_ends_its_request_only(clock: list[float]) -> None:
+    core = core_of("maxacc", "drop", clock, workers=1)
+    core.admit("x", 500.0, 0.0, 0, None, None)
+    job, _ = core.next_job(0, wait=False)
+    assert job is not None
+    cause = Unprintable()
+    [(_, _, error)] = core.raised(job, cause)
+    assert "Unprintable (its __str__ raised)" in str(error)
+    assert error.__cause__ is cause
+    core.admit("y", 5000.0, 0.0, 0, None, None)
+    errors = []
+    for _ in range(2):
+        job, _ = core.next_job(0, wait=False)
+        assert job is not None
+        errors += core.died(0, job, Unprintable())
+        for worker in core.tick()[0]:
+            core.entered(worker)
+    [(_, _, error)] = errors
+    assert isinstance(error, WorkerDied)
+    assert core.stats().running == core.stats().queued == 0
+
+
+def test_a_message_of_any_length_fits_into_an_error() -> None:
+    text = failure_text(ValueError("x" * 10**6))
+    assert text.startswith("ValueError: xxx")
+    assert len(text) < 3000
+    assert "1000000 characters" in text
 
 
 def test_running_out_of_memory_halves_the_largest_batch(clock: list[float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from subnetact.serving.live.requests import (
     AnswerFuture,
     Decided,
     Runner,
+    owned,
     settle,
 )
 from subnetact.serving.live.stats import BatcherStats
@@ -73,7 +75,8 @@ class Batcher:
     The batcher learns latencies: the policy plans with the time that batches really take here (about the
     97th percentile per subnet and batch size), not with the table alone.
 
-    The threads are named `subnetact-batcher-0`, `-1` and so on, and `subnetact-batcher-supervisor`.
+    The threads are named `subnetact-batcher-0`, `-1` and so on, and `subnetact-batcher-watchdog`,
+    `-messenger` and `-planner`.
 
     Args:
         engine: a `Runner`, for example an `Engine`, the folder of a bundle, or a list of them with the same
@@ -197,7 +200,7 @@ class Batcher:
         self._accuracy = dict(enumerate(table.accuracy))
         tails: Any = getattr(policy, "tails", None)
         self._floors = Floors(table, tails.values() if tails else ())
-        clock_ms = clock_ms or _monotonic_ms
+        clock_ms = clock_ms or monotonic_ms
         self._core = Core(
             policy,
             tables,
@@ -210,6 +213,7 @@ class Batcher:
             learn=learn,
             shape_of=getattr(engines[0], "shape_of", None),
             shares=shares,
+            is_there=self._is_there if in_processes else None,
         )
         self._log: DecisionLog | None = None
         if decision_log is not None:
@@ -253,7 +257,9 @@ class Batcher:
         already runs. Callbacks of the future are called on a worker's thread; keep them short.
 
         Args:
-            x: one input, without a batch dimension, as the engine's `check` accepts it.
+            x: one input, without a batch dimension, as the engine's `check` accepts it. Tensors on the CPU
+                and arrays, also those in tuples, lists and dictionaries, are copied, so that the caller may
+                use their memory again; other objects must not change before the answer.
             deadline_ms: time that the request is given from now, in ms; 1e12 ms at most, more counts as that.
             min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any
                 subnet may answer.
@@ -275,7 +281,7 @@ class Batcher:
         """
         deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future = AnswerFuture()
-        request = self._admit(x, deadline_ms, floor, priority or 0, future, None, client)
+        request = self._admit(owned(x), deadline_ms, floor, priority or 0, future, None, client)
         future.on_cancel(partial(self._core.withdraw, request))
         return future
 
@@ -290,7 +296,8 @@ class Batcher:
         """Queue one input and wait for its answer. Cancelling the call withdraws the request.
 
         Args:
-            x: one input, without a batch dimension, as the engine's `check` accepts it.
+            x: one input, without a batch dimension, as the engine's `check` accepts it. It is not copied, as
+                in `submit`: it must not change before the answer.
             deadline_ms: time that the request is given from now, in ms.
             min_accuracy: minimum profiled accuracy of the answering subnet, in percent, as in `submit`.
             priority: as in `submit`.
@@ -426,7 +433,8 @@ class Batcher:
 
         Batches that run are finished in any case. A thread that hangs is not waited for; it ends when its
         call returns. A policy that waits (answers None) while nothing runs is not asked further: the
-        cheapest subnet serves the requests that are left. In a process that was forked from the batcher's
+        cheapest subnet serves the requests that are left. If every worker is lost again and again, the
+        requests that wait end with `BatcherClosed`. In a process that was forked from the batcher's
         this method does nothing.
 
         Args:
@@ -464,6 +472,14 @@ class Batcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close, error is None)
+
+    def _is_there(self, worker: int) -> bool:
+        """Return whether a worker has a process that lives, or a spare that takes over."""
+        return bool(self._runners[worker].is_ready)
+
+    def _is_on_own_thread(self) -> bool:
+        """Return whether the caller runs on a thread of the batcher, as callbacks of futures do."""
+        return self._workers.is_current()
 
     def _check_process(self, *_: Any) -> Any:
         if self._forked:
@@ -634,8 +650,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_forks)
 
 
-def _monotonic_ms() -> float:
+def monotonic_ms() -> float:
+    """Return the time of the usual clock, in ms."""
     return time.perf_counter_ns() * 1e-6
+
+
+def close_elsewhere(batchers: Collection[Batcher], close: Callable[[], None]) -> bool:
+    """Call `close` on a thread of its own if this one belongs to a batcher; return whether it does.
+
+    Such a thread runs a callback, and must go on for the batchers to finish what they accepted.
+    """
+    if not any(batcher._is_on_own_thread() for batcher in batchers):
+        return False
+    threading.Thread(target=close, name="subnetact-closing", daemon=True).start()
+    return True
 
 
 def _differing_keys(engine: Sequence[str], table: Sequence[str]) -> str:

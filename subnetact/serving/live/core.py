@@ -63,6 +63,7 @@ class Core:
         learn: whether the policy plans with learned latencies.
         shape_of: returns the position among the profiles of an input's shape. Needed only for several.
         shares: how clients share the workers' time. If None, they do not.
+        is_there: returns whether a worker has what it runs batches with. If None, every worker has.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Core:
         learn: bool,
         shape_of: Callable[[Any], int] | None = None,
         shares: FairShares | None = None,
+        is_there: Callable[[int], bool] | None = None,
     ) -> None:
         tables = [table] if isinstance(table, LatencyTable) else list(table)
         table = tables[-1]
@@ -86,7 +88,7 @@ class Core:
         self._shape_of = shape_of if len(tables) > 1 else None
         self.clock_ms = clock_ms
         self.outcomes = Outcomes()
-        self.worker_states = WorkerStates(workers)
+        self.worker_states = WorkerStates(workers, is_there)
         self.closing = False
         self.lock = Lock()
         self._max_queue = max_queue
@@ -235,6 +237,8 @@ class Core:
                 gate.push(now, request.deadline_ms, request, request.floor)
             self._counters.submitted += 1
         self._last_arrival_ms = last
+        for job in self._jobs.values():  # one of the new requests may be urgent
+            job.calm_ms = -math.inf
 
     def count_refused(self) -> None:
         """Count a request that is refused because its arguments are invalid."""
@@ -569,20 +573,20 @@ class Core:
             self._counters.died += 1
             self.worker_states.died(worker, now)
             lost = self._jobs.pop(worker, None)
-            for one in [] if lost is None or job is None else lost.on_worker():
+            for one in [] if lost is None else lost.on_worker():
                 for request in one.requests():
                     self._retry(request, one, now, worker_died(error), outcomes)
             self._wake_all()
             return self.outcomes.owe(outcomes)
 
     def entering(self, worker: int) -> None:
-        """Note that a worker's thread has started and cannot run batches yet.
+        """Note that a worker starts and cannot run batches yet.
 
         Args:
             worker: number of the worker.
         """
         with self.lock:
-            self.worker_states.free_at_ms[worker] = math.inf
+            self.worker_states.starting(worker)
 
     def entered(self, worker: int) -> None:
         """Note that a worker's thread can run batches.
@@ -591,8 +595,7 @@ class Core:
             worker: number of the worker.
         """
         with self.lock:
-            parked = self.worker_states.is_parked(worker)
-            self.worker_states.free_at_ms[worker] = math.inf if parked else self.clock_ms()
+            self.worker_states.started(worker, self.clock_ms())
 
     def returned(self, job: BatchJob) -> None:
         """Note that a call that hung has returned although its worker was replaced; its thread ends.
@@ -616,10 +619,11 @@ class Core:
         """Do what the passage of time alone requires.
 
         Workers that ran past their limit are replaced, expired requests are dropped although no worker is
-        idle, and workers whose pause is over are brought back.
+        idle or up, and workers whose pause is over are brought back.
 
         Returns:
-            The numbers of the workers to start again, and the outcomes to deliver.
+            The numbers of the workers to start again, each to be followed by `entered`, and the outcomes to
+            deliver.
         """
         with self.lock:
             self._empty_inbox()
@@ -635,7 +639,11 @@ class Core:
             if self._drops:
                 self._dispatcher.remove_expired(now)
                 self._drop_expired(now, outcomes)
-            if not self.worker_states.up():
+            for request, subnet in self.pending.suspects():
+                if self._is_too_late(request, subnet, now):
+                    self.pending.remove(request)
+                    outcomes.append(self._drop(request, now))
+            if not self.worker_states.up() and not self.worker_states.is_opening():
                 self._end_those_without_worker(now, outcomes)
             if self._left_to_supervisor:
                 outcomes += self._left_to_supervisor
@@ -812,6 +820,7 @@ class Core:
     def _resume(self, job: BatchJob, now: float) -> None:
         """Book a job again that was suspended."""
         job.paused_ms += now - job.suspended_ms
+        job.calm_ms = -math.inf
         job.limit_ms = now + self._patience_ms(job)
         self._jobs[job.worker] = job
         parked = self.worker_states.is_parked(job.worker)
@@ -822,7 +831,7 @@ class Core:
         others = any(ms < math.inf for other, ms in enumerate(free) if other != worker)
         while (suspect := self.pending.next_suspect(worker, others)) is not None:
             request, subnet = suspect
-            if request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1, request.shape):
+            if self._is_too_late(request, subnet, now):
                 outcomes.append(self._drop(request, now))
                 continue
             job = BatchJob(worker, subnet, [request], len(self.pending) + 1, request.deadline_ms - now)
@@ -880,7 +889,7 @@ class Core:
         self, request: Request, job: BatchJob, now: float, failure: BatchFailed, outcomes: list[Outcome]
     ) -> None:
         """Give a request whose worker was lost a second try, if this is its first loss and time is left."""
-        if request.deadline_ms < now + self._dispatcher.expected_ms(job.subnet, 1, request.shape):
+        if self._is_too_late(request, job.subnet, now):
             outcomes.append(self._drop(request, now))
         elif request.retried:
             outcomes.append(self.outcomes.fail(request, failure))
@@ -889,9 +898,13 @@ class Core:
             self._counters.retried += 1
             self.pending.add_suspect(request, job.subnet, job.worker)
 
+    def _is_too_late(self, request: Request, subnet: int, now: float) -> bool:
+        """Return whether a request whose worker was lost cannot be answered in time by a second try."""
+        return request.deadline_ms < now + self._dispatcher.expected_ms(subnet, 1, request.shape)
+
     def _end_those_without_worker(self, now: float, outcomes: list[Outcome]) -> None:
-        """End requests while all workers are down: those past their deadline, or all if none will return."""
-        if self.closing and not self.worker_states.any_returns():
+        """End requests while no worker is up: those past their deadline, or all if closing is in vain."""
+        if self.closing and not self.worker_states.any_helps():
             outcomes += [self.outcomes.close(request) for request in self.pending.take_all()]
             return
         for request in self.pending.requests():

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, QueueFull, WorkerDied, WorkerHung
+from subnetact.errors import (
+    BatcherClosed,
+    BatchFailed,
+    DeadlinePassed,
+    QueueFull,
+    WorkerDied,
+    WorkerHung,
+    failure_text,
+)
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.requests import Request
 
@@ -45,8 +53,8 @@ def deadline_passed(request: Request, now_ms: float, fastest_ms: float) -> Deadl
 def alone_failed(job: BatchJob, cause: BaseException) -> BatchFailed:
     """The error of a request on which the engine raised although the request was alone in its batch."""
     error = BatchFailed(
-        f"subnet {job.subnet} failed on this request, alone in its batch: {type(cause).__name__}: {cause}; "
-        "look at the input and the engine"
+        f"subnet {job.subnet} failed on this request, alone in its batch: {failure_text(cause)}; look at the "
+        "input and the engine"
     )
     error.__cause__ = cause
     return error
@@ -54,9 +62,7 @@ def alone_failed(job: BatchJob, cause: BaseException) -> BatchFailed:
 
 def policy_failed(cause: BaseException) -> BatchFailed:
     """The error of all requests that wait when the policy raises or returns an answer that cannot run."""
-    error = BatchFailed(
-        f"the policy failed: {type(cause).__name__}: {cause}; correct the policy, or give another one"
-    )
+    error = BatchFailed(f"the policy failed: {failure_text(cause)}; correct the policy, or give another one")
     error.__cause__ = cause
     return error
 
@@ -64,8 +70,7 @@ def policy_failed(cause: BaseException) -> BatchFailed:
 def worker_died(cause: BaseException) -> WorkerDied:
     """The error of a request with which a second worker died."""
     error = WorkerDied(
-        f"a worker died over this request, twice: {type(cause).__name__}: {cause}; look at the input and the "
-        "engine"
+        f"a worker died over this request, twice: {failure_text(cause)}; look at the input and the engine"
     )
     error.__cause__ = cause
     return error

@@ -52,6 +52,10 @@ class PendingRequests:
                 return request, subnet
         return None
 
+    def suspects(self) -> list[tuple[Request, int]]:
+        """Return all suspects, each with its subnet."""
+        return [(request, subnet) for request, subnet, _ in self._suspects]
+
     def remove(self, request: Request) -> None:
         """Remove a request from wherever it waits; a request that does not wait is ignored.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from threading import Condition
 
@@ -15,15 +14,15 @@ class Turn:
     Attributes:
         worker: number of the worker.
         batcher: name of the batcher.
-        began_s: when the turn began, s.
+        began_ms: when the turn began, ms.
     """
 
-    __slots__ = ("batcher", "began_s", "worker")
+    __slots__ = ("batcher", "began_ms", "worker")
 
     def __init__(self, worker: int, batcher: str) -> None:
         self.worker = worker
         self.batcher = batcher
-        self.began_s = 0.0
+        self.began_ms = 0.0
 
 
 class WorkerTurns:
@@ -38,14 +37,16 @@ class WorkerTurns:
 
     Args:
         shares: the share of every batcher, > 0.
+        clock_ms: a monotonic clock, ms.
 
     Attributes:
         used_ms: the time that every batcher used on all workers together, ms.
         urgent: for every batcher, a function from a time to wait in ms to what `Core.urgent` returns.
     """
 
-    def __init__(self, shares: Mapping[str, float]) -> None:
+    def __init__(self, shares: Mapping[str, float], clock_ms: Callable[[], float]) -> None:
         self._shares = dict(shares)
+        self._clock_ms = clock_ms
         self._virtual = dict.fromkeys(shares, 0.0)
         self._now = 0.0
         self._holders: dict[int, Turn] = {}
@@ -78,7 +79,7 @@ class WorkerTurns:
             while worker in self._holders or min(waiting, key=self._order) != batcher:
                 self._changed.wait()
             self._now = max(self._now, self._virtual[batcher])
-            turn.began_s = time.perf_counter()
+            turn.began_ms = self._clock_ms()
             self._holders[worker] = turn
         finally:
             waiting[batcher] -= 1
@@ -146,6 +147,5 @@ class WorkerTurns:
         self._virtual[turn.batcher] += used_ms / self._shares[turn.batcher]
         self._changed.notify_all()
 
-    @staticmethod
-    def _used_ms(turn: Turn) -> float:
-        return (time.perf_counter() - turn.began_s) * 1e3
+    def _used_ms(self, turn: Turn) -> float:
+        return self._clock_ms() - turn.began_ms

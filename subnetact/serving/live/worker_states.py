@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 __all__ = ["WorkerStates"]
 
 _FIRST_PAUSE_MS = 100.0
 _LONGEST_PAUSE_MS = 10_000.0
 _MOST_HUNG_THREADS = 4
+_HOPELESS_LOSSES = 6
+"""Losses in a row, without a batch in between, after which nobody waits for a worker to end a batcher."""
 
 
 class WorkerStates:
@@ -19,23 +21,55 @@ class WorkerStates:
     successful batch in between, the pause before the restart doubles, from 0.1 s to at most 10 s. A worker
     stays down while four of its threads hang.
 
+    A worker is up if it can take a batch now or after the one that it runs: it is neither down nor parked,
+    it has started, and what it runs batches with is there.
+
     Args:
         workers: number of workers.
+        is_there: returns whether a worker has what it runs batches with, such as a process that lives. If
+            None, every worker has.
 
     Attributes:
         free_at_ms: when each worker is expected to be free, in ms; inf for one that is down or seems to hang.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, is_there: Callable[[int], bool] | None = None) -> None:
         self.free_at_ms = [0.0] * workers
+        self._is_there = is_there
+        self._starting: set[int] = set()
         self._back_at_ms: dict[int, float] = {}
         self._losses = [0] * workers
         self._hung_threads = [0] * workers
         self._parked: set[int] = set()
 
     def up(self) -> int:
-        """Return the number of workers that are up and not parked."""
-        return len(self.free_at_ms) - len(self._back_at_ms.keys() | self._parked)
+        """Return the number of workers that are up."""
+        there = self._is_there
+        away = self._back_at_ms.keys() | self._parked | self._starting
+        return sum(w not in away and (there is None or there(w)) for w in range(len(self.free_at_ms)))
+
+    def is_opening(self) -> bool:
+        """Return whether a worker starts that was not lost since its last batch, as all do at first."""
+        return any(not self._losses[worker] for worker in self._starting)
+
+    def starting(self, worker: int) -> None:
+        """Note that a worker starts, and cannot take a batch until `started`.
+
+        Args:
+            worker: number of the worker.
+        """
+        self._starting.add(worker)
+        self.free_at_ms[worker] = math.inf
+
+    def started(self, worker: int, now_ms: float) -> None:
+        """Note that a worker can take batches.
+
+        Args:
+            worker: number of the worker.
+            now_ms: the time, in ms.
+        """
+        self._starting.discard(worker)
+        self.free_at_ms[worker] = math.inf if worker in self._parked else now_ms
 
     def is_parked(self, worker: int) -> bool:
         """Return whether a worker takes no further batch, because fewer workers are wanted.
@@ -57,7 +91,7 @@ class WorkerStates:
         for worker in self._parked ^ parked:
             if worker in parked:
                 self.free_at_ms[worker] = math.inf
-            elif worker not in self._back_at_ms and worker not in busy:
+            elif worker not in self._back_at_ms.keys() | self._starting and worker not in busy:
                 self.free_at_ms[worker] = now_ms
         self._parked = parked
 
@@ -65,10 +99,12 @@ class WorkerStates:
         """Return whether a worker is down."""
         return bool(self._back_at_ms)
 
-    def any_returns(self) -> bool:
-        """Return whether a worker is up or will be started again after its pause."""
-        return self.up() > 0 or any(
-            self._hung_threads[worker] < _MOST_HUNG_THREADS for worker in self._back_at_ms
+    def any_helps(self) -> bool:
+        """Return whether a worker is not down, or will be started again and may then succeed."""
+        return any(
+            worker not in self._back_at_ms
+            or (self._hung_threads[worker] < _MOST_HUNG_THREADS and losses < _HOPELESS_LOSSES)
+            for worker, losses in enumerate(self._losses)
         )
 
     def succeeded(self, worker: int) -> None:
@@ -90,6 +126,7 @@ class WorkerStates:
         pause_ms = min(_FIRST_PAUSE_MS * 2.0 ** (losses - 1), _LONGEST_PAUSE_MS) if losses else 0.0
         self._losses[worker] = losses + 1
         self._back_at_ms[worker] = now_ms + pause_ms
+        self._starting.discard(worker)
         self.free_at_ms[worker] = math.inf
 
     def hung(self, worker: int, now_ms: float) -> None:
@@ -119,13 +156,13 @@ class WorkerStates:
         self._hung_threads[worker] -= 1
 
     def restart(self, now_ms: float) -> list[int]:
-        """Mark the workers whose pause is over as up and free.
+        """Let the workers whose pause is over start.
 
         Args:
             now_ms: the time, in ms.
 
         Returns:
-            The numbers of these workers; the caller starts their threads.
+            The numbers of these workers; the caller starts their threads, and calls `started`.
         """
         back = [
             worker
@@ -134,5 +171,5 @@ class WorkerStates:
         ]
         for worker in back:
             del self._back_at_ms[worker]
-            self.free_at_ms[worker] = math.inf if worker in self._parked else now_ms
+            self.starting(worker)
         return back

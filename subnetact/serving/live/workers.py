@@ -1,4 +1,9 @@
-"""The threads of a batcher: one per worker, and a supervisor that replaces workers that hang or die."""
+"""The threads of a batcher: one per worker, and three that do what no worker has to wait for.
+
+The watchdog replaces workers that hang or die. It calls nobody else's code and waits for no disk, so that it
+notices a hang in time whatever the others do: the messenger delivers outcomes that no worker delivers, and
+the planner lets the policy plan and writes the log.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
-from subnetact.errors import WorkerDied
+from subnetact.errors import WorkerDied, failure_text
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
 from subnetact.serving.live.decision_log import DecisionLog
@@ -30,8 +37,8 @@ class Workers:
         engines: one engine per worker; several workers may share one.
         on_decision: called with a `Decided` before every batch runs.
         threads: argument of `engine.enter_worker(threads)`, which is called once in every worker thread.
-        log: the decision log; the supervisor flushes it at every tick.
-        on_end: called by the supervisor when it ends.
+        log: the decision log; the planner flushes it after every tick.
+        on_end: called when all has ended but the workers' threads.
         turns: whom the batcher takes turns with on its workers, and its name there; None if with nobody.
 
     Attributes:
@@ -61,18 +68,30 @@ class Workers:
         self._on_end = on_end
         self._jobs: dict[int, BatchJob] = {}
         self._current: dict[int, threading.Thread] = {}
-        self._supervisor = threading.Thread(
-            target=self._supervise, name="subnetact-batcher-supervisor", daemon=True
-        )
-        for worker in range(len(engines)):
+        self._owed: SimpleQueue[list[Outcome] | None] = SimpleQueue()
+        self._ticked = threading.Event()
+        self._ended = False
+        self._helpers = [
+            threading.Thread(target=target, name=f"subnetact-batcher-{name}", daemon=True)
+            for name, target in (
+                ("watchdog", self._watch),
+                ("messenger", self._send),
+                ("planner", self._plan),
+            )
+        ]
+        for worker, engine in enumerate(engines):
+            if hasattr(engine, "enter_worker"):
+                core.entering(worker)
             self._start(worker)
-        self._supervisor.start()
+        for thread in self._helpers:
+            thread.start()
 
     def join(self) -> None:
         """Wait until all threads end, except those that hang. The core has to be closed."""
         if self.is_current():
             return  # a callback closed the batcher, and the thread that it runs on cannot wait for itself
-        self._supervisor.join()
+        for thread in self._helpers:
+            thread.join()
         for worker, thread in list(self._current.items()):
             if not self._core.hangs(worker):
                 thread.join()
@@ -82,8 +101,8 @@ class Workers:
         return threading.current_thread() in self.threads()
 
     def threads(self) -> list[threading.Thread]:
-        """Return the supervisor and the current thread of every worker."""
-        return [self._supervisor, *self._current.values()]
+        """Return the three helpers and the current thread of every worker."""
+        return [*self._helpers, *self._current.values()]
 
     def _start(self, worker: int) -> None:
         thread = threading.Thread(
@@ -96,7 +115,7 @@ class Workers:
         try:
             self._start(worker)
         except RuntimeError as error:  # the system has no thread left; try again after a pause
-            self._deliver(self._core.died(worker, None, error))
+            self._owed.put(self._core.died(worker, None, error))
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if outcomes:
@@ -111,9 +130,8 @@ class Workers:
         try:
             enter: Any = getattr(self._engines[worker], "enter_worker", None)
             if enter is not None:
-                core.entering(worker)
                 enter(self._threads_each)
-                core.entered(worker)
+            core.entered(worker)
             while self._turns is None or core.wait_for_work(worker):
                 job = None
                 turn = None if self._turns is None else self._turns[0].take(worker, self._turns[1])
@@ -135,8 +153,8 @@ class Workers:
                 if job is None and not outcomes:  # another worker was quicker, or the policy waits
                     time.sleep(1e-3)
         except BaseException as error:  # for example SystemExit from an engine; the worker is started again
-            _log.warning("batcher worker %d died: %s: %s", worker, type(error).__name__, error)
             self._deliver(core.died(worker, job, error))
+            _log.warning("batcher worker %d died: %s", worker, failure_text(error))
 
     def _is_calm(self, job: BatchJob, done: float) -> bool:
         """Return whether a job goes on with its next block without a look at the queues."""
@@ -154,7 +172,8 @@ class Workers:
 
     def _run(self, job: BatchJob) -> None:
         core, engine = self._core, self._engines[job.worker]
-        self._jobs[job.worker] = job
+        if job.beneath is None:  # it is abandoned together with what preempts it
+            self._jobs[job.worker] = job
         if self._on_decision is not None:
             self._tell(job)
         while job.part and not job.abandoned:
@@ -208,20 +227,40 @@ class Workers:
             _log.exception("on_decision raised; it is not called again")
             self._on_decision = None
 
-    def _supervise(self) -> None:
+    def _watch(self) -> None:
         core = self._core
         while core.wait_until_watched(_TICK_S):
             try:
                 revived, outcomes = core.tick()
+                if outcomes:
+                    self._owed.put(outcomes)
                 self._stop_abandoned()
-                self._deliver(outcomes)
                 for worker in revived:
                     self._start_again(worker)
+            except Exception:
+                _log.exception("the batcher's watchdog goes on after an error")
+            self._ticked.set()
+        self._ended = True
+        self._ticked.set()
+        self._owed.put(None)
+
+    def _send(self) -> None:
+        while (outcomes := self._owed.get()) is not None:
+            try:
+                self._deliver(outcomes)
+            except Exception:
+                _log.exception("the batcher's messenger goes on after an error")
+
+    def _plan(self) -> None:
+        core = self._core
+        while self._ticked.wait() and not self._ended:
+            self._ticked.clear()
+            try:
                 core.replan()
                 if self._log is not None:
                     self._log.flush()
             except Exception:
-                _log.exception("the batcher's supervisor goes on after an error")
+                _log.exception("the batcher's planner goes on after an error")
         core.learner.report()
         if self._on_end is not None:
             self._on_end()
@@ -235,4 +274,5 @@ class Workers:
                     self._turns[0].end_of(worker, self._turns[1])
                 abandon: Any = getattr(self._engines[worker], "abandon", None)
                 if abandon is not None:
-                    abandon()
+                    with suppress(Exception):  # the worker is replaced in any case
+                        abandon()

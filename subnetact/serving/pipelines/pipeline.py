@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import math
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,9 +22,11 @@ from subnetact.errors import (
     PipelineError,
     PolicyError,
     QueueFull,
+    failure_text,
 )
-from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
+from subnetact.serving.live.repeated import Repeated
 from subnetact.serving.live.requests import Answer, AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
@@ -58,6 +59,7 @@ class PipelineStats:
         open: requests without an outcome yet.
         latency_ms: histogram of the latencies of the answers.
         stages: the counters of every stage's batcher. Their deadlines are those of the stage.
+        tuning_errors: how often a step of the tuner failed; the numbers of workers stay then.
     """
 
     submitted: int
@@ -70,6 +72,7 @@ class PipelineStats:
     open: int
     latency_ms: HistogramSnapshot
     stages: dict[str, BatcherStats]
+    tuning_errors: int = 0
 
 
 class _Trip:
@@ -164,7 +167,7 @@ class Pipeline:
         self._least_ms = {name: fastest[name] + behind[name] for name in tables}
         works = {s.name: expected_work_ms(tables[s.name], s.inputs if s.each else 1.0) for s in given}
         self._reserves = self.graph.reserves(works)
-        self._clock_ms: Callable[[], float] = options.get("clock_ms") or _monotonic_ms
+        self._clock_ms: Callable[[], float] = options.get("clock_ms") or monotonic_ms
         for stage in given:
             if stage.policy is not None or stage.is_function:
                 continue
@@ -194,12 +197,10 @@ class Pipeline:
             raise
         self._most = {name: batcher.stats().workers for name, batcher in self._batchers.items()}
         self._missing = {name: len(feeding) for name, feeding in conditions.items()}
-        self._tuner = tuner
-        self._tuning: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._tuning: Repeated | None = None
         if tuner is not None:
-            self._tuning = threading.Thread(target=self._tune, name="subnetact-pipeline-tuner", daemon=True)
-            self._tuning.start()
+            step = partial(self._tune, tuner)
+            self._tuning = Repeated(step, tuner.step_ms / 1e3, "subnetact-pipeline-tuner")
 
     def _open(
         self, stage: Stage, tables: Mapping[str, Any], expired: str, options: dict[str, Any]
@@ -253,7 +254,7 @@ class Pipeline:
             except Exception as error:
                 raise PipelineError(
                     f"{where}: its condition, its `prepare` or its fan-out failed on the example "
-                    f"({type(error).__name__}: {error}); the stages do not fit together"
+                    f"({failure_text(error)}); the stages do not fit together"
                 ) from error
             runner: Any = stage.runner[0] if isinstance(stage.runner, Sequence) else stage.runner
             if stage.is_function:
@@ -265,9 +266,7 @@ class Pipeline:
                     runner.check(x)
                     results += list(runner.run(0, [x], 1))
                 except Exception as error:
-                    raise PipelineError(
-                        f"{where} does not fit {feeding}: {type(error).__name__}: {error}"
-                    ) from error
+                    raise PipelineError(f"{where} does not fit {feeding}: {failure_text(error)}") from error
             outputs[name] = results if stage.each else results[0]
 
     def _input(self, name: str, x: Any, outputs: Mapping[str, Any]) -> Any:
@@ -360,8 +359,8 @@ class Pipeline:
             inputs = [] if x is _NOTHING else list(x) if stage.each else [x]
         except Exception as cause:
             failure = BatchFailed(
-                f"stage {name!r}: its condition, its `prepare` or its fan-out raised "
-                f"{type(cause).__name__}: {cause}; look at the input and the functions"
+                f"stage {name!r}: its condition, its `prepare` or its fan-out raised {failure_text(cause)}; "
+                "look at the input and the functions"
             )
             failure.__cause__ = cause
             return self._fail(trip, failure)
@@ -508,13 +507,11 @@ class Pipeline:
             raise PolicyError(f"stage: {stage!r} is none; choose from {', '.join(map(repr, self._batchers))}")
         self._batchers[stage].resize(workers)
 
-    def _tune(self) -> None:
-        tuner = self._tuner
-        while tuner is not None and not self._stop.wait(tuner.step_ms / 1e3):
-            now = self._clock_ms()
-            arrived = {name: _taken(times, now) for name, times in self._seen.items()}
-            for name, workers in tuner.step(now, arrived).items():
-                self._batchers[name].resize(min(workers, self._most[name]))
+    def _tune(self, tuner: StageTuner) -> None:
+        now = self._clock_ms()
+        arrived = {name: _taken(times, now) for name, times in self._seen.items()}
+        for name, workers in tuner.step(now, arrived).items():
+            self._batchers[name].resize(min(workers, self._most[name]))
 
     # -- at any time -----------------------------------------------------------------------------
 
@@ -524,10 +521,15 @@ class Pipeline:
         outcomes = ("submitted", "met", "late", "dropped", "failed", "cancelled", "refused", "open")
         with self._lock:
             counts = {name: self._counts[name] for name in outcomes}
-            return PipelineStats(**counts, latency_ms=self._latency.snapshot(), stages=stages)
+            errors = 0 if self._tuning is None else self._tuning.errors
+            return PipelineStats(
+                **counts, latency_ms=self._latency.snapshot(), stages=stages, tuning_errors=errors
+            )
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those on their way, and end all threads.
+
+        In a callback of a future it does not wait: the requests on their way need that thread.
 
         Args:
             drain: whether to finish the requests that are on their way; if False, those that wait at a stage
@@ -535,11 +537,13 @@ class Pipeline:
         """
         with self._lock:
             self._closing = True
+        if close_elsewhere(self._batchers.values(), partial(self.close, drain)):
+            return
+        with self._lock:
             if drain:
                 self._ended.wait_for(lambda: not self._counts["open"])
-        self._stop.set()
         if self._tuning is not None:
-            self._tuning.join()
+            self._tuning.stop()
         for name in self.graph.order:
             self._batchers[name].close(drain=drain)
 
@@ -575,7 +579,3 @@ def _taken(times: deque[float], until_ms: float) -> list[float]:
     while times and times[0] <= until_ms:
         taken.append(times.popleft())
     return sorted(taken)
-
-
-def _monotonic_ms() -> float:
-    return time.perf_counter_ns() * 1e-6

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from subnetact.errors import PipelineError
 from subnetact.serving.planning.tuner import Tuner
 
 __all__ = ["StageTuner"]
+
+_KEPT = 1000
 
 
 class StageTuner:
@@ -23,7 +26,7 @@ class StageTuner:
     Attributes:
         tuners: the tuners by stage.
         step_ms: time between two steps, ms.
-        history: (time in ms, workers of every stage) of every step that changed something.
+        history: (time in ms, workers of every stage) of the last 1,000 steps that changed something.
 
     Raises:
         PipelineError: there are no tuners, or the step is not > 0.
@@ -37,7 +40,7 @@ class StageTuner:
             raise PipelineError("tuners: give at least one, and a step_ms > 0")
         self.tuners = dict(tuners)
         self.step_ms = step_ms
-        self.history: list[tuple[float, dict[str, int]]] = []
+        self.history: deque[tuple[float, dict[str, int]]] = deque(maxlen=_KEPT)
 
     def step(self, now_ms: float, arrivals_ms: Mapping[str, Sequence[float]]) -> dict[str, int]:
         """Update the numbers of workers.

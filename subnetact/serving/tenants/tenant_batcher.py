@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from subnetact.errors import MissingExtra, PolicyError
-from subnetact.serving.live.batcher import Answer, Batcher
+from subnetact.errors import PolicyError
+from subnetact.serving.live.batcher import Answer, Batcher, close_elsewhere, monotonic_ms
+from subnetact.serving.live.repeated import Repeated
 from subnetact.serving.live.requests import AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import WorkerTurns
@@ -27,6 +28,7 @@ __all__ = ["TenantBatcher", "TenantStats"]
 _LEAST_LOAD = 1e-3
 """A tenant counts as this many workers at least, so that its group always has one."""
 _KEPT = 100_000
+_KEPT_PLANS = 1000
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class TenantStats:
         batcher: the counters of its batcher.
         workers: the workers that may serve it now.
         used_ms: the time that it used on all workers together, ms.
+        planning_errors: how often a periodic plan of all tenants failed; the plan before is kept then.
     """
 
     batcher: BatcherStats
     workers: tuple[int, ...]
     used_ms: float
+    planning_errors: int = 0
 
 
 class TenantBatcher:
@@ -67,9 +71,11 @@ class TenantBatcher:
         groups: the greatest number of groups. If None, the number of tenants, or of workers if that is less.
         memory_mb: memory of a worker, MiB.
         burst_weight: as in `group_streams`.
+        clock_ms: a monotonic clock, ms, for turns, plans and the tenants' batchers. If None, that of
+            `Batcher`.
 
     Attributes:
-        plans: (time in s since the start, grouping) of every plan that was applied.
+        plans: (time in s since the start, grouping) of the last 1,000 plans that were applied.
 
     Raises:
         PolicyError: an argument is out of range, two tenants have the same name, or the models do not fit
@@ -95,6 +101,7 @@ class TenantBatcher:
         groups: int | None = None,
         memory_mb: float = math.inf,
         burst_weight: float = 0.0,
+        clock_ms: Callable[[], float] | None = None,
     ) -> None:
         given = list(tenants)
         if not given or not all(isinstance(tenant, Tenant) for tenant in given):
@@ -109,11 +116,14 @@ class TenantBatcher:
         self._groups = min(len(given), workers) if groups is None else check_count(groups, "groups")
         self._memory_mb = memory_mb
         self._burst_weight = burst_weight
-        self._turns = WorkerTurns({tenant.name: tenant.share for tenant in given})
+        if clock_ms is not None and not callable(clock_ms):
+            raise PolicyError(f"clock_ms: {clock_ms!r} is no function")
+        self._clock_ms = clock_ms or monotonic_ms
+        self._turns = WorkerTurns({tenant.name: tenant.share for tenant in given}, self._clock_ms)
         self._arrivals: dict[str, list[float]] = {name: [] for name in self.tenants}
         self._serves = dict.fromkeys(self.tenants, frozenset(range(workers)))
-        self._started_s = self._planned_s = time.perf_counter()
-        self.plans: list[tuple[float, Grouping]] = []
+        self._started_ms = self._planned_ms = self._clock_ms()
+        self.plans: deque[tuple[float, Grouping]] = deque(maxlen=_KEPT_PLANS)
         if period_ms is not None:
             check_positive(period_ms, "period_ms")
             self._grouping(dict.fromkeys(self.tenants, 0.0), {})  # refuse what cannot be planned at once
@@ -127,19 +137,15 @@ class TenantBatcher:
                     slo_ms=tenant.slo_ms,
                     max_queue=tenant.max_queue,
                     turns=(self._turns, tenant.name),
-                    **tenant.options,
+                    **{"clock_ms": self._clock_ms, **tenant.options},
                 )
         except BaseException:
             for batcher in self._batchers.values():
                 batcher.close()
             raise
-        self._stop = threading.Event()
-        self._planner: threading.Thread | None = None
+        self._planner: Repeated | None = None
         if period_ms is not None:
-            self._planner = threading.Thread(
-                target=self._plan, args=(period_ms / 1e3,), name="subnetact-tenants-planner", daemon=True
-            )
-            self._planner.start()
+            self._planner = Repeated(self.plan, period_ms / 1e3, "subnetact-tenants-planner")
 
     def submit(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> AnswerFuture:
         """Queue one input for a tenant, from any thread.
@@ -193,12 +199,15 @@ class TenantBatcher:
 
     def _note(self, tenant: str) -> None:
         if self._planner is not None and len(self._arrivals[tenant]) < _KEPT:
-            self._arrivals[tenant].append(time.perf_counter())
+            self._arrivals[tenant].append(self._clock_ms())
 
     def stats(self) -> dict[str, TenantStats]:
         """Return a snapshot of every tenant."""
+        errors = 0 if self._planner is None else self._planner.errors
         return {
-            name: TenantStats(batcher.stats(), tuple(sorted(self._serves[name])), self._turns.used_ms[name])
+            name: TenantStats(
+                batcher.stats(), tuple(sorted(self._serves[name])), self._turns.used_ms[name], errors
+            )
             for name, batcher in self._batchers.items()
         }
 
@@ -235,8 +244,8 @@ class TenantBatcher:
             return self._plan_now()
 
     def _plan_now(self) -> Grouping:
-        now = time.perf_counter()
-        took_s, self._planned_s = max(now - self._planned_s, 1e-6), now
+        now = self._clock_ms()
+        took_s, self._planned_ms = max((now - self._planned_ms) / 1e3, 1e-6), now
         rates, spread = {}, {}
         for name in self.tenants:
             times, self._arrivals[name] = self._arrivals[name], []
@@ -245,7 +254,7 @@ class TenantBatcher:
             spread[name] = float(np.var(gaps) / np.mean(gaps) ** 2) if len(gaps) > 2 and gaps.any() else 1.0
         grouping = self._grouping(rates, spread)
         self._apply(grouping)
-        self.plans.append((now - self._started_s, grouping))
+        self.plans.append(((now - self._started_ms) / 1e3, grouping))
         return grouping
 
     def _grouping(self, rates: dict[str, float], spread: dict[str, float]) -> Grouping:
@@ -273,22 +282,20 @@ class TenantBatcher:
         for name, batcher in self._batchers.items():
             batcher.assign(self._serves[name])
 
-    def _plan(self, period_s: float) -> None:
-        while not self._stop.wait(period_s):
-            try:
-                self.plan()
-            except (PolicyError, MissingExtra):  # keep the last plan, for example after a time limit
-                continue
-
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish those that wait, and end all threads; see `Batcher.close`.
+
+        In a callback of a future it does not wait.
 
         Args:
             drain: whether to serve the requests that wait.
         """
-        self._stop.set()
+        for batcher in self._batchers.values():
+            batcher.drain(0.0)
+        if close_elsewhere(self._batchers.values(), partial(self.close, drain)):
+            return
         if self._planner is not None:
-            self._planner.join()
+            self._planner.stop()
         for batcher in self._batchers.values():
             batcher.close(drain)
 

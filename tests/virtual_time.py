@@ -1,0 +1,114 @@
+"""Virtual time for live batchers: their threads are real, but the clock moves only when all of them wait.
+
+So what a test sees does not depend on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["VirtualTime"]
+
+LIMIT_S = 120.0
+
+
+class VirtualTime:
+    """A clock for `clock_ms=`, with which runners sleep, and which `run` moves.
+
+    A worker's thread either sleeps here, or waits for work, for a turn, or until it is wanted. Once that holds
+    for all threads, the next thing happens: a thread wakes, or what was planned with `at`.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._watched: list[Any] = []
+        self._turns: list[Any] = []
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._sleepers: list[tuple[float, int, threading.Event]] = []
+        self._planned: list[tuple[float, int, Callable[[], object]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def watch(self, batcher: Any) -> Any:
+        """Note a Batcher, TenantBatcher or Pipeline whose threads `run` waits for, and return it."""
+        inner = batcher._batchers.values() if hasattr(batcher, "_batchers") else [batcher]
+        self._watched += [one._core for one in inner]
+        self._turns += [batcher._turns] if hasattr(batcher, "_turns") else []
+        return batcher
+
+    def sleep(self, ms: float) -> None:
+        """Let time pass for the calling thread."""
+        event = threading.Event()
+        with self._lock:
+            self._sleepers.append((self.now + ms, next(self._numbers), event))
+        assert event.wait(LIMIT_S), "nobody moves the clock"
+
+    def at(self, ms: float, function: Callable[[], object]) -> None:
+        """Plan a call of a function by `run`."""
+        self._planned.append((ms, next(self._numbers), function))
+
+    def run(self, ms: float = float("inf")) -> None:
+        """Let everything happen within a time from now, or until nothing is left to happen."""
+        end = self.now + ms
+        while True:
+            self._settle()
+            with self._lock:
+                coming = min([*self._sleepers, *self._planned], default=(float("inf"),))
+            if coming[0] > end or coming[0] == float("inf"):
+                break
+            self.now = max(self.now, coming[0])
+            if coming in self._planned:
+                self._planned.remove(coming)
+                coming[2]()
+            else:
+                with self._lock:
+                    self._sleepers.remove(coming)
+                coming[2].set()
+        if end < float("inf"):
+            self.now = end
+
+    def wake_all(self) -> None:
+        """Let all threads go on that sleep, for example for ever."""
+        with self._lock:
+            sleepers, self._sleepers = self._sleepers, []
+        for _, _, event in sleepers:
+            event.set()
+
+    def _settle(self) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not (self._is_settled() and self._is_settled()):
+            assert time.monotonic() < limit, "a thread neither sleeps nor waits"
+            time.sleep(1e-4)
+
+    def _is_settled(self) -> bool:
+        with self._lock:
+            resting = len(self._sleepers)
+        threads = 0
+        for core in self._watched:
+            with core.lock:
+                states = core.worker_states
+                threads += len(states.free_at_ms)
+                if core._inbox or core.outcomes.undelivered or (core._idle and len(core.pending)):
+                    return False
+                resting += core._idle - sum(states._hung_threads)
+                resting += sum(worker not in core._jobs for worker in states._parked)
+        for turns in self._turns:
+            with turns._changed:
+                if any(names and worker not in turns._holders for worker, names in turns._waiting.items()):
+                    return False
+                resting += sum(sum(names.values()) for names in turns._waiting.values())
+        return resting == threads
+
+    def send(self, arrivals: Iterable[tuple[float, Callable[[], Any]]]) -> list[Any]:
+        """Plan calls at (ms from now, function), run them all, and return what they returned, in order."""
+        found: list[Any] = []
+        for at, function in arrivals:
+            self.at(self.now + at, lambda function=function: found.append(function()))
+        self.run()
+        return found
