@@ -299,32 +299,6 @@ def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: p
         generator.submit([1, 2])
 
 
-def test_closing_beside_a_submission_leaves_no_request_behind(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = make()
-    gate = Gate(generator, monkeypatch)
-    first = generator.submit([1, 2], max_new_tokens=9, **LONG)
-    gate.wait()
-    add, closing = generator._loop.add, threading.Thread(target=generator.close, args=(False,))
-
-    def slowly(*arguments: Any) -> None:
-        closing.start()
-        closing.join(1.0)  # until it ends, or waits for the submission
-        add(*arguments)
-
-    monkeypatch.setattr(generator._loop, "add", slowly)
-    running = generator.submit([1, 2], max_new_tokens=100, **LONG)
-    gate.free.release(1000)
-    for one in (first, running):
-        with pytest.raises(BatcherClosed):
-            one.result(60)
-    closing.join(60)
-    generator._thread.join(60)
-    assert not generator._thread.is_alive()
-    assert gate.entered == 1, "the request was computed for nobody"
-
-
 def test_an_answer_to_a_request_that_has_ended_ends_its_computation(make: Callable[..., Generator]) -> None:
     generator = make()
     generator._loop.add("nobody's", [1, 2], 100, set(), None)
