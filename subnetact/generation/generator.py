@@ -250,7 +250,9 @@ class Generator:
         self._step_limit_ms: float | None = None  # when the step that runs is taken to hang
         self._in_step: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
-        self._watchdog = threading.Thread(target=self._watch, name="subnetact-generator-watchdog", daemon=True)
+        self._watchdog = threading.Thread(
+            target=self._watch, name="subnetact-generator-watchdog", daemon=True
+        )
         self._thread.start()
         self._watchdog.start()
 

@@ -117,9 +117,7 @@ class StepPolicy:
         self.lifted = floor > 0.0 and chosen != self._in_time(self._order, wanted, times, slack)
         return chosen
 
-    def _in_time(
-        self, allowed: Sequence[int], wanted: float, times: Sequence[float], slack_ms: float
-    ) -> int:
+    def _in_time(self, allowed: Sequence[int], wanted: float, times: Sequence[float], slack_ms: float) -> int:
         """Return the first of the allowed subnets, the most accurate first, that is in time, or the fastest."""
         limit = max(wanted, self._accuracy[allowed[-1]])
         for i in allowed:
