@@ -176,6 +176,8 @@ class Completion:
 
     def _add(self, token: int) -> None:
         with self._changed:
+            if self._outcome is not None:  # it ended while its step ran
+                return
             self._tokens.append(token)
             self._changed.notify_all()
         self._tell()

@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from subnetact.generation.completion import Completion, Generated, TokenDeadline
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_table import StepTable
 from subnetact.latency.table import LatencyTable
-from subnetact.serving.scheduling.checks import check_count, expired_rule, unreachable
+from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule, unreachable
 from subnetact.serving.scheduling.context import Policy
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -43,6 +43,10 @@ COLDEST = 1e-6
 """At lower temperatures the most likely token is taken; logits divided by them could be infinite."""
 IDLE_S = 0.05
 """How long the loop waits for a request before it looks for expired ones."""
+TICK_S = 0.02
+"""How often the watchdog looks for expired requests and for a step that hangs."""
+PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e3, 3e4
+"""A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,18 @@ class GeneratorStats:
     Attributes:
         requests: accepted requests.
         finished: requests that ended by a stop token or by their largest number of tokens.
-        expired: requests that were dropped because no subnet could meet the deadline of their first token.
+        expired: requests that ended with `DeadlinePassed`.
         cancelled: requests that their clients cancelled.
         failed: requests whose step raised.
         tokens: generated tokens.
         late: tokens that came after they were due.
+        lifted: steps of sequences with different minimum accuracies that ran a more accurate subnet than their
+            deadlines alone chose, because one of the sequences demands it.
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
         slowdown: how long steps take, as a multiple of the table's latency.
         choosing_us: mean time of choosing a subnet, per step, in microseconds.
+        up: whether steps are computed: the generator's thread lives, and no step hangs.
     """
 
     requests: int
@@ -70,10 +77,12 @@ class GeneratorStats:
     failed: int
     tokens: int
     late: int
+    lifted: int
     steps: dict[int, int]
     active: int
     slowdown: float
     choosing_us: float
+    up: bool
 
 
 class _Running:
@@ -114,9 +123,12 @@ class Generator:
     """Generates tokens for many requests at a time; the deadlines choose the subnet of every step.
 
     All active sequences share a step, and a step runs one subnet. The next step may run another one: the keys
-    and values that earlier subnets wrote stay in use. Batching, paging and sampling are those of the
+    and values that earlier subnets wrote stay in use. The subnet of a step satisfies the most demanding of its
+    sequences: a step of its own for each minimum accuracy would read the weights once more for every token of
+    all. `GeneratorStats.lifted` counts these steps. Batching, paging and sampling are those of the
     continuous batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with
-    a typed error. Use a generator as a context manager.
+    a typed error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue.
+    Use a generator as a context manager.
 
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
@@ -137,6 +149,10 @@ class Generator:
         expired: what becomes of a request whose first token cannot come in time any more: `drop` (it ends
             with `DeadlinePassed`) or `serve`.
         seed: seed of the sampling. If None, a random one.
+        watchdog_ms: time after which a step is taken to hang, in ms; inf turns the watchdog off. If None, 20
+            times the expected latency, but at least 1 s, and at least 30 s if a subnet runs for the first
+            time.
+        clock_ms: returns the time in ms. If None, the monotonic clock of the process.
 
     Attributes:
         table: as given.
@@ -172,6 +188,8 @@ class Generator:
         max_length: int | None = None,
         expired: str = "drop",
         seed: int | None = None,
+        watchdog_ms: float | None = None,
+        clock_ms: Callable[[], float] | None = None,
     ) -> None:
         from subnetact.generation.step_loop import ElasticDecoder, StepLoop
 
@@ -189,6 +207,10 @@ class Generator:
         if expired == "defer":
             raise PolicyError("expired: 'defer' is not a rule for generation; choose from drop, serve")
         self._token_ms = self._policy.token_ms
+        self._watchdog_ms = None if watchdog_ms is None else check_positive(watchdog_ms, "watchdog_ms")
+        if clock_ms is not None and not callable(clock_ms):
+            raise PolicyError(f"clock_ms: {clock_ms!r} is no function; give one that returns the time in ms")
+        self._now_ms = clock_ms or _now_ms
         text = decoder.config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._loop = StepLoop(
@@ -197,6 +219,7 @@ class Generator:
             observe=self._observe,
             deliver=self._deliver,
             due=self._due,
+            clock_ms=self._now_ms,
             sequences=self._places,
             cache_tokens=check_count(cache_tokens, "cache_tokens"),
             step_tokens=step_tokens,
@@ -218,14 +241,20 @@ class Generator:
         self._cancelled: deque[str] = deque()
         self._names = itertools.count()
         self._counts = dict.fromkeys(
-            ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late"), 0
+            ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted"), 0
         )
         self._steps = dict.fromkeys(range(len(self.subnets)), 0)
         self._choosing_s = 0.0
         self._subnet = 0
         self._closing: str | None = None
+        self._step_limit_ms: float | None = None  # when the step that runs is taken to hang
+        self._in_step: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="subnetact-generator", daemon=True)
+        self._watchdog = threading.Thread(
+            target=self._watch, name="subnetact-generator-watchdog", daemon=True
+        )
         self._thread.start()
+        self._watchdog.start()
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -263,10 +292,9 @@ class Generator:
             The completion: iterate over it, or wait for its result.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long, or has unknown tokens, or another argument is out
-                of its range.
+            InvalidRequest: the prompt is empty, too long, or has unknown tokens, a time is not finite or not
+                above 0, or another argument is out of its range.
             QueueFull: too many requests are under way.
-            DeadlinePassed: a time is not above 0.
             BatcherClosed: the generator is closed.
         """
         tokens = check_prompt(prompt, self._vocabulary)
@@ -287,7 +315,7 @@ class Generator:
         sampling = _sampling(temperature, top_k, top_p, self._vocabulary)
         name = f"request {next(self._names)}"
         completion = Completion(lambda: self._cancel(name))
-        running = _Running(completion, _now_ms(), deadlines, floor)
+        running = _Running(completion, self._now_ms(), deadlines, floor)
         running.stop, running.length, running.place = ends, count, (running.due_ms, name)
         with self._lock:
             if self._closing is not None:
@@ -297,7 +325,7 @@ class Generator:
             self._running[name] = running
             insort(self._waiting, running.place)
             self._counts["requests"] += 1
-        self._loop.add(name, tokens, count, set(ends), sampling)
+            self._loop.add(name, tokens, count, set(ends), sampling)  # before `close` can cancel it
         return completion
 
     def stats(self) -> GeneratorStats:
@@ -310,22 +338,30 @@ class Generator:
                 active=len(self._running),
                 slowdown=self._policy.slowdown,
                 choosing_us=1e6 * self._choosing_s / max(steps, 1),
+                up=self._thread.is_alive() and not self._hangs(),
             )
 
     def close(self, wait: bool = True) -> None:
-        """Refuse further requests, and end.
+        """Refuse further requests, and end. A step that hangs is not waited for; its thread ends with it.
 
         Args:
-            wait: whether to finish the requests under way. If False, they end with `BatcherClosed`.
+            wait: whether to finish the requests under way. If False, or if a step hangs, they end with
+                `BatcherClosed`.
         """
         with self._lock:
             if self._closing is None:
                 self._closing = ""
+        unfinished = BatcherClosed("the generator was closed before the answer was complete")
         if not wait:
-            self._end_all(BatcherClosed("the generator was closed before the answer was complete"))
+            self._end_all(unfinished)
         self._loop.wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() in (self._thread, self._watchdog):
+            return
+        while self._thread.is_alive():
+            if self._hangs():
+                self._end_all(unfinished)
+                return
+            self._thread.join(TICK_S)
 
     def __enter__(self) -> Generator:
         return self
@@ -341,7 +377,9 @@ class Generator:
                 self._drop_cancelled()
                 if self._drop:
                     self._drop_expired()
+                self._begin_step(set(), FIRST_PATIENCE_MS)
                 worked = self._loop.step()
+                self._step_limit_ms = None
                 if not worked:
                     with self._lock:
                         if self._closing is not None and not self._running:
@@ -353,26 +391,66 @@ class Generator:
                 self._closing = f": its loop raised {type(error).__name__}: {error}"
             self._end_all(BatchFailed(f"the generator's loop raised {type(error).__name__}: {error}"))
         finally:
+            self._step_limit_ms = None
             self._loop.tear_down()
+
+    def _begin_step(self, names: set[str], patience_ms: float) -> None:
+        """Note what the next step computes, and how long it may take before it is taken to hang."""
+        self._in_step = names
+        wanted = patience_ms if self._watchdog_ms is None else self._watchdog_ms
+        self._step_limit_ms = self._now_ms() + wanted
+
+    def _hangs(self) -> bool:
+        limit_ms = self._step_limit_ms
+        return limit_ms is not None and self._now_ms() > limit_ms
+
+    def _watch(self) -> None:
+        """Run the watchdog's thread as long as the generator's."""
+        while self._thread.is_alive():
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("the generator's watchdog goes on after an error")
+            self._thread.join(TICK_S)
+
+    def _tick(self) -> None:
+        """End requests that wait in vain; the step that runs answers those in it, unless it hangs."""
+        if self._hangs():
+            self._drop_cancelled()
+            now = self._now_ms()
+            self._expire([name for name, one in list(self._running.items()) if one.due_ms < now])
+        elif self._drop:
+            self._drop_expired(self._in_step)
 
     def _choose(self, step: Step) -> None:
         begun = time.perf_counter()
         names = {*step.decoding, *step.prompts}
         found = [one for one in map(self._running.get, names) if one is not None]
         if found:
+            floors = [one.floor for one in found]
             self._subnet = self._policy.choose(
-                _now_ms(),
+                self._now_ms(),
                 [one.due_ms for one in found],
                 sequences=len(step.decoding),
                 context=step.context,
                 prompt_tokens=step.prompt_tokens,
-                floor=max([one.floor for one in found]),
+                floor=max(floors),
                 pace_ms=self._pace(names, found),
             )
+            if self._policy.lifted and min(floors) < max(floors):
+                with self._lock:
+                    self._counts["lifted"] += 1
         step.subnet = self._subnet
+        self._begin_step(names, self._patience_ms(step))
         with self._lock:
             self._steps[step.subnet] += 1
             self._choosing_s += time.perf_counter() - begun
+
+    def _patience_ms(self, step: Step) -> float:
+        """Return how long a step may take before it is taken to hang."""
+        tabled = self.table.latency_ms(step.subnet, len(step.decoding), step.context, step.prompt_tokens)
+        least = LEAST_PATIENCE_MS if self._steps[step.subnet] else FIRST_PATIENCE_MS
+        return max(least, PATIENCE * self._policy.slowdown * tabled)
 
     def _pace(self, names: set[str], active: Sequence[_Running]) -> float:
         """Return how long steps may take so that waiting requests get a place in time."""
@@ -382,7 +460,7 @@ class Generator:
             urgent = self._waiting[: self._places]
         due = [due for due, name in urgent if name not in names]
         left = [one.length - len(one.subnets) for one in active]
-        return self._policy.pace(_now_ms(), left, due)
+        return self._policy.pace(self._now_ms(), left, due)
 
     def _observe(self, step: Step, measured_ms: float) -> None:
         self._policy.observe(step.subnet, len(step.decoding), step.context, step.prompt_tokens, measured_ms)
@@ -394,6 +472,8 @@ class Generator:
     def _deliver(self, output: Any) -> None:
         running = self._running.get(output.request_id)
         if running is None:
+            if output.error is None and not output.is_finished():
+                self._loop.cancel_request(output.request_id)  # the request ended while it was queued
             return
         if output.error is not None:
             cause = output.error
@@ -401,7 +481,7 @@ class Generator:
             error.__cause__ = cause if isinstance(cause, Exception) else None
             self._end(output.request_id, error, "failed")
             return
-        now = _now_ms()
+        now = self._now_ms()
         for token in output.generated_tokens[len(running.subnets) :]:
             late = now > running.due_ms
             with self._lock:
@@ -423,7 +503,7 @@ class Generator:
 
     def _generated(self, running: _Running, finish: str) -> Generated:
         tokens = running.completion.tokens()
-        total = _now_ms() - running.accepted_ms
+        total = self._now_ms() - running.accepted_ms
         return Generated(
             tuple(tokens),
             tuple(running.subnets[: len(tokens)]),
@@ -453,23 +533,30 @@ class Generator:
         self._loop.wake()
 
     def _drop_cancelled(self) -> None:
-        while self._cancelled:
-            name = self._cancelled.popleft()
+        for _ in range(len(self._cancelled)):
+            try:
+                name = self._cancelled.popleft()
+            except IndexError:  # the watchdog was quicker
+                return
             running = self._running.get(name)
             if running is not None:
                 self._loop.cancel_request(name)
                 self._end(name, self._generated(running, "cancelled"), "cancelled")
 
-    def _drop_expired(self) -> None:
-        now = _now_ms()
+    def _drop_expired(self, besides: Collection[str] = ()) -> None:
+        """End the requests whose first tokens are overdue, apart from some."""
+        now = self._now_ms()
         with self._lock:
             expired = self._waiting[: bisect_left(self._waiting, (now, ""))]
-        for _, name in expired:
+        self._expire([name for _, name in expired if name not in besides])
+
+    def _expire(self, names: Sequence[str]) -> None:
+        for name in names:
             running = self._running.get(name)
             if running is not None:
                 self._loop.cancel_request(name)
-                first_ms = running.deadlines.first_ms
-                error = DeadlinePassed(f"the first token was due after {first_ms:.0f} ms, and did not come")
+                due_ms, tokens = running.due_ms - running.accepted_ms, len(running.subnets)
+                error = DeadlinePassed(f"token {tokens + 1} was due after {due_ms:.0f} ms, and did not come")
                 self._end(name, error, "expired")
 
     def _end_all(self, error: RequestError) -> None:
@@ -481,8 +568,8 @@ class Generator:
         self, first_ms: float | None, token_ms: float | None, deadline_ms: float | None, tokens: int
     ) -> TokenDeadlines:
         for name, value in (("first_ms", first_ms), ("token_ms", token_ms), ("deadline_ms", deadline_ms)):
-            if value is not None and _number(value, name, -math.inf, math.inf) <= 0.0:
-                raise DeadlinePassed(f"{name}: {value} ms is over already; give a time above 0")
+            if value is not None and not 0.0 < _number(value, name, -math.inf, math.inf) < math.inf:
+                raise InvalidRequest(f"{name}: {value} must be finite and > 0, in milliseconds from now")
         if deadline_ms is not None:
             if first_ms is not None or token_ms is not None:
                 raise InvalidRequest("deadline_ms: give it alone, or first_ms and token_ms")

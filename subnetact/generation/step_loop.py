@@ -212,6 +212,7 @@ class StepLoop(ContinuousBatchingManager):
         step_tokens: the largest number of tokens in one step.
         page: how many tokens a page of the cache holds.
         seed: seed of the sampling. If None, a random one.
+        clock_ms: returns the time in ms. If None, the monotonic clock of the process.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class StepLoop(ContinuousBatchingManager):
         step_tokens: int,
         page: int = 16,
         seed: int | None = None,
+        clock_ms: Callable[[], float] | None = None,
     ) -> None:
         batching = ContinuousBatchingConfig(
             page_size=page,
@@ -244,6 +246,7 @@ class StepLoop(ContinuousBatchingManager):
         settings: Any = GenerationConfig
         config = settings(do_sample=True, eos_token_id=-1, max_new_tokens=1)
         self._decoder, self._choose, self._observe, self._due = decoder, choose, observe, due
+        self._now_ms = clock_ms or (lambda: 1e3 * time.perf_counter())
         model: Any = decoder
         super().__init__(model, config, batching)
         router: Any = _Outputs(deliver)
@@ -264,7 +267,7 @@ class StepLoop(ContinuousBatchingManager):
         Returns:
             Whether there was anything to compute.
         """
-        processor, begun = self.batch_processor, time.perf_counter()
+        processor, begun_ms = self.batch_processor, self._now_ms()
         assert processor is not None
         if not processor.prepare_next_batch():
             return False
@@ -277,7 +280,7 @@ class StepLoop(ContinuousBatchingManager):
             self._fail(processor, error)
             return True
         processor.update_batch()
-        self._observe(step, 1e3 * (time.perf_counter() - begun))
+        self._observe(step, self._now_ms() - begun_ms)
         return True
 
     def add(

@@ -41,6 +41,7 @@ class StepPolicy:
     Attributes:
         table: as given.
         slowdown: how long steps take, as a multiple of the table's latency.
+        lifted: whether the floor made the last choice more accurate than it would have been without.
 
     Raises:
         PolicyError: an argument is out of range, or `policy` makes no policy of the table.
@@ -60,6 +61,7 @@ class StepPolicy:
         self.token_ms = check_positive(token_ms, "token_ms")
         self.margin = check_margin(margin, "margin")
         self.slowdown = 1.0
+        self.lifted = False
         self._accuracy = table.known_accuracy()
         fastest = min(table.latency_ms(i, 1) for i in range(len(self._accuracy)))
         if fastest > self.token_ms:
@@ -106,13 +108,20 @@ class StepPolicy:
             best = max(self._accuracy)
             raise PolicyError(f"floor: {floor} percent; no subnet has more than {best:.2f} percent")
         slack = min(min(due_ms) - now_ms, pace_ms)
-        limit = self._accuracy[allowed[0]]
+        wanted = self._accuracy[allowed[0]]
         if self._policies:
-            wanted = self._wanted(now_ms, due_ms, context, prompt_tokens)
-            limit = max(self._accuracy[wanted], self._accuracy[allowed[-1]])
-        times, longer = self.table.latencies_ms(sequences, context, prompt_tokens), 1.0 + self.margin
+            wanted = self._accuracy[self._wanted(now_ms, due_ms, context, prompt_tokens)]
+        tabled, longer = self.table.latencies_ms(sequences, context, prompt_tokens), 1.0 + self.margin
+        times = [longer * (self.slowdown * one) for one in tabled]
+        chosen = self._in_time(allowed, wanted, times, slack)
+        self.lifted = floor > 0.0 and chosen != self._in_time(self._order, wanted, times, slack)
+        return chosen
+
+    def _in_time(self, allowed: Sequence[int], wanted: float, times: Sequence[float], slack_ms: float) -> int:
+        """Return the first of the allowed subnets, the most accurate first, that is in time, or the fastest."""
+        limit = max(wanted, self._accuracy[allowed[-1]])
         for i in allowed:
-            if self._accuracy[i] <= limit and longer * (self.slowdown * times[i]) <= slack:
+            if self._accuracy[i] <= limit and times[i] <= slack_ms:
                 return i
         return min(allowed, key=times.__getitem__)
 

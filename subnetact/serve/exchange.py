@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import orjson
+
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
@@ -20,6 +22,7 @@ from subnetact.errors import (
 )
 
 __all__ = [
+    "SHORT",
     "Bodies",
     "ClientGone",
     "Exchange",
@@ -28,6 +31,7 @@ __all__ = [
     "TimeLimit",
     "internal_error",
     "read_body",
+    "read_json",
     "refusal_of",
     "send_reply",
 ]
@@ -36,6 +40,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+SHORT = 32 * 1024
+"""Bodies of up to this many bytes are decoded at once, and longer ones on a thread. It is also the largest
+size of what a JSON body has besides its lists of numbers."""
 RETRY_AFTER_S = 1
 JSON = b"application/json"
 _log = logging.getLogger(__name__)
@@ -244,6 +251,38 @@ async def read_body(receive: Receive, headers: Headers, most: int, seconds: floa
         bodies.give_back(held)
         raise
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def read_json(text: bytes) -> Any:
+    """Read a JSON text from a client. Call it in a thread if the text is longer than `SHORT`.
+
+    The text is JSON as RFC 8259 has it, in UTF-8: without NaN, infinities and halves of characters. Of a name
+    that an object has twice, the last value counts. Whole numbers beyond 64 bits become fractions.
+
+    Args:
+        text: the text.
+
+    Raises:
+        InvalidRequest: the text is not JSON, or it has more than `SHORT` characters besides lists of numbers.
+    """
+    try:
+        value = orjson.loads(text)
+        if len(text) > SHORT and _size_besides_numbers(value) > SHORT:
+            raise InvalidRequest(f"body: more than {SHORT} bytes of JSON besides lists of numbers; send less")
+    except (orjson.JSONDecodeError, RecursionError) as error:
+        # The message names a place in the text, and nothing of the text.
+        raise InvalidRequest(f"body: not JSON ({error}); send one JSON object") from None
+    return value
+
+
+def _size_besides_numbers(value: Any) -> int:
+    """Return about how many characters of JSON a value takes, where lists of numbers take none."""
+    if type(value) is list:
+        numbers = value and set(map(type, value)) <= {int, float}
+        return 0 if numbers else 2 + sum(map(_size_besides_numbers, value))
+    if type(value) is dict:
+        return 2 + sum(4 + len(name) + _size_besides_numbers(inner) for name, inner in value.items())
+    return 2 + len(value) if type(value) is str else 4
 
 
 def _too_large(most: int) -> Refusal:

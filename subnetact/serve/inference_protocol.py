@@ -18,9 +18,8 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import Ask, read_ask
-from subnetact.serve.exchange import Exchange, Headers, send_reply
-from subnetact.serve.json_text import read_json, tensor_json
-from subnetact.serve.payloads import array_tensor, tensor_of
+from subnetact.serve.exchange import Exchange, Headers, read_json, send_reply
+from subnetact.serve.payloads import array_tensor, tensor_json, tensor_of
 from subnetact.serve.service import Service, now_ms
 from subnetact.serve.signature import DATATYPES, InputPart, Signature, named_tensors
 from subnetact.serving.live.batcher import Answer
@@ -43,6 +42,8 @@ NUMPY = {
     "FP64": "<f8",
 }
 """The dtype of raw tensors by datatype; bfloat16 travels as the bits of 16-bit numbers."""
+NUMPY_VALUES = {"BF16": "<f4"}
+"""The dtype of the same numbers in JSON, where it is another one."""
 REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
 """KServe's client repeats the name of the model in the body."""
 
@@ -142,8 +143,11 @@ class InferenceProtocol:
                     raise InvalidRequest(
                         f"{part.name}: no data; give data, or binary_data_size and raw bytes"
                     )
-                tensors[part.name] = tensor_of(entry["data"], part, (rows, *part.shape))
+                dtype = NUMPY_VALUES.get(entry["datatype"], NUMPY[entry["datatype"]])
+                tensors[part.name] = tensor_of(entry["data"], part, (rows, *part.shape), np.dtype(dtype))
             else:
+                if "data" in entry:
+                    raise InvalidRequest(f"{part.name}: both data and raw bytes; send one of them")
                 if type(size) is not int or not 0 <= size <= len(raw):
                     raise InvalidRequest(
                         f"{part.name}: binary_data_size is more than the bytes that were sent"
@@ -191,21 +195,21 @@ class _Request:
         self.id = value.get("id")
         if self.id is not None and not isinstance(self.id, str):
             raise InvalidRequest("id: give a text")
-        binary = parameters.get("binary_data_output", False) is True
+        binary = _flag(parameters, "binary_data_output", False)
         self._binary: dict[str, bool] | None = None
         self._all_binary = binary
         outputs = value.get("outputs")
-        if outputs:
+        if outputs is not None:
             if not _is_list(outputs) or not all(isinstance(entry, dict) for entry in outputs):
                 raise InvalidRequest("outputs: give a list of objects with a name each")
-            self._binary = {}
+            self._binary = {}  # and if it stays so, all outputs are sent
             for entry in outputs:
                 options = _parameters(entry, "outputs")
                 if options.get("classification"):
                     raise InvalidRequest(
                         "outputs: the classification extension is not served; read the scores"
                     )
-                self._binary[str(entry.get("name"))] = options.get("binary_data", binary) is True
+                self._binary[str(entry.get("name"))] = _flag(options, "binary_data", binary)
 
     def inputs(self, signature: Signature) -> list[Any]:
         """Return one input of the engine per row."""
@@ -267,6 +271,13 @@ def _parameters(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise InvalidRequest(f"{name}: parameters must be an object")
     return found
+
+
+def _flag(parameters: Mapping[str, Any], name: str, usual: bool) -> bool:
+    found = parameters.get(name)
+    if found is not None and not isinstance(found, bool):
+        raise InvalidRequest(f"{name}: give true or false")
+    return usual if found is None else found
 
 
 def _is_list(value: Any) -> bool:

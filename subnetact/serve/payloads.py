@@ -9,18 +9,29 @@ import struct
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import torch
 from torch import Tensor
 
 from subnetact.errors import InvalidRequest, MissingExtra, ServeError
-from subnetact.serve.json_text import NumberArray
 from subnetact.serve.signature import InputPart, Signature
 
-__all__ = ["Images", "is_image", "is_numpy", "numpy_input", "tensor_of", "values_input", "write_numpy"]
+__all__ = [
+    "Images",
+    "array_tensor",
+    "is_image",
+    "is_numpy",
+    "numpy_input",
+    "tensor_json",
+    "tensor_of",
+    "values_input",
+    "write_numpy",
+]
 
 NUMPY_MAGIC = b"\x93NUMPY"
 PNG_MAGIC, JPEG_MAGIC = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
@@ -41,7 +52,7 @@ def values_input(values: Any, signature: Signature) -> Any:
     """Return one input of the engine from JSON.
 
     Args:
-        values: an array of numbers, nested like the input or flat; an object of arrays by name if the input
+        values: a list of numbers, nested like the input or flat; an object of lists by name if the input
             has several tensors.
         signature: what the engine takes.
 
@@ -52,46 +63,70 @@ def values_input(values: Any, signature: Signature) -> Any:
         return tensor_of(values, signature.parts[0], signature.parts[0].shape)
     if not isinstance(values, Mapping) or set(values) != {part.name for part in signature.parts}:
         names = ", ".join(part.name for part in signature.parts)
-        raise InvalidRequest(f"input: give a JSON object with an array for each of {names}")
+        raise InvalidRequest(f"input: give a JSON object with a list for each of {names}")
     return signature.join(
         {part.name: tensor_of(values[part.name], part, part.shape) for part in signature.parts}
     )
 
 
-def tensor_of(values: Any, part: InputPart, shape: tuple[int, ...]) -> Tensor:
+def tensor_of(
+    values: Any, part: InputPart, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None
+) -> Tensor:
     """Return numbers from JSON as a tensor.
 
     Args:
-        values: a list, a `NumberArray` or, for a tensor without dimensions, a number.
+        values: a list or, for a tensor without dimensions, a number.
         part: what the tensor is.
-        shape: its shape; a flat array of as many values is reshaped.
+        shape: its shape; a flat list of as many values is reshaped.
+        dtype: what the client says that the values are. If None, what the tensor is.
 
     Raises:
-        InvalidRequest: the values are no numbers, of another shape, or fractions for whole numbers.
+        InvalidRequest: the values are no numbers, of another shape, fractions for whole numbers, or beyond
+            the range of the dtype.
     """
+    kind = (
+        ("f" if part.dtype.is_floating_point else "b" if part.dtype == torch.bool else "i")
+        if (dtype is None)
+        else dtype.kind
+    )
     try:
-        if isinstance(values, NumberArray):
-            found = torch.from_numpy(values.shaped(shape))
-        elif part.dtype.is_floating_point:
-            found = torch.tensor(values, dtype=part.dtype)
-        else:
-            found = torch.tensor(values)
-        if found.is_floating_point() and not part.dtype.is_floating_point:
-            raise TypeError("fractions for whole numbers")
-        if found.dtype != part.dtype:
-            found = _converted(found, part.dtype)
-        if found.shape != shape:
-            if found.dim() != 1:
-                raise ValueError("another shape")
-            found = found.reshape(shape)
-    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
-        kind = "numbers" if part.dtype.is_floating_point else "whole numbers"
+        level = _in_order(values, shape)
+        if not set(map(type, level)) <= KINDS_OF_VALUES[kind]:
+            raise TypeError("other values than numbers of that kind")
+        array = np.array(level, np.float64 if kind == "f" else np.int64).reshape(shape)
+        if kind != "f" and dtype is not None and not (array.astype(dtype) == array).all():
+            raise ValueError("a number that the dtype does not hold")
+        found = array_tensor(array if dtype is None or kind == "f" else array.astype(dtype), part)
+        if part.dtype.is_floating_point and bool(found.isinf().any()):
+            raise ValueError("a number that the dtype does not hold")
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        wanted = {"f": "numbers", "b": "true or false"}.get(kind, "whole numbers")
         count = math.prod(shape)
         raise InvalidRequest(
-            f"{part.name}: give {kind} for {part.dtype} of shape {shape}, nested like it or all {count} in "
-            "a row"
+            f"{part.name}: give {wanted} for {dtype or part.dtype} of shape {shape}, nested like it or all "
+            f"{count} in a row"
         ) from None
     return found
+
+
+KINDS_OF_VALUES: Mapping[str, set[type]] = {
+    "f": {int, float},
+    "i": {int},
+    "u": {int},
+    "b": {bool, int},
+}
+"""What JSON may hold, by the kind of the dtype; 0 and 1 count as false and true, and not the other way."""
+
+
+def _in_order(values: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Return the values of a list that is nested like the shape, or flat."""
+    flat = type(values) is list and not (values and type(values[0]) is list)
+    level = [values]
+    for size in (math.prod(shape),) if flat else shape:
+        if not all(type(one) is list and len(one) == size for one in level):
+            raise ValueError("another shape")
+        level = list(chain.from_iterable(level))
+    return level
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,10 +233,22 @@ def write_numpy(tensor: Tensor) -> bytes:
     return file.getvalue()
 
 
+def tensor_json(tensor: Tensor) -> str:
+    """Return a tensor as nested lists; values that are not finite become null, because JSON has none.
+
+    Args:
+        tensor: the tensor, on any device.
+    """
+    return orjson.dumps(tensor.detach().tolist()).decode()
+
+
 class Images:
     """Decodes PNG and JPEG images into inputs of shape (C, H, W), C 1 or 3, or of shape (H, W).
 
-    Values are scaled to 0..1 and normalised: (value - mean) / std per channel.
+    Black is 0 and white 1, whatever the depth of the image; then (value - mean) / std per channel. 16-bit grey
+    keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the weights
+    of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind them is not
+    known. An alpha channel or a palette whose pixels are all opaque does no harm.
 
     Args:
         signature: what the engine takes.
@@ -246,7 +293,8 @@ class Images:
             body: the file.
 
         Raises:
-            InvalidRequest: the input is no image, or the file is damaged, too large, or of another size.
+            InvalidRequest: the input is no image, or the file is damaged, too large, of another size, or
+                transparent.
             MissingExtra: Pillow is not installed.
         """
         if not self.served:
@@ -269,11 +317,31 @@ class Images:
                         f"body: an image of {size[0]} x {size[1]}, this engine serves {width} x {height}; "
                         "resize it"
                     )
-                pixels = np.asarray(image.convert(self._mode), dtype=np.float32)
+                if _has_transparency(image):
+                    image = image.convert("RGBA")
+                    if image.getchannel("A").getextrema()[0] < 255:
+                        raise InvalidRequest("body: transparent pixels; send the image on a background")
+                if image.mode.startswith("I"):  # 16-bit grey, which Pillow's convert would clip to 8 bits
+                    grey = np.asarray(image, dtype=np.float32) / 65535.0
+                    pixels = grey if self._mode == "L" else np.stack([grey] * 3, axis=-1)
+                else:
+                    pixels = np.asarray(image.convert(self._mode), dtype=np.float32) / 255.0
         except InvalidRequest:
             raise
         except Exception:  # Pillow's plugins raise errors of many kinds for damaged files.
             raise InvalidRequest("body: not a whole PNG or JPEG image; send another") from None
-        planes = torch.from_numpy(pixels / 255.0).reshape(height, width, -1).permute(2, 0, 1)
+        planes = torch.from_numpy(pixels).reshape(height, width, -1).permute(2, 0, 1)
         normalised = ((planes - self._mean) / self._std).to(self._part.dtype)
         return normalised.reshape(self._part.shape).contiguous()
+
+
+def _has_transparency(image: Any) -> bool:
+    """Return whether an image has an alpha channel or a palette with transparent colours.
+
+    Raises:
+        InvalidRequest: one colour of all pixels counts as transparent.
+    """
+    keyed = "transparency" in image.info
+    if keyed and image.mode not in ("P", "LA", "RGBA"):
+        raise InvalidRequest("body: a colour that is transparent; send the image on a background")
+    return keyed or image.mode in ("LA", "RGBA")

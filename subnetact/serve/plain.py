@@ -11,9 +11,15 @@ from torch import Tensor
 
 from subnetact.errors import InvalidRequest
 from subnetact.serve.ask import NAMES, Ask, read_ask
-from subnetact.serve.exchange import Exchange, Headers, Send, send_reply
-from subnetact.serve.json_text import read_json, tensor_json
-from subnetact.serve.payloads import is_image, is_numpy, numpy_input, values_input, write_numpy
+from subnetact.serve.exchange import Exchange, Headers, Send, read_json, send_reply
+from subnetact.serve.payloads import (
+    is_image,
+    is_numpy,
+    numpy_input,
+    tensor_json,
+    values_input,
+    write_numpy,
+)
 from subnetact.serve.service import Service, now_ms
 from subnetact.serve.signature import named_tensors
 from subnetact.serving.live.batcher import Answer

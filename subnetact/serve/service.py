@@ -18,8 +18,7 @@ from subnetact.errors import DeadlinePassed, FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 from subnetact.serve.access import Access
 from subnetact.serve.ask import Ask
-from subnetact.serve.exchange import Bodies, ClientGone, Headers, Receive, read_body
-from subnetact.serve.json_text import SHORT
+from subnetact.serve.exchange import SHORT, Bodies, ClientGone, Headers, Receive, read_body
 from subnetact.serve.limits import Limits
 from subnetact.serve.payloads import Images, is_image
 from subnetact.serve.rows import Answerer, RowAnswerer, infer_rows

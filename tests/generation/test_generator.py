@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +53,39 @@ def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterato
         one.close(wait=False)
 
 
+class Clock:
+    """A clock that a test moves, in ms."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1000.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_ms
+
+
+class Gate:
+    """A model that stops in front of every step until a test lets it go on."""
+
+    def __init__(self, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forward, self.entered, self.free = generator._loop._decoder.forward, 0, threading.Semaphore(0)
+        self.changed = threading.Condition()
+        monkeypatch.setattr(generator._loop._decoder, "forward", self)
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Compute a step when it may."""
+        with self.changed:
+            self.entered += 1
+            self.changed.notify_all()
+        assert self.free.acquire(timeout=60)
+        return self.forward(**arguments)
+
+    def wait(self, steps: int = 1) -> None:
+        """Wait until a number of steps have begun."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.entered >= steps, 60)
+
+
 class RandomPolicy:
     """A policy that chooses a random subnet for every step."""
 
@@ -74,7 +106,7 @@ def test_a_fixed_subnet_generates_what_transformers_does(
         generator = make(subnets=[spec], table=table)
         for prompt in prompts(2):
             expected = plain.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
-            answer = generator.submit(prompt, max_new_tokens=9, **LONG).result(30)
+            answer = generator.submit(prompt, max_new_tokens=9, **LONG).result(60)
             assert list(answer.tokens) == expected[0, len(prompt) :].tolist(), subnet
             assert (answer.finish, answer.met, answer.subnets) == ("length", True, (0,) * 9)
 
@@ -90,7 +122,8 @@ def test_sequences_that_join_leave_and_switch_get_the_same_tokens_as_alone(
     running = []
     for i, prompt in enumerate(given):
         running.append(generator.submit(prompt, max_new_tokens=4 + 3 * (i % 5), **LONG))
-        time.sleep(0.004 * (i % 3))
+        if i % 3 == 2:
+            next(iter(running[i - 2]))  # the next ones join when this one is under way
     answers = [one.result(60) for one in running]
     used = {subnet for answer in answers for subnet in answer.subnets}
     assert used == {0, 1, 2}
@@ -126,7 +159,7 @@ def test_tokens_come_one_by_one_and_stop_at_a_stop_token(
     assert tokens == alone(prompt, (2,) * 12)
     stop = tokens[5]
     first = tokens.index(stop)
-    answer = generator.submit(prompt, max_new_tokens=12, stop=[stop], **LONG).result(30)
+    answer = generator.submit(prompt, max_new_tokens=12, stop=[stop], **LONG).result(60)
     assert answer.tokens == tuple(tokens[: first + 1])
     assert answer.finish == "stop"
 
@@ -141,12 +174,12 @@ def test_a_client_that_leaves_ends_its_request_and_no_other(
     for _, _ in zip(leaving, range(3), strict=False):
         pass
     leaving.cancel()
-    answer = leaving.result(30)
+    answer = leaving.result(60)
     assert answer.finish == "cancelled"
     assert not answer.met
     assert 3 <= len(answer.tokens) < 100
     assert list(answer.tokens) == alone(first, (1,) * len(answer.tokens))
-    assert list(staying.result(30).tokens) == alone(second, (1,) * 20)
+    assert list(staying.result(60).tokens) == alone(second, (1,) * 20)
     leaving.cancel()
     assert generator.stats().cancelled == 1
 
@@ -162,34 +195,135 @@ def test_sampling_leaves_greedy_neighbours_alone_and_follows_its_limits(
     nucleus = generator.submit(second, max_new_tokens=20, temperature=1.0, top_p=1e-9, **LONG)
     expected = alone(second, (2,) * 20)
     for one in (greedy, only, nucleus):
-        assert list(one.result(30).tokens) == expected
-    assert len({one.result(30).tokens for one in sampled}) > 1
+        assert list(one.result(60).tokens) == expected
+    assert len({one.result(60).tokens for one in sampled}) > 1
     for temperature in (0.0, 1e-320):
         cold = generator.submit(second, max_new_tokens=20, temperature=temperature, **LONG)
-        assert list(cold.result(30).tokens) == expected
+        assert list(cold.result(60).tokens) == expected
 
 
 def test_late_tokens_are_counted_and_requests_that_cannot_begin_are_dropped(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = make(max_sequences=1)
-    slow = generator._loop._decoder.forward
-    monkeypatch.setattr(
-        generator._loop._decoder, "forward", lambda **kwargs: (time.sleep(0.02), slow(**kwargs))[1]
-    )
-    late = generator.submit([5, 6], max_new_tokens=6, first_ms=5_000.0, token_ms=0.5)
-    time.sleep(0.03)
+    clock = Clock()
+    generator = make(max_sequences=1, clock_ms=clock)
+    gate = Gate(generator, monkeypatch)
+    late = generator.submit([5, 6], max_new_tokens=6, first_ms=100.0, token_ms=1.0)
+    gate.wait()
     expiring = generator.submit([7, 8], max_new_tokens=6, first_ms=15.0)
-    with pytest.raises(DeadlinePassed, match="due after 15 ms"):
-        expiring.result(30)
-    answer = late.result(30)
-    assert len(answer.tokens) == 6
-    assert answer.first_ms >= 20.0
-    served = make(max_sequences=1, expired="serve")
-    one = served.submit([5, 6], max_new_tokens=6, first_ms=0.01, token_ms=0.001).result(30)
-    assert (one.late, one.met) == (6, False)
+    clock.now_ms += 20.0  # in the first step, which answers the first request in time
+    with pytest.raises(DeadlinePassed, match="token 1 was due after 15 ms"):
+        expiring.result(60)
+    gate.free.release()
+    gate.wait(2)
+    clock.now_ms += 200.0
+    gate.free.release(100)
+    answer = late.result(60)
+    assert (len(answer.tokens), answer.first_ms, answer.late) == (6, 20.0, 5)
     stats = generator.stats()
     assert (stats.expired, stats.finished) == (1, 1)
+    serving = Clock()
+    served = make(max_sequences=1, expired="serve", clock_ms=serving)
+    gate = Gate(served, monkeypatch)
+    one = served.submit([5, 6], max_new_tokens=6, first_ms=0.01, token_ms=0.001)
+    gate.wait()
+    serving.now_ms += 500.0
+    gate.free.release(100)
+    assert (one.result(60).late, one.result().met) == (6, False)
+
+
+def test_a_step_that_hangs_is_seen_and_requests_end_at_their_deadlines(
+    make: Callable[..., Generator],
+    monkeypatch: pytest.MonkeyPatch,
+    alone: Callable[[list[int], tuple[int, ...]], list[int]],
+) -> None:
+    clock, prompt = Clock(), prompts(1)[0]
+    generator = make(clock_ms=clock, policy=lambda table: Fixed(table, 1), expired="serve", watchdog_ms=2e3)
+    gate = Gate(generator, monkeypatch)
+    begun = generator.submit(prompt, max_new_tokens=9, first_ms=5e3, token_ms=4e3)
+    gate.free.release()
+    gate.wait(2)
+    first = generator.submit(prompt, max_new_tokens=9, first_ms=3e3)
+    patient = generator.submit(prompt, max_new_tokens=4, first_ms=1e6, token_ms=1e6)
+    leaving = generator.submit(prompt, max_new_tokens=4, first_ms=1e6, token_ms=1e6)
+    clock.now_ms += 1.9e3
+    assert generator.stats().up
+    clock.now_ms += 1.2e3
+    assert not generator.stats().up
+    with pytest.raises(DeadlinePassed, match="token 1 was due after 3000 ms"):
+        first.result(60)
+    leaving.cancel()
+    assert leaving.result(60).finish == "cancelled"
+    clock.now_ms += 8e3
+    with pytest.raises(DeadlinePassed, match="token 2 was due after 9000 ms"):
+        begun.result(60)
+    assert not patient.done
+    assert len(begun.tokens()) == 1
+    gate.free.release(100)
+    assert list(patient.result(60).tokens) == alone(prompt, (1,) * 4), "the generator goes on"
+    assert generator.stats().up
+    assert len(begun.tokens()) == 1
+    stats = generator.stats()
+    assert (stats.expired, stats.cancelled, stats.finished, stats.active) == (2, 1, 1, 0)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_closing_does_not_wait_for_a_step_that_hangs(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    clock = Clock()
+    generator = make(clock_ms=clock)
+    gate = Gate(generator, monkeypatch)
+    running = generator.submit([1, 2], max_new_tokens=9, **LONG)
+    gate.wait()
+    clock.now_ms += 1e5
+    closing = threading.Thread(target=generator.close, args=(wait,))
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    with pytest.raises(BatcherClosed):
+        running.result(60)
+    gate.free.release(100)
+    generator._thread.join(60)
+    assert not generator._thread.is_alive()
+    assert not generator.stats().up
+
+
+def test_a_loop_that_dies_is_seen(make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = make()
+    assert generator.stats().up
+    monkeypatch.setattr(generator._loop, "step", lambda: 1 / 0)
+    generator._thread.join(60)
+    assert not generator.stats().up
+    with pytest.raises(BatcherClosed, match="ZeroDivisionError"):
+        generator.submit([1, 2])
+
+
+def test_an_answer_to_a_request_that_has_ended_ends_its_computation(make: Callable[..., Generator]) -> None:
+    generator = make()
+    generator._loop.add("nobody's", [1, 2], 100, set(), None)
+    running = generator.submit([1, 2], max_new_tokens=50, **LONG)
+    running.result(60)
+    generator.close()
+    assert sum(generator.stats().steps.values()) < 80
+
+
+def test_steps_that_a_demanding_request_lifts_are_counted(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = make(policy=lambda table: Fixed(table, 0))
+    alone = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LONG).result(60)
+    assert set(alone.subnets) == {2}
+    assert generator.stats().lifted == 0, "it lifted nobody else"
+    gate = Gate(generator, monkeypatch)
+    modest = generator.submit([1, 2], max_new_tokens=20, **LONG)
+    gate.wait()
+    demanding = generator.submit([1, 2], max_new_tokens=4, min_accuracy=50.0, **LONG)
+    gate.free.release(100)
+    assert set(demanding.result(60).subnets) == {2}
+    subnets = modest.result(60).subnets
+    assert (subnets[0], subnets[-1]) == (0, 0)
+    assert generator.stats().lifted == subnets.count(2) > 0
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
@@ -204,18 +338,18 @@ def test_a_step_that_fails_ends_its_requests_and_the_service_goes_on(
         return forward(**kwargs)
 
     monkeypatch.setattr(generator._loop._decoder, "forward", broken)
-    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(30).met
+    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(60).met
     failing.set()
     with pytest.raises(BatchFailed, match="RuntimeError: no memory"):
-        generator.submit([1, 2], max_new_tokens=2, **LONG).result(30)
+        generator.submit([1, 2], max_new_tokens=2, **LONG).result(60)
     failing.clear()
-    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(30).met
+    assert generator.submit([1, 2], max_new_tokens=2, **LONG).result(60).met
     assert generator.stats().failed == 1
 
 
 def test_a_minimum_accuracy_keeps_to_accurate_subnets(make: Callable[..., Generator]) -> None:
     generator = make(policy=lambda table: Fixed(table, 0))
-    answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LONG).result(30)
+    answer = generator.submit([1, 2], max_new_tokens=5, min_accuracy=44.0, **LONG).result(60)
     assert set(answer.subnets) == {1}
     with pytest.raises(InvalidRequest, match="min_accuracy"):
         generator.submit([1, 2], min_accuracy=ACCURACY[-1] + 1)
@@ -258,9 +392,12 @@ def test_what_cannot_be_generated_is_refused_at_once(
 
 
 @pytest.mark.parametrize("name", ["first_ms", "token_ms", "deadline_ms"])
-def test_a_time_that_is_over_is_refused(make: Callable[..., Generator], name: str) -> None:
-    with pytest.raises(DeadlinePassed, match=name):
-        make().submit([1], **{name: 0.0})
+@pytest.mark.parametrize("time_ms", [0.0, -1.0, float("inf"), -float("inf")])
+def test_a_time_that_is_not_finite_or_over_is_refused(
+    make: Callable[..., Generator], name: str, time_ms: float
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name}: .* finite and > 0"):
+        make().submit([1], **{name: time_ms})
 
 
 def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., Generator]) -> None:
@@ -271,7 +408,7 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., G
     generator.close(wait=False)
     for one in running:
         with pytest.raises(BatcherClosed):
-            one.result(30)
+            one.result(60)
     with pytest.raises(BatcherClosed):
         generator.submit([1, 2])
     generator.close()
@@ -304,6 +441,8 @@ def test_subnets_whose_caches_differ_need_permission(
         ({"step_tokens": None}, PolicyError, "step_tokens"),
         ({"expired": "defer"}, PolicyError, "drop, serve"),
         ({"expired": "hope"}, PolicyError, "expired"),
+        ({"watchdog_ms": 0.0}, PolicyError, "watchdog_ms"),
+        ({"clock_ms": 5.0}, PolicyError, "clock_ms"),
     ],
 )
 def test_arguments_out_of_range_are_refused(

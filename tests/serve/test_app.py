@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -291,11 +292,13 @@ def test_a_slow_body_ends(gated):
     asyncio.run(main())
 
 
-def test_an_output_that_is_no_number_has_no_class(gated, post):
+def test_an_output_that_is_no_number_has_no_class(gated, post, numpy_file):
+    nothing = numpy_file(np.array([0, np.nan, 1, 0], np.float32))
+
     async def main():
         with gated() as (app, runner, _):
             runner.gate.set()
-            status, _, body = await post(app, [0, float("nan"), 1, 0])
+            status, _, body = await post(app, None, raw=nothing)
             assert (status, json.loads(body)["class"]) == (200, None)
 
     asyncio.run(main())

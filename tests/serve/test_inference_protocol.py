@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -104,6 +105,29 @@ BAD = {
     "an endless deadline": {"inputs": [GOOD], "parameters": {"deadline_ms": 1e308}},
     "an output that is not there": {"inputs": [GOOD], "outputs": [{"name": "logits"}]},
     "outputs of another kind": {"inputs": [GOOD], "outputs": 5},
+    "outputs that are no list": {"inputs": [GOOD], "outputs": {}},
+    "outputs that are false": {"inputs": [GOOD], "outputs": False},
+    "a wish for raw bytes that is no truth value": {
+        "inputs": [GOOD],
+        "parameters": {"binary_data_output": 1},
+    },
+    "the same of one output": {
+        "inputs": [GOOD],
+        "outputs": [{"name": "output", "parameters": {"binary_data": "yes"}}],
+    },
+    "fractions that are said to be INT8": {
+        "inputs": [{**GOOD, "datatype": "INT8", "data": [0.5] * 256}],
+    },
+    "fractions without a rest that are said to be INT64": {
+        "inputs": [{**GOOD, "datatype": "INT64", "data": [1.0] * 256}],
+    },
+    "numbers that INT8 does not hold": {"inputs": [{**GOOD, "datatype": "INT8", "data": [128] * 256}]},
+    "negative numbers that are said to be UINT8": {
+        "inputs": [{**GOOD, "datatype": "UINT8", "data": [-1] * 256}],
+    },
+    "numbers that are said to be BOOL": {"inputs": [{**GOOD, "datatype": "BOOL", "data": [0.5] * 256}]},
+    "truth values that are said to be FP32": {"inputs": [{**GOOD, "data": [True] * 256}]},
+    "numbers that FP32 does not hold": {"inputs": [{**GOOD, "data": [1e39] * 256}]},
     "classification": {
         "inputs": [GOOD],
         "outputs": [{"name": "output", "parameters": {"classification": 3}}],
@@ -119,8 +143,46 @@ def test_bad_requests_are_told_so(server, request_):
     assert (status, list(answer)) == (400, ["error"])
 
 
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("INT8", [0, -128, 127, 1]),
+        ("UINT8", [0, 255, 7, 1]),
+        ("UINT32", [2**32 - 1, 0, 7, 1]),
+        ("INT64", [0, -(2**62), 7, 1]),
+        ("BOOL", [True, False, True, True]),
+        ("FP16", [0.5, 1, -2.25, 0]),
+        ("BF16", [0.5, 1, -2.25, 0]),
+        ("FP64", [0.1, 1, -2.25, 0]),
+    ],
+)
+def test_json_of_every_datatype_is_what_it_says(gated, post, datatype, values):
+    """As with raw bytes, numbers of other datatypes are converted to what is served."""
+    entry = {"name": "input", "shape": [1, 4], "datatype": datatype, "data": values}
+
+    async def main():
+        with gated() as (app, runner, _):
+            runner.gate.set()
+            raw = json.dumps({"inputs": [entry]}).encode()
+            status, _, body = await post(app, None, path="/v2/models/model/infer", raw=raw)
+            assert status == 200, body
+            found = torch.tensor(json.loads(body)["outputs"][0]["data"])
+            assert torch.equal(found, torch.tensor([float(v) for v in values]))
+
+    asyncio.run(main())
+
+
+def test_data_beside_raw_bytes_are_refused(server):
+    entry = {**GOOD, "parameters": {"binary_data_size": 1024}}
+    status, answer = infer(server, {"inputs": [entry]}, bytes(1024))
+    assert (status, "both data and raw bytes" in answer["error"]) == (400, True)
+    del entry["data"]
+    assert infer(server, {"inputs": [entry], "parameters": {"deadline_ms": 60_000}}, bytes(1024))[0] == 200
+
+
 def test_bad_binary_requests_are_told_so(server):
-    text = json.dumps({"inputs": [{**GOOD, "parameters": {"binary_data_size": 1024}}]}).encode()
+    entry = {**{k: v for k, v in GOOD.items() if k != "data"}, "parameters": {"binary_data_size": 1024}}
+    text = json.dumps({"inputs": [entry]}).encode()
     for length, raw in (
         (len(text), b"x" * 1023),
         (len(text), b"x" * 1025),
