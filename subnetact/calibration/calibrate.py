@@ -284,7 +284,7 @@ def _inputs(batch: Any, network: nn.Module, labels: bool | None) -> Any:
     parts = list(tensors_of(x))
     if not parts or not all(isinstance(part, Tensor) and part.numel() for part in parts):
         raise SpecError(
-            "a calibration batch is a tensor, a dictionary of named tensors, a tuple of positional tensors, or "
-            f"a pair that begins with one of these, got {describe_input(x)}"
+            "a calibration batch is a tensor, a dictionary of named tensors, a tuple of positional tensors, "
+            f"or a pair that begins with one of these, got {describe_input(x)}"
         )
     return x
