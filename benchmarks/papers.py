@@ -32,7 +32,7 @@ import torch
 
 from subnetact import Batcher, CheapestFeasible, Engine, Fixed, LatencyTable, calibrate
 from subnetact.device import machine
-from subnetact.digits import distort, load_digits_supernet, read_digits
+from subnetact.digits import distort, load_digits_supernet, undistorted_digits
 from subnetact.errors import QueueFull
 from subnetact.serving import (
     Flex,
@@ -83,7 +83,7 @@ def digits_engine() -> Engine:
     space = supernet.space
     shorter = space.parse({"depth": [2, 2, 1], "expand": [0.25, 0.25, 0.25], "width": [1.0]})
     specs = [space.smallest(), shorter, space.largest()]
-    train, _ = read_digits()
+    train, _ = undistorted_digits()
     images = distort(train.images, torch.Generator().manual_seed(0))
     calibrate(supernet, specs, [images[i : i + 100] for i in range(0, len(images), 100)])
     return Engine(supernet, specs, example=torch.zeros(1, 16, 16), memory_budget_mb=256)
@@ -200,7 +200,7 @@ def _block_times(engine: Engine, xs: list[Any], length: int) -> Found:
 def tail() -> Found:
     """Measure the accuracy of batches that go over from the largest subnet to a shorter one on the way."""
     engine = digits_engine()
-    _, held_out = read_digits()
+    _, held_out = undistorted_digits()
     images = distort(held_out.images, torch.Generator().manual_seed(1))
     found: Found = {}
 

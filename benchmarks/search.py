@@ -37,7 +37,7 @@ from subnetact.digits import (
     SIDE,
     distort,
     load_digits_supernet,
-    read_digits,
+    undistorted_digits,
 )
 from subnetact.files.atomic import replacing
 from subnetact.latency.pareto import pareto_front
@@ -57,7 +57,7 @@ def truth(args: argparse.Namespace) -> dict[str, Any]:
     supernet = load_digits_supernet()
     specs = list(supernet.space.enumerate())
     generator = torch.Generator().manual_seed(0)
-    training, held_out = read_digits()
+    training, held_out = undistorted_digits()
     pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
     loader = [(distort(held_out.images, generator), held_out.labels) for _ in range(COPIES)]
     data: dict[str, Any] = {
@@ -182,7 +182,7 @@ def precision(args: argparse.Namespace) -> dict[str, Any]:
     chosen = pareto_front(accuracy, cost=macs.__getitem__, gain=accuracy.__getitem__)
     space = supernet.enable_precision("int8")
     specs = [space.at_precision(spec, name) for spec in chosen for name in ("float32", "int8")]
-    training, held_out = read_digits()
+    training, held_out = undistorted_digits()
     generator = torch.Generator().manual_seed(0)
     pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
     generator = torch.Generator().manual_seed(1)

@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from subnetact import Batcher, Engine, HullFit, LatencyTable, NormTable, calibrate
-from subnetact.digits import distort, load_digits_supernet, read_digits
+from subnetact.digits import distort, load_digits_supernet, undistorted_digits
 from subnetact.errors import (
     BatchFailed,
     DeadlinePassed,
@@ -90,7 +90,7 @@ class States:
     def __init__(self) -> None:
         self.supernet = load_digits_supernet()
         generator = torch.Generator().manual_seed(0)
-        training, held_out = read_digits()
+        training, held_out = undistorted_digits()
         self.batches = [[distort(training.images[i::7][:64], generator)] for i in range(CALIBRATIONS)]
         self.inputs = list(held_out.images[:INPUTS])
         space = self.supernet.space

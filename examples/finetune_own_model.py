@@ -57,7 +57,7 @@ from subnetact import (
     search,
 )
 from subnetact.device import machine
-from subnetact.digits import Digits, distort, read_digits
+from subnetact.digits import Digits, distort, undistorted_digits
 from subnetact.training import sandwich_step
 
 SIZE = 32
@@ -297,7 +297,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     work = Work(args.out / "work")
-    training, held_out = read_digits()
+    training, held_out = undistorted_digits()
     validation, test = held_out_digits(held_out)
 
     model = new_model()

@@ -41,7 +41,7 @@ from subnetact import (
     profile_latency,
 )
 from subnetact.device import machine
-from subnetact.digits import SIDE, Digits, distort, load_digits_supernet, read_digits
+from subnetact.digits import SIDE, Digits, distort, load_digits_supernet, undistorted_digits
 from subnetact.serving import Pipeline, PipelineAnswer, Stage
 
 PAGE = 64
@@ -366,7 +366,7 @@ def main() -> None:
     begin = time.perf_counter()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    train, held_out = read_digits()
+    train, held_out = undistorted_digits()
     detector = new_detector()
     train_detector(detector, train, options.steps)
     print(f"trained the detector in {time.perf_counter() - begin:.0f} s")

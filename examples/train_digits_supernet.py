@@ -20,7 +20,7 @@ from subnetact.digits import (
     Digits,
     distort,
     new_digits_supernet,
-    read_digits,
+    undistorted_digits,
 )
 from subnetact.nas.evaluation import evaluate
 from subnetact.supernet.supernet import Supernet
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    training, held_out = read_digits()
+    training, held_out = undistorted_digits()
     supernet = new_digits_supernet()
     train(supernet, training, args.epochs, args.batch_size, args.seed)
     generator = torch.Generator().manual_seed(args.seed + 1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from subnetact.errors import MissingExtra
+from subnetact.errors import MissingExtra, SpecError
 from subnetact.operators import (
     Elastic,
     LayerSelect,
@@ -29,7 +29,15 @@ from subnetact.space import (
 from subnetact.supernet.insert import insert_
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Digits", "distort", "load_digits_supernet", "new_digits_supernet", "read_digits"]
+__all__ = [
+    "Digits",
+    "distort",
+    "load_digits_supernet",
+    "new_digits_supernet",
+    "read_digits",
+    "undistorted_digits",
+    "validation_and_test",
+]
 
 SIDE = 16
 """Images are (1, SIDE, SIDE)."""
@@ -147,16 +155,58 @@ def load_digits_supernet() -> Supernet:
 
 
 class Digits(NamedTuple):
-    """Distorted handwritten digits: images (N, 1, 16, 16), labels (N,)."""
+    """Handwritten digits: images (N, 1, 16, 16), or (N, 1, 8, 8) if undistorted, and labels (N,)."""
 
     images: Tensor
     labels: Tensor
 
 
-def read_digits() -> tuple[Digits, Digits]:
-    """Return scikit-learn's digits as 8 x 8 images in 0..1, as (training, held-out) sets.
+def read_digits(seed: int = 0) -> tuple[Digits, Digits]:
+    """Return what the shipped supernet was trained for: distorted digits as (training, held-out) sets.
 
-    Every third image, 599 of 1797, is held out.
+    Every third of scikit-learn's 1,797 digits is held out; 599 are, and the supernet has never seen them. The
+    two sets can be given to `evaluate` as batches of images and labels.
+
+    Args:
+        seed: seed of the distortions. Other seeds distort the same digits in other ways.
+
+    Raises:
+        MissingExtra: scikit-learn is not installed (`pip install subnetact[demo]`).
+
+    Example:
+        >>> training, held_out = read_digits()
+        >>> subnetact.calibrate(supernet, specs, training.images[:600].split(200))
+        >>> subnetact.evaluate(supernet, specs, [held_out])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    training, held_out = (
+        Digits(distort(data.images, generator), data.labels) for data in undistorted_digits()
+    )
+    return training, held_out
+
+
+def validation_and_test(copies: int = 3, seed: int = 0) -> tuple[Digits, Digits]:
+    """Return the distorted held-out digits as two sets of different digits, to choose on and to test on.
+
+    Args:
+        copies: number of distorted copies of every digit.
+        seed: seed of the first copy; the next copies have the next seeds, as in `read_digits`.
+
+    Raises:
+        MissingExtra: scikit-learn is not installed.
+    """
+    seen = [read_digits(seed + i)[1] for i in range(copies)]
+    first, second = (
+        Digits(torch.cat([s.images[i::2] for s in seen]), torch.cat([s.labels[i::2] for s in seen]))
+        for i in range(2)
+    )
+    return first, second
+
+
+def undistorted_digits() -> tuple[Digits, Digits]:
+    """Return scikit-learn's digits as 8 x 8 images in 0..1, as (training, held-out) sets, to be distorted.
+
+    The supernet takes larger, distorted images; `read_digits` returns these.
 
     Raises:
         MissingExtra: scikit-learn is not installed (`pip install subnetact[demo]`).
@@ -174,8 +224,21 @@ def read_digits() -> tuple[Digits, Digits]:
 
 
 def distort(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16)."""
+    """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16).
+
+    Args:
+        images: undistorted digits.
+        generator: the source of the distortions; it is advanced.
+
+    Raises:
+        SpecError: the images are of another size, as those that are distorted already.
+    """
     n = len(images)
+    if images.shape[1:] != (1, 8, 8):
+        raise SpecError(
+            f"distort takes images (N, 1, 8, 8) of undistorted_digits(), got {tuple(images.shape)}; those of "
+            "read_digits() are distorted already"
+        )
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return torch.empty(n, *shape).uniform_(low, high, generator=generator)

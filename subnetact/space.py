@@ -37,6 +37,11 @@ __all__ = [
 SizeRow: TypeAlias = tuple[int, ...]
 """The size row of a subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
 
+ALL = 1000
+"""The most subnets of a space of which all are hashed for its id."""
+SAMPLED = 64
+"""The random subnets that are hashed for the id of a larger space."""
+
 AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
 """The values of every axis, one per slot. A slot that the subnet does not use holds None."""
 
@@ -226,9 +231,10 @@ class SubnetSpace:
         name: as given.
         axes: as given.
         dimensions: the names of the dimensions, in the order of size rows.
-        id: the name and a hash of the axes and of the smallest and largest sizes. Specifications, norm
-            tables and latency tables carry the id of their space. With an axis of precisions, it is the id
-            of `base` and the precisions, for example `digits-0a1b2c3d4e5f@int8`.
+        id: the name and a hash of the axes, the dimensions and the sizes: those of all subnets of a small
+            space, and of a fixed sample of a large one in which every choice of every slot occurs.
+            Specifications, norm tables and latency tables carry the id of their space. With an axis of
+            precisions, it is the id of `base` and the precisions, for example `digits-0a1b2c3d4e5f@int8`.
         base: the space without the axis of precisions. It is the space itself if it has no such axis.
         resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
             specifications of other spaces. The last 4,096 results are cached.
@@ -236,7 +242,8 @@ class SubnetSpace:
             model has them (`supernet.space`); for other spaces, this is None.
 
     Raises:
-        SpecError: the axes contradict themselves, a choice is a truth value, or a size is not a whole number.
+        SpecError: the axes contradict themselves, a choice is a truth value, the name has an `@`, or
+            `resolve` gives a subnet that is hashed a size that is not a whole number or other dimensions.
 
     Example:
         >>> widths = Axis.uniform("width", ["stage1", "stage2"], [0.5, 1.0])
@@ -261,12 +268,12 @@ class SubnetSpace:
         self._parse = parse
         self._format = format
         self.base: SubnetSpace = self
+        self.id = name
         self._check_axes()
-        smallest, largest = (self._sizes(self._pick(end)) for end in (0, -1))
-        self.dimensions: tuple[str, ...] = tuple(largest)
-        digest = hashlib.sha256(
-            json.dumps([self._describe(), list(smallest.items()), list(largest.items())]).encode()
-        )
+        self.dimensions: tuple[str, ...] = tuple(self._sizes(dict(self.largest().values)))
+        digest = hashlib.sha256(json.dumps([self._describe(), self.dimensions]).encode())
+        for spec in self._telling():
+            digest.update(json.dumps(self._sizes_of(spec)).encode())
         self.id = f"{name}-{digest.hexdigest()[:12]}"
         self.cache_rules: CacheRules | None = None
         self._remember()
@@ -628,12 +635,15 @@ class SubnetSpace:
         Raises:
             SpecError: the specification is not legal, or of another space (`ForeignSpec`).
         """
-        sizes = self._sizes(dict(self.check(spec).values))
+        return self._sizes_of(self.check(spec))
+
+    # -- inner parts -----------------------------------------------------------------------------
+
+    def _sizes_of(self, spec: SubnetSpec) -> SizeRow:
+        sizes = self._sizes(dict(spec.values))
         if tuple(sizes) != self.dimensions:
             raise SpecError(f"{self.name}: resolve() names other dimensions for {spec} than for the largest")
         return tuple(sizes.values())
-
-    # -- inner parts -----------------------------------------------------------------------------
 
     def _keyed(self, key: str) -> SubnetSpec | None:
         """Return the subnet of a readable key, or None if the key is of no subnet of this space."""
@@ -652,7 +662,9 @@ class SubnetSpace:
         return spec if spec.key == key else None
 
     def _draw(self, source: Rng) -> SubnetSpec:
-        pick = source.randrange if isinstance(source, random.Random) else source.integers
+        return self._drawn(source.randrange if isinstance(source, random.Random) else source.integers)
+
+    def _drawn(self, pick: Callable[[int], Any]) -> SubnetSpec:
         return self._canonical(
             {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
         )
@@ -750,7 +762,27 @@ class SubnetSpace:
             f"choose from {', '.join(map(str, slot.choices))}"
         )
 
+    def _telling(self) -> Iterator[SubnetSpec]:
+        """Yield the subnets whose sizes identify the space: all, or a sample that covers every choice."""
+        if self.size() <= ALL:
+            yield from self.enumerate()
+            return
+        number = random.Random(0).random  # It gives the same numbers in every version of Python.
+        drawn = [self._drawn(lambda n: number() * n) for _ in range(SAMPLED)]
+        covered = {(name, i, v) for spec in drawn for name, slots in spec.values for i, v in enumerate(slots)}
+        yield from (self.smallest(), self.largest(), *drawn)
+        for axis, index, slot in self._slots():
+            for choice in slot.choices:
+                if (axis.name, index, choice) not in covered:
+                    values: dict[str, list[Any]] = {name: list(v) for name, v in self._pick(0).items()}
+                    if slot.used_when and slot.used_when.values:
+                        values[slot.used_when.axis][slot.used_when.slot] = slot.used_when.values[0]
+                    values[axis.name][index] = choice
+                    yield self._canonical({name: tuple(v) for name, v in values.items()})
+
     def _check_axes(self) -> None:
+        if "@" in self.name:
+            raise SpecError(f"{self.name}: names of spaces have no '@', which marks precisions; leave it out")
         gates = {(a.name, i): s for a, i, s in self._slots() if s.used_when is None}
         for axis, index, slot in self._slots():
             where = f"{self.name}: {axis.name}[{index}] ({slot.name})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,16 +145,13 @@ class SubnetSpec:
         return cls(space, tuple((name, tuple(slots)) for name, slots in values.items()))
 
 
-_WITH_PRECISION = re.compile(r"@(int8|bfloat16)[^@]*$")
-
-
 def base_id(space: str) -> str:
     """Return the id of a space without what `SubnetSpace.with_precision` added to it.
 
     Args:
         space: the id of a space, `digits-0a1b2c3d4e5f@int8` for example.
     """
-    return _WITH_PRECISION.sub("", space)
+    return space.partition("@")[0]  # Names of spaces have no "@".
 
 
 def shown(value: Any) -> str:

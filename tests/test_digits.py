@@ -18,37 +18,54 @@ import torch
 import subnetact
 from subnetact.demo.digits_demo import Run, _serve
 from subnetact.demo.machine_notes import machine_notes
-from subnetact.digits import distort, load_digits_supernet, read_digits
-from subnetact.errors import BatchFailed
+from subnetact.digits import (
+    distort,
+    load_digits_supernet,
+    read_digits,
+    undistorted_digits,
+    validation_and_test,
+)
+from subnetact.errors import BatchFailed, SpecError
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
 
 def test_training_and_held_out_digits_are_apart() -> None:
-    training, held_out = read_digits()
+    training, held_out = undistorted_digits()
     assert len(training.labels) + len(held_out.labels) == 1797
     assert training.images.shape[1:] == (1, 8, 8)
     seen = {image.numpy().tobytes() for image in training.images}
     assert sum(image.numpy().tobytes() in seen for image in held_out.images) == 0
 
 
-def test_distortion_is_repeatable_and_distorts() -> None:
-    _, held_out = read_digits()
-    one, other = (distort(held_out.images[:5], torch.Generator().manual_seed(s)) for s in (0, 0))
-    assert torch.equal(one, other)
-    assert one.shape == (5, 1, 16, 16)
-    assert not torch.equal(one, distort(held_out.images[:5], torch.Generator().manual_seed(1)))
+def test_digits_are_what_the_supernet_takes_and_repeatable() -> None:
+    for one, other, again, plain in zip(
+        read_digits(), read_digits(1), read_digits(), undistorted_digits(), strict=True
+    ):
+        assert one.images.shape == (len(plain.labels), 1, 16, 16)
+        assert torch.equal(one.labels, plain.labels)
+        assert torch.equal(one.images, again.images)
+        assert not torch.equal(one.images, other.images)
+    validation, test = validation_and_test(2, seed=5)
+    _, held_out = read_digits(6)
+    assert torch.equal(validation.images[-300:], held_out.images[::2])
+    assert torch.equal(validation.labels, held_out.labels[::2].repeat(2))
+    assert torch.equal(test.images[-299:], held_out.images[1::2])
+
+
+def test_digits_are_not_distorted_twice() -> None:
+    with pytest.raises(SpecError, match=r"those of read_digits\(\) are distorted already"):
+        distort(read_digits()[1].images, torch.Generator())
 
 
 def test_subnets_trade_accuracy_and_subnet_norm_repairs_them() -> None:
     supernet = load_digits_supernet()
-    training, held_out = read_digits()
-    generator = torch.Generator().manual_seed(7)
-    data = [(distort(held_out.images, generator), held_out.labels) for _ in range(2)]
+    training, held_out = read_digits(7)
+    data = [held_out, read_digits(8)[1]]
     space = supernet.space
     smallest, middle, largest = space.smallest(), space.spec(depth=2, expand=0.25, width=0.5), space.largest()
     shared = subnetact.evaluate(supernet, [smallest, middle], data)
-    batches = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
+    batches = training.images[:600].split(200)
     subnetact.calibrate(supernet, [smallest, middle, largest], batches, progress=False)
     low, mid, high = subnetact.evaluate(supernet, [smallest, middle, largest], data)
     assert high - low >= 8

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import subnetact
+from subnetact.digits import read_digits
 from subnetact.profile.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,45 @@ def test_the_inserted_networks_are_what_their_descriptions_say(monkeypatch: pyte
     for spec in supernet.space.enumerate():
         assert torch.equal(supernet(x, subnet=spec), supernet.extract(spec)(x))
         assert supernet(x, subnet=spec).shape == (2, spec["width"][0], 1)
+
+
+def names_after(block: str) -> dict[str, Any]:
+    """Run a block of the README and return the names that it leaves."""
+    names: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_the_service_reaches_the_accuracy_that_its_block_states() -> None:
+    (block,) = (block for block in BLOCKS if "Batcher(" in block and "load_digits_supernet" in block)
+    (listed,) = re.findall(r"accuracy=\[([\d., ]+)\]", block)
+    stated = [float(number) for number in listed.split(",")]
+    names = names_after(block)
+    supernet, specs, held_out = (names[name] for name in ("supernet", "specs", "held_out"))
+    measured = subnetact.evaluate(supernet, specs, [held_out], progress=False)
+    assert measured == pytest.approx(stated, abs=1.0)
+    engine = names["engine"]
+    served = [
+        100 * float((engine(held_out.images, i).argmax(1) == held_out.labels).float().mean())
+        for i in range(2)
+    ]
+    assert served == pytest.approx(stated, abs=1.0)
+
+
+@pytest.mark.slow
+def test_the_exported_digits_read_what_the_supernet_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = (block for block in BLOCKS if "to_torchscript(" in block)
+    monkeypatch.chdir(tmp_path)
+    names = names_after(block)
+    _, held_out = read_digits()
+    loaded = torch.jit.load("model.pt")
+    for i, least in enumerate([50.0, 80.0]):
+        right = loaded(held_out.images, torch.tensor([i])).argmax(1) == held_out.labels
+        assert 100 * float(right.float().mean()) >= least
+    assert torch.equal(names["x"], held_out.images[:4])
 
 
 def test_the_blocks_are_short() -> None:

@@ -46,7 +46,7 @@ class TwoInputs(nn.Module):
         return {"logits": self.head(gated.mean((2, 3)))}
 
 
-def two_inputs() -> Supernet:
+def two_inputs(network: nn.Module | None = None) -> Supernet:
     space = SubnetSpace(
         "two", [Axis.uniform("width", ["all"], [4, 8])], lambda values: {"width": values["width"][0]}
     )
@@ -56,7 +56,7 @@ def two_inputs() -> Supernet:
         "gate": WeightSlice.on(out="width"),
         "head": WeightSlice.on(in_="width"),
     }
-    return insert_(TwoInputs().eval(), space, elastic)
+    return insert_((network or TwoInputs()).eval(), space, elastic)
 
 
 def batch(n: int = 6) -> tuple[Tensor, Tensor]:
@@ -85,6 +85,59 @@ def test_calibration_gives_the_statistics_of_the_batch(form: str) -> None:
         found = supernet.statistics(spec)["bn"]
         for mine, expected in zip(found, by_hand(supernet, image, width), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+class Several(TwoInputs):
+    """Takes any number of arguments."""
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        return super().forward(*inputs)
+
+
+class GateFirst(TwoInputs):
+    """The gate changes what the BatchNorm sees, so that its statistics tell whether both inputs came."""
+
+    def forward(self, image: Tensor, extra: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(image if extra is None else image * extra[:, :1, None, None], torch.ones(6, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_of", "labels", "gated"),
+    [
+        (TwoInputs, tuple, None, False),
+        (TwoInputs, list, None, False),
+        (TwoInputs, tuple, False, False),
+        (GateFirst, tuple, False, True),
+        (GateFirst, tuple, True, False),
+        (GateFirst, lambda pair: (pair, torch.zeros(6)), None, True),
+        (GateFirst, lambda pair: pair[:1], None, False),
+    ],
+)
+def test_a_batch_of_positional_arguments_is_used_as_a_whole(
+    kind: Any, batch_of: Any, labels: bool | None, gated: bool
+) -> None:
+    supernet, (image, extra) = two_inputs(kind()), batch()
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+    calibrate(supernet, specs, [batch_of((image, extra))], labels=labels)
+    seen = image * extra[:, :1, None, None] if gated else image
+    for spec, width in zip(specs, (4, 8), strict=True):
+        found = supernet.statistics(spec)["bn"]
+        for mine, expected in zip(found, by_hand(supernet, seen, width), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=5e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Several, GateFirst])
+@pytest.mark.parametrize("second", [torch.randn(6, 4), torch.arange(6)])
+def test_a_batch_that_could_be_meant_either_way_is_refused(kind: Any, second: Tensor) -> None:
+    supernet = two_inputs(kind())
+    specs = [supernet.space.smallest()]
+    with pytest.raises(SpecError, match=r"labels=True if they are, and labels=False if all are arguments"):
+        calibrate(supernet, specs, [(batch()[0], second)])
+    with pytest.raises(SpecError, match="are the elements behind the first labels"):
+        calibrate(two_inputs(), specs, [(*batch(), torch.arange(6))])
+    with pytest.raises(SpecError, match="labels: 'yes' is no truth value"):
+        calibrate(supernet, specs, [(batch()[0], second)], labels="yes")  # type: ignore[arg-type]
+    assert not supernet.norms
 
 
 def test_an_interrupted_calibration_knows_its_batches(tmp_path: Path) -> None:

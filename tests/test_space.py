@@ -267,3 +267,66 @@ def test_numbers_beyond_floats_are_no_choices(value: Any) -> None:
     space = SubnetSpace("s", [Axis.uniform("a", ["x"], [1, 2])], lambda v: {"a": int(v["a"][0])})
     with pytest.raises(IllegalChoice, match="is not a choice"):
         space.spec(a=[value])
+
+
+def with_rule(sizes: Any, slots: int = 2, choices: tuple[int, ...] = (1, 2, 3)) -> SubnetSpace:
+    """A space of widths, of which each slot is a dimension whose size `sizes(slot, value, values)` gives."""
+
+    def resolve(values: dict[str, tuple[int, ...]]) -> dict[str, int]:
+        widths = values["width"]
+        return {f"w{i}": sizes(i, v, widths) for i, v in enumerate(widths)}
+
+    return SubnetSpace("ruled", [Axis.uniform("width", [f"s{i}" for i in range(slots)], choices)], resolve)
+
+
+@pytest.mark.parametrize("slots", [2, 6, 40], ids=["all", "all of the largest small space", "a sample"])
+def test_the_id_tells_spaces_apart_that_differ_in_between(slots: int) -> None:
+    def doubled(i: int, v: int, _: Any) -> int:
+        return 2 * v
+
+    for slot in range(slots):
+
+        def other(i: int, v: int, _: Any, slot: int = slot) -> int:
+            return 2 * v - (i == slot and v == 2)  # Both ends are the same.
+
+        def together(i: int, v: int, values: Any, slot: int = slot) -> int:
+            return 2 * v - (i == slot and v == 2 and values[slot - 1] == 2)
+
+        ids = {with_rule(rule, slots).id for rule in (doubled, other, together)}
+        assert len(ids) == 3
+    assert with_rule(doubled, slots).id == with_rule(doubled, slots).id
+
+
+def test_the_id_covers_choices_that_few_subnets_use() -> None:
+    def space(middle: int) -> SubnetSpace:
+        gates = Axis.uniform("kind", ["first"], range(500))
+        rare = Slot("rare", (1, 2, 3), UsedWhen("kind", 0, (250,)))
+        axes = [gates, Axis("width", (rare,)), Axis.uniform("free", ["a"], [0, 1])]
+        sizes = {None: 1, 1: 1, 2: middle, 3: 9}
+        return SubnetSpace("s", axes, lambda v: {"rare": sizes[v["width"][0]], "kind": v["kind"][0]})
+
+    assert space(2).size() > 1000
+    assert space(2).id == space(2).id != space(3).id
+
+
+def test_the_id_depends_on_the_names_of_the_dimensions() -> None:
+    axes = [Axis.uniform("width", ["all"], [1, 2])]
+    one, other = (SubnetSpace("s", axes, lambda v, n=name: {n: v["width"][0]}) for name in ("a", "b"))
+    assert one.id != other.id
+
+
+def test_ids_are_the_same_on_every_machine() -> None:
+    assert with_rule(lambda i, v, _: v, 2).id == "ruled-28ca552aa6d2"
+    assert with_rule(lambda i, v, _: v, 40).id == "ruled-7234a7aa3363"
+
+
+def test_a_name_cannot_pass_for_a_precision() -> None:
+    with pytest.raises(SpecError, match=r"net@int8: names of spaces have no '@'"):
+        SubnetSpace("net@int8", [Axis.uniform("width", ["all"], [1, 2])], lambda v: {"w": v["width"][0]})
+
+
+def test_sizes_of_every_hashed_subnet_are_whole() -> None:
+    with pytest.raises(SpecError, match="whole number"):
+        with_rule(lambda i, v, _: v + (0.5 if v == 2 else 0))
+    with pytest.raises(SpecError, match="other dimensions"):
+        SubnetSpace("s", [Axis.uniform("w", ["a"], [1, 2])], lambda v: {f"w{v['w'][0]}": 1})

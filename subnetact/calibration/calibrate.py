@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.calibration.run import CalibrationRun
@@ -19,7 +20,7 @@ from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
-from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of
+from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of, without_labels
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
 
@@ -84,6 +85,7 @@ def calibrate(
     memory_mb: float = 1024.0,
     check: bool = True,
     adopt: bool | None = None,
+    labels: bool | None = None,
 ) -> CalibrationReport:
     """Fill `supernet.norms` with the BatchNorm statistics of every given subnet, in one pass over the data.
 
@@ -99,10 +101,10 @@ def calibrate(
         supernet: the supernet; only its norm table changes.
         specs: the subnets. Subnets that have statistics already get new ones. A subnet at a lower precision
             uses, and gets, the statistics of the same subnet at float32.
-        batches: inputs of shape (N, C, H, W) like those to be served; their sizes may differ. If a batch is a
-            tuple or list, as a DataLoader yields, its first element is used. A network of several inputs
-            takes dictionaries of its named arguments, or tuples of its positional arguments as the first
-            element: `(((a, b), labels), ...)`. The batches are read once.
+        batches: inputs of shape (N, C, H, W) like those to be served; their sizes may differ. A network of
+            several inputs takes dictionaries of its named arguments or tuples of its positional arguments.
+            The batches of a DataLoader, `(images, labels)` or `((a, b), labels)`, are taken as well; see
+            `labels`. The batches are read once.
         progress: if True, show a progress bar when standard error is a terminal.
         rule: `weighted_biased` or `cumulative_unbiased`. If None, the rule of the supernet's family is used,
             which is `weighted_biased` for an own network.
@@ -122,13 +124,18 @@ def calibrate(
         adopt: whether the largest subnet, if it is among the given ones, gets the statistics that the network
             came with instead of new ones. If None, it does if the network was pretrained and has not changed
             since `insert_`; its outputs are then those of the original network, bit for bit.
+        labels: whether batches that are tuples or lists begin with the inputs and go on with labels. If True,
+            the first element is used; if False, all elements are the positional arguments of the network. If
+            None, elements behind the first are labels if the first is a tuple or mapping, or if the network
+            takes one argument only, and arguments if the network needs that many.
 
     Returns:
         How many batches each subnet took, what sharing saved, and which subnets ran one at a time and why.
 
     Raises:
         SpecError: a specification is not of this supernet, an argument is out of its range, there are no
-            batches, the network does not run on a batch, or statistics are not finite.
+            batches, the network does not run on a batch, a batch may be read with labels and without, or
+            statistics are not finite.
         InsertError: a subnet does not run on a batch on which the largest subnet runs, because the elastic
             description lacks a module, or `supernet.check` fails; the message names the module.
         ResumeMismatch: `resume` is of other weights, subnets, data or settings.
@@ -153,6 +160,8 @@ def calibrate(
         raise SpecError(f"memory_mb: {memory_mb!r} is no number of MiB; give 0 to keep nothing")
     if not save_every_s >= 0:
         raise SpecError(f"save_every_s: {save_every_s!r} is no number of seconds; give 0 to save at once")
+    if labels not in (None, True, False):
+        raise SpecError(f"labels: {labels!r} is no truth value; give True if batches go on with labels")
     as_supernet(supernet)
     lists: tuple[Any, ...] = specs, batches
     if any(isinstance(x, SubnetSpec | Tensor | str) or not isinstance(x, Iterable) for x in lists):
@@ -176,7 +185,8 @@ def calibrate(
         if resume is not None:
             saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
         run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
-        _pass(run, batches, saved, save_every_s, start, progress, supernet if check else None)
+        inputs_of = partial(_inputs, network=supernet.network, labels=labels)
+        _pass(run, batches, inputs_of, saved, save_every_s, start, progress, supernet if check else None)
         found = run.rows()
     rows = {spec: found[spec] for spec in wanted}
     _check_finite(rows)
@@ -201,6 +211,7 @@ def calibrate(
 def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
+    inputs_of: Callable[[Any], Any],
     saved: UnfinishedFile | None,
     save_every_s: float,
     start: float,
@@ -219,7 +230,7 @@ def _pass(
         leave=None,
     ) as bar:
         for batch in batches:
-            x = map_tensors(lambda t: t.to(run.device), _inputs(batch))
+            x = map_tensors(lambda t: t.to(run.device), inputs_of(batch))
             given += 1
             if given == 1:
                 run.prepare(x)
@@ -268,12 +279,12 @@ def _check_finite(rows: Mapping[SubnetSpec, NormRow]) -> None:
         )
 
 
-def _inputs(batch: Any) -> Any:
-    x = as_batch(batch[0] if isinstance(batch, list | tuple) and batch else batch)
+def _inputs(batch: Any, network: nn.Module, labels: bool | None) -> Any:
+    x = as_batch(without_labels(batch, network, labels))
     parts = list(tensors_of(x))
     if not parts or not all(isinstance(part, Tensor) and part.numel() for part in parts):
         raise SpecError(
-            "a calibration batch is a tensor, a dictionary of named tensors, or a pair that begins with one "
-            f"of these or with a tuple of tensors, got {describe_input(x)}"
+            "a calibration batch is a tensor, a dictionary of named tensors, a tuple of positional tensors, "
+            f"or a pair that begins with one of these, got {describe_input(x)}"
         )
     return x

@@ -25,7 +25,7 @@ import torch
 from subnetact.calibration.calibrate import calibrate
 from subnetact.demo.machine_notes import machine_notes, share_of_core
 from subnetact.device import machine
-from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
+from subnetact.digits import Digits, load_digits_supernet, read_digits, validation_and_test
 from subnetact.engine.engine import Engine
 from subnetact.errors import DeadlinePassed, QueueFull, UncalibratedSubnetWarning
 from subnetact.files.documents import write_json
@@ -127,11 +127,9 @@ def demonstrate_digits(
     supernet = load_digits_supernet()
     parameters = sum(p.numel() for p in supernet.parameters())
     print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {_machine()}")
-    training, held_out = read_digits()
-    generator = torch.Generator().manual_seed(seed)
-    pool = [distort(part, generator) for part in torch.split(training.images[:600], 200)]
-    validation = _distorted(Digits(held_out.images[::2], held_out.labels[::2]), 3, generator)
-    test = _distorted(Digits(held_out.images[1::2], held_out.labels[1::2]), 3, generator)
+    training, _ = read_digits(seed)
+    pool = training.images[:600].split(200)
+    validation, test = validation_and_test(3, seed)
 
     specs = supernet.space.sample(random.Random(seed), candidates)
     shown = [specs[0], *specs[2:6], specs[1]]
@@ -203,11 +201,6 @@ def demonstrate_digits(
 def _machine() -> str:
     facts = machine(torch.device("cpu"))
     return f"{facts['device_name']}, {facts['cpus']} CPUs, torch {facts['torch']}, 1 thread"
-
-
-def _distorted(data: Digits, copies: int, generator: torch.Generator) -> Digits:
-    images = torch.cat([distort(data.images, generator) for _ in range(copies)])
-    return Digits(images, data.labels.repeat(copies))
 
 
 def _front(supernet: Supernet, specs: list[SubnetSpec], data: Digits) -> list[Candidate]:

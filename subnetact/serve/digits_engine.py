@@ -5,10 +5,8 @@ Used by `python -m subnetact.serve --demo`, by the load test of this server, and
 
 from __future__ import annotations
 
-import torch
-
 from subnetact.calibration.calibrate import calibrate
-from subnetact.digits import Digits, distort, load_digits_supernet, read_digits
+from subnetact.digits import Digits, load_digits_supernet, read_digits, validation_and_test
 from subnetact.engine.engine import Engine
 from subnetact.latency.table import LatencyTable
 from subnetact.profile.sweep import profile_latency
@@ -41,10 +39,9 @@ def digits_engine(seed: int = 0) -> Engine:
         supernet.space.parse({"depth": list(depth), "expand": list(expand), "width": [width]})
         for depth, expand, width in SUBNETS
     ]
-    training, held_out = read_digits()
-    generator = torch.Generator().manual_seed(seed)
-    calibrate(supernet, specs, [distort(training.images[:200], generator)])
-    validation = _views(held_out, 0, 3, generator)
+    training, _ = read_digits(seed)
+    calibrate(supernet, specs, [training.images[:200]])
+    validation, _ = validation_and_test(3, seed)
     engine = Engine(supernet, specs, example=validation.images[0], memory_budget_mb=FUSED_MB)
     for i, spec in enumerate(specs):
         right = engine(validation.images, subnet=i).argmax(1) == validation.labels
@@ -75,10 +72,4 @@ def unseen_digits(copies: int = 3, seed: int = 1) -> Digits:
         copies: number of distorted copies of every digit.
         seed: seed of the distortions.
     """
-    _, held_out = read_digits()
-    return _views(held_out, 1, copies, torch.Generator().manual_seed(seed))
-
-
-def _views(data: Digits, start: int, copies: int, generator: torch.Generator) -> Digits:
-    images, labels = data.images[start::2], data.labels[start::2]
-    return Digits(torch.cat([distort(images, generator) for _ in range(copies)]), labels.repeat(copies))
+    return validation_and_test(copies, seed)[1]

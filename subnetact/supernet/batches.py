@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter, signature
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["as_batch", "call_with", "describe_input", "logits", "map_tensors", "tensors_of"]
+from subnetact.errors import SpecError
+
+__all__ = ["as_batch", "call_with", "describe_input", "logits", "map_tensors", "tensors_of", "without_labels"]
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
@@ -31,6 +34,39 @@ def as_batch(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(as_batch, x))
     return {name: as_batch(part) for name, part in x.items()} if isinstance(x, Mapping) else x
+
+
+def without_labels(batch: Any, network: nn.Module, labels: bool | None = None) -> Any:
+    """Return the inputs of a batch, which may be a pair of inputs and labels.
+
+    Args:
+        batch: a tensor or a mapping, which are inputs; or a tuple or list.
+        network: the network whose inputs they are.
+        labels: whether a tuple or list goes on with labels behind its first element. If None, it does if its
+            first element is a tuple or mapping, or if the network takes one argument only; it does not if the
+            network needs as many arguments as the tuple has elements.
+
+    Raises:
+        SpecError: `labels` is None, and the batch could be meant either way.
+    """
+    if not isinstance(batch, tuple | list) or not batch:
+        return batch
+    if labels is None and len(batch) > 1 and isinstance(batch[0], Tensor):
+        positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        given = signature(network.forward).parameters.values()
+        needed = sum(p.kind in positional and p.default is Parameter.empty for p in given)
+        several = any(p.kind == Parameter.VAR_POSITIONAL for p in given)
+        if several or sum(p.kind in positional for p in given) > 1:
+            if len(batch) != needed:
+                raise SpecError(
+                    f"a batch is {describe_input(tuple(batch))} and the network takes several arguments: are "
+                    "the elements behind the first labels? Give calibrate labels=True if they are, and "
+                    "labels=False if all are arguments; ((a, b), labels) and dictionaries are always clear"
+                )
+            return tuple(batch)
+    if labels is False:
+        return tuple(batch)
+    return batch[0]
 
 
 def tensors_of(x: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ofa_adapters import encode, families, load
 from ofa_adapters.registry import family_of
 from subnetact.errors import SpecError
+from subnetact.latency.table import LatencyTable
 from subnetact.operators import CALIBRATION_RULES, Operator
 from subnetact.space import SubnetSpace
 
@@ -39,6 +40,17 @@ def test_the_registry() -> None:
     )
     with pytest.raises(SpecError, match="unknown family 'resnet'; choose from ofa_resnet50, ofa_mbv3"):
         load("resnet")
+
+
+@pytest.mark.parametrize("family", ["ofa_mbv3", "ofa_resnet50"])
+def test_published_latency_tables_are_of_the_family(family: str) -> None:
+    """The space has the id that the tables in profiling/tables carry, and all of their subnets."""
+    space = load(family).space
+    named = family.replace("_", "-")
+    (path,) = (GOLDEN.parents[1] / "profiling" / "tables").glob(f"*_{named}_*.json")
+    table = LatencyTable.load(path)
+    assert table.stamp["space"] == space.id
+    assert all(space.parse(key).key == key for key in table.subnets)
 
 
 @pytest.mark.parametrize("family", families())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from subnetact import LatencyTable
-from subnetact.digits import Digits, read_digits
+from subnetact.digits import Digits, undistorted_digits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,7 +31,7 @@ def example() -> Any:
 
 @pytest.fixture(scope="module")
 def pages(example: Any) -> Any:
-    return example.compose(read_digits()[1], 20, torch.Generator().manual_seed(0))
+    return example.compose(undistorted_digits()[1], 20, torch.Generator().manual_seed(0))
 
 
 def test_a_perfect_detector_finds_every_digit(example: Any, pages: Any) -> None:
@@ -56,7 +56,7 @@ def test_only_digits_in_their_place_and_read_right_count(example: Any) -> None:
 
 def test_pages_are_found_cut_and_read_live(example: Any, pages: Any) -> None:
     detector = example.new_detector()
-    example.train_detector(detector, read_digits()[0], 1)
+    example.train_detector(detector, undistorted_digits()[0], 1)
     find, found_percent = example.finder(detector, pages)
     assert len(found_percent) == len(find.ids)
 
@@ -74,7 +74,7 @@ def test_pages_are_found_cut_and_read_live(example: Any, pages: Any) -> None:
         def enter_worker(self, threads: int | None) -> None:
             torch.set_num_threads(1)
 
-    train, held_out = (Digits(some.images[:400], some.labels[:400]) for some in read_digits())
+    train, held_out = (Digits(some.images[:400], some.labels[:400]) for some in undistorted_digits())
     read, read_percent = example.reader(train, held_out)
     assert read_percent[-1] > 75.0
     assert min(read_percent) > 50.0

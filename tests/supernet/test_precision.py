@@ -341,10 +341,10 @@ def test_statistics_are_those_of_the_float_subnet(digits: Supernet) -> None:
 
 
 def test_int8_accuracy_of_digits_is_that_of_float32() -> None:
-    from subnetact.digits import distort, read_digits
+    from subnetact.digits import distort, undistorted_digits
 
     supernet = load_digits_supernet()
-    train, test = read_digits()
+    train, test = undistorted_digits()
     generator = torch.Generator().manual_seed(0)
     x, inputs = distort(test.images, generator), distort(train.images[:400], generator)
     exact = supernet.space.sample(2, 8)
