@@ -1,8 +1,10 @@
 """The version counter of a tensor, which tells whether the tensor has changed in place, and its storage."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
-__all__ = ["storage_id", "tensor_version"]
+__all__ = ["changes_of", "storage_id", "tensor_version"]
 
 
 def tensor_version(tensor: Tensor) -> int:
@@ -11,6 +13,11 @@ def tensor_version(tensor: Tensor) -> int:
     Tensors made in inference mode have no such counter; for them the number is always 0.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def changes_of(tensors: Iterable[Tensor]) -> int:
+    """Return a number that grows whenever one of the tensors, always the same ones, is changed in place."""
+    return sum(map(tensor_version, tensors))
 
 
 def storage_id(tensor: Tensor) -> int:

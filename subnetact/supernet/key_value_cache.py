@@ -8,8 +8,9 @@ out on which sizes of a subnet they depend, from the structure of the network: a
 cache and contain an attention with the index of its entry (`layer_idx`). What runs in a layer after the
 cache is written is read off the order of calls in the code of its forward.
 
-Every view notes on the cache itself, before its first layer runs, from which position on it writes. If its
-keys and values would be others than those that are there, it is refused before anything is written.
+Every view notes on the cache itself, before its first layer runs, from which position on it writes, and the
+moment of the weights that it reads. If its keys and values would be others than those that are there, it is
+refused before anything is written.
 
 The pages of continuous batching hold many sequences, which come and go, so that no position tells who wrote
 what. All subnets that write into them must therefore be able to read what the others wrote. A layer that
@@ -25,7 +26,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,8 +37,17 @@ from subnetact.operators.base import Operator
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.space import CacheLayer, CacheRules, CacheSignature
+from subnetact.supernet.generation import Moment, Weights
 
-__all__ = ["CacheLayout", "CacheWriter", "layout_of", "note_skipped", "note_skipped_layer", "recompute"]
+__all__ = [
+    "CacheLayout",
+    "CacheWriter",
+    "empty_pages",
+    "layout_of",
+    "note_skipped",
+    "note_skipped_layer",
+    "recompute",
+]
 
 _NAMES = ("past_key_values", "past_key_value", "layer_past")
 _QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
@@ -67,16 +77,21 @@ class _Written:
     """What a cache holds: pairs of a position and the signature of the subnet that wrote from there on."""
 
     space: str
+    moment: Moment
     runs: list[tuple[int, CacheSignature]]
 
 
 @dataclass
 class _Pages:
-    """The signatures of the subnets that write into pages, and whether they may hold other numbers."""
+    """The signatures of the subnets that write into pages, and whether they may hold other numbers.
 
-    space: str
-    signatures: list[CacheSignature]
-    approximate: bool
+    The moment is None if the owner of the pages asks before every step whether the weights have changed.
+    """
+
+    moment: Moment | None
+    space: str | None = None
+    signatures: list[CacheSignature] = field(default_factory=list)
+    approximate: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,11 +102,13 @@ class CacheWriter:
         layout: how the network uses caches.
         space: the id of the space of the subnet.
         signature: what the keys and values of the subnet depend on.
+        weights: the weights that the subnet reads.
     """
 
     layout: CacheLayout
     space: str
     signature: CacheSignature
+    weights: Weights
 
     def guard(self, view: nn.Module) -> None:
         """Let the view of the subnet check every cache that it is given, before its first layer runs."""
@@ -113,33 +130,52 @@ class CacheWriter:
         if _is_paged(cache):
             self._claim_pages(cache, allow_approximate)
             return
-        seen, runs, accepted = self._runs(cache)
-        allow_approximate = allow_approximate or accepted
-        if not runs:
+        former = [run[1] for run in getattr(getattr(cache, _WRITERS, None), "runs", ())]
+        moment = self.weights.moment()
+        seen, runs, accepted, before = self._runs(cache)
+        allow_approximate = allow_approximate or (accepted and before == moment)
+        if runs and before != moment:
+            self._check_owner(before)
+            if not allow_approximate:
+                raise CacheMismatch(
+                    f"the weights have changed since the key-value cache was filled; {_AGAIN}, or accept it "
+                    f"with {_ALLOW}"
+                )
+            if runs[-1][1] != self.signature:
+                self._check(runs[-1][1], allow_approximate)
+            runs = [(0, _UNKNOWN), (seen, self.signature)]
+        elif not runs:
             if seen and not allow_approximate:
                 raise CacheMismatch(
                     "the key-value cache was filled by a network that is no subnet of a supernet; accept it "
                     f"with {_ALLOW}, or {_AGAIN}"
                 )
-            _forget_placeholders(cache)
+            _forget_shapes(cache, all=not seen and former != [self.signature])
             runs = [(0, _UNKNOWN), (seen, self.signature)] if seen else [(0, self.signature)]
         elif len(runs) == 1 and runs[0][1] == self.signature:
             runs = [(0, self.signature)]  # This very object, which later calls compare by identity.
         elif runs[-1][1] != self.signature:
             self._check(runs[-1][1], allow_approximate)
             runs.append((seen, self.signature))
-        setattr(cache, _WRITERS, _Written(self.space, runs))
+        setattr(cache, _WRITERS, _Written(self.space, moment, runs))
 
     def _claim_pages(self, cache: Any, allow_approximate: bool) -> None:
-        pages: _Pages | None = getattr(cache, _WRITERS, None)
-        if pages is None:
-            setattr(cache, _WRITERS, _Pages(self.space, [self.signature], allow_approximate))
-            return
-        self._check_space(pages.space)
+        moment = self.weights.moment()
+        pages: _Pages = getattr(cache, _WRITERS, None) or _Pages(moment)
+        if pages.space is not None:
+            self._check_space(pages.space)
+        if pages.moment not in (None, moment):
+            self._check_owner(pages.moment)
+            raise CacheMismatch(
+                "the weights have changed since the pages were filled; begin anew with a manager of its own, or "
+                "generate with subnetact.generation.Generator, which computes its sequences again"
+            )
         if self.signature not in pages.signatures:
-            self._check(pages.signatures[0], allow_approximate or pages.approximate)
+            if pages.signatures:
+                self._check(pages.signatures[0], allow_approximate or pages.approximate)
             pages.signatures.append(self.signature)
-        pages.approximate |= allow_approximate
+        pages.space, pages.approximate = self.space, pages.approximate or allow_approximate
+        setattr(cache, _WRITERS, pages)
 
     def own_positions(self, cache: Any) -> tuple[int, int]:
         """Return how many positions of a cache the subnet could have written itself, and how many there are.
@@ -147,23 +183,30 @@ class CacheWriter:
         Args:
             cache: the cache.
         """
-        seen, runs, _ = self._runs(getattr(cache, "self_attention_cache", cache))
-        if not runs or runs[0][1] != self.signature:
+        seen, runs, _, before = self._runs(getattr(cache, "self_attention_cache", cache))
+        if not runs or runs[0][1] != self.signature or before != self.weights.moment():
             return 0, seen
         return (runs[1][0] if len(runs) > 1 else seen), seen
 
-    def _runs(self, cache: Any) -> tuple[int, list[tuple[int, CacheSignature]], bool]:
-        """Return the number of positions in a cache, who wrote them, and whether this subnet may go on."""
+    def _runs(self, cache: Any) -> tuple[int, list[tuple[int, CacheSignature]], bool, Moment | None]:
+        """Return the number of positions in a cache, who wrote them, whether this subnet may go on, and when."""
         seen = int(cache.get_seq_length())
         written: _Written | None = getattr(cache, _WRITERS, None)
         if written is None:
-            return seen, [], False
+            return seen, [], False, None
         runs, accepted = written.runs, False
         while runs and runs[-1][0] >= seen:  # The cache was emptied or cropped, or nothing was written since.
             accepted = runs.pop() == (seen, self.signature)
         if runs:
             self._check_space(written.space)
-        return seen, runs, accepted
+        return seen, runs, accepted, written.moment
+
+    def _check_owner(self, before: Moment | None) -> None:
+        if before is not None and before.owner != self.weights.moment().owner:
+            raise CacheMismatch(
+                "the key-value cache was filled by a subnet of another supernet; give the subnets of every "
+                f"supernet a cache of their own, or {_AGAIN}"
+            )
 
     def _check_space(self, space: str) -> None:
         if space != self.space:
@@ -200,8 +243,21 @@ class _Claiming:
             return
         written = getattr(cache, _WRITERS, None)
         runs: Any = getattr(written, "runs", ())
-        if len(runs) != 1 or runs[0][1] is not self.writer.signature:
+        if (
+            len(runs) != 1
+            or runs[0][1] is not self.writer.signature
+            or written.moment != self.writer.weights.moment()
+        ):
             self.writer.claim(cache)
+
+
+def empty_pages(pages: Any) -> None:
+    """Note that pages hold nothing, and that their owner asks for the moment of the weights by itself.
+
+    Args:
+        pages: the pages of continuous batching, no sequence of which is active.
+    """
+    setattr(pages, _WRITERS, _Pages(None))
 
 
 def recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) -> None:
@@ -239,7 +295,7 @@ def recompute(view: nn.Module, cache: Any, writer: CacheWriter, tokens: Any) -> 
         first = first if first and _cropped(cache, seen - first) else 0
         if not first:
             cache.reset()
-            _forget_placeholders(cache)
+            _forget_shapes(cache, all=True)
         given = {**inputs, name: inputs[name][:, first:], _cache_name(view): cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(type(view).forward).parameters:
             given["logits_to_keep"] = 1
@@ -341,11 +397,12 @@ class _Copying:
             pages.update(keys, values, self.entry, dict(kwargs))
 
 
-def _forget_placeholders(cache: Any) -> None:
-    """Let entries of skipped layers in an empty cache take keys and values of any shape."""
+def _forget_shapes(cache: Any, all: bool) -> None:
+    """Let entries of an empty cache take keys and values of any shape: those of skipped layers, or all."""
     for entry in getattr(cache, "layers", ()):
-        if getattr(entry, _PLACEHOLDER, False):
-            delattr(entry, _PLACEHOLDER)
+        skipped = entry.__dict__.pop(_PLACEHOLDER, False)
+        if skipped or (all and getattr(entry, "is_initialized", False) and hasattr(entry, "keys")):
+            entry.reset()
             entry.keys = entry.values = None
             entry.is_initialized = False
 

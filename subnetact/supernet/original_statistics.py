@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.operators import SubnetNorm
-from subnetact.operators.tensor_version import tensor_version
+from subnetact.supernet.generation import Moment
 
 __all__ = ["OriginalStatistics"]
 
@@ -21,54 +21,49 @@ class OriginalStatistics:
 
     Args:
         network: the network with operators.
+        moment: that of its weights.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        self._writes = _writes(network)
+    def __init__(self, network: nn.Module, moment: Moment) -> None:
+        self._moment = moment
         self._means = {name: mean.detach().clone() for name, (mean, _) in _statistics(network).items()}
         self._trained = any(
             bool(mean.any()) or not bool((var == 1).all()) for mean, var in _statistics(network).values()
         )
 
-    def carried(self, network: nn.Module) -> OriginalStatistics:
-        """Return what copies of the network take along; they call `arrived`.
+    def carried(self, network: nn.Module, moment: Moment) -> OriginalStatistics:
+        """Return what the same network takes along to other tensors; then call `arrived`.
 
         Args:
             network: the network with operators.
+            moment: that of its weights.
         """
         found = copy(self)
-        found._trained = self.hold(network)
+        found._trained = self.hold(network, moment)
         return found
 
-    def arrived(self, network: nn.Module) -> None:
-        """Count the changes of a copy from now on; its tensors are new.
+    def arrived(self, moment: Moment) -> None:
+        """Go on from the moment of the other tensors.
 
         Args:
-            network: the copy.
+            moment: that of the weights.
         """
-        self._writes = _writes(network)
+        self._moment = moment
 
-    def end(self) -> None:
-        """Note that other weights were loaded: the network is not the one that was given any more."""
-        self._trained = False
-
-    def hold(self, network: nn.Module) -> bool:
+    def hold(self, network: nn.Module, moment: Moment) -> bool:
         """Tell whether the statistics were trained, and neither they nor the weights have changed since.
 
         Args:
             network: the network with operators, on any device.
+            moment: that of its weights.
         """
-        if not self._trained or _writes(network) != self._writes:
+        if not self._trained or not moment.same_weights(self._moment):
             return False
         now = _statistics(network)
         return now.keys() == self._means.keys() and all(
             bool(torch.equal(mean.to(self._means[name]), self._means[name]))
             for name, (mean, _) in now.items()
         )
-
-
-def _writes(network: nn.Module) -> int:
-    return sum(tensor_version(parameter) for parameter in network.parameters())
 
 
 def _statistics(network: nn.Module) -> Mapping[str, tuple[Tensor, Tensor]]:

@@ -35,6 +35,7 @@ from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.key_value_cache import CacheWriter, layout_of
 from subnetact.supernet.key_value_cache import recompute as recompute_
 from subnetact.supernet.name_prefix import prefix_hint, without_prefix
@@ -131,26 +132,27 @@ class Supernet(nn.Module):
         self._active = space.largest()
         self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._weights_generation = 0
+        self._generation = Generation(network)
         self._lock = threading.Lock()
         self._exchange = threading.RLock()  # Held while weights are exchanged, and while a view is bound.
         self._watch()
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
-        self._original = OriginalStatistics(network)
+        self._original = OriginalStatistics(network, self._generation.moment())
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        unshared = {"_lock": None, "_exchange": None, "_replacements": None}
-        original = self._original.carried(self.network)
+        unshared = {"_lock": None, "_exchange": None, "_replacements": None, "_generation": None}
+        original = self._original.carried(self.network, self.generation.moment())
         return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}, "_original": original}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._lock, self._exchange = threading.Lock(), threading.RLock()
         self._watch()
-        self._original.arrived(self.network)
+        self._generation = Generation(self.network)
+        self._original.arrived(self._generation.moment())
 
     @property
     def norms(self) -> NormTable:
@@ -225,7 +227,7 @@ class Supernet(nn.Module):
             put_precision_(network, settings, dims)
             self.space, self.precision = space, settings
             self._active = space.check(self._active)
-            self.refresh()
+            self._renew(same=True)
         return space
 
     def precision_errors(self, spec: SubnetSpec, x: Any = None) -> dict[str, float]:
@@ -308,15 +310,20 @@ class Supernet(nn.Module):
         return view, statistics
 
     @property
+    def generation(self) -> Generation:
+        """Tells everything that outlives a change of the weights whether they have changed."""
+        if self._replacements.writes != self._noticed:
+            self._substituted()
+        return self._generation
+
+    @property
     def weights_generation(self) -> int:
         """Generation counter of the weights.
 
         It grows whenever cached views are invalidated. A private view from an older generation must be
         made again, because it reads tensors that the supernet no longer uses.
         """
-        if self._replacements.writes != self._noticed:
-            self._substituted()
-        return self._weights_generation
+        return self.generation.number
 
     def switch(
         self, cache: Any, spec: SubnetSpec, *, allow_approximate: bool = False, recompute: Any = None
@@ -324,8 +331,8 @@ class Supernet(nn.Module):
         """Return the view of a subnet that continues on a key-value cache that other subnets have filled.
 
         Views check every cache themselves. Without this method they continue on the cache of another subnet
-        if its keys and values are the same (`space.cache(a, b)` is `"exact"`) and raise `CacheMismatch` if
-        not. Call this method to choose another subnet between two tokens. It takes a few microseconds if the
+        if its keys and values are the same (`space.cache(a, b)` is `"exact"`, and the weights have not
+        changed since) and raise `CacheMismatch` if not. A cache that was reset is free for every subnet. Call this method to choose another subnet between two tokens. It takes a few microseconds if the
         view is cached and nothing is recomputed.
 
         Args:
@@ -334,7 +341,7 @@ class Supernet(nn.Module):
                 are noted on it.
             spec: the subnet that is to continue.
             allow_approximate: whether keys and values of other numbers will do, which have the same shapes
-                (`"approximate"`). The answers are then those of neither subnet.
+                (`"approximate"`, or of former weights of this supernet). The answers are then those of neither subnet.
             recompute: the tokens of all positions in the cache, as a tensor of shape (batch, positions), or
                 the named arguments that the network takes for them. The subnet computes the keys and values
                 again, from the first position on that it would not have written itself, so that it answers
@@ -345,8 +352,9 @@ class Supernet(nn.Module):
 
         Raises:
             CacheMismatch: a layer of the subnet has no past in the cache, keys and values have other shapes,
-                or they have other numbers and neither option allows that. The cache is then unchanged. It is
-                raised as well if the cache belongs to another supernet, or does not hold the given tokens.
+                or they have other numbers and neither option allows that: those of another subnet, or of
+                weights that have changed since. The cache is then unchanged. It is raised as well if the
+                cache belongs to another supernet, or does not hold the given tokens.
             SpecError: the specification is malformed, or of another space, or the networks of this space are
                 no language models whose caches are known.
 
@@ -355,10 +363,13 @@ class Supernet(nn.Module):
             >>> view = supernet.switch(output.past_key_values, small)
             >>> output = view(token, past_key_values=output.past_key_values)
         """
-        view = self.subnet(spec)
         signature = self.space.cache_signature(spec)
         assert self._cache_layout is not None
-        writer = CacheWriter(self._cache_layout, self.space.id, signature)
+        while True:
+            weights, view = self.generation.weights, self.subnet(spec)
+            if weights is self._generation.weights:  # Otherwise they were exchanged in the meantime.
+                break
+        writer = CacheWriter(self._cache_layout, self.space.id, signature, weights)
         if recompute is not None:
             recompute_(view, cache, writer, recompute)
         writer.claim(cache, allow_approximate)
@@ -431,7 +442,9 @@ class Supernet(nn.Module):
         spec = self.space.check(spec)
         with torch.no_grad(), self._exchange:
             fresh = spec.precision == FLOAT32
-            return owned(self._bind(spec, self._norms.get(spec), fresh=fresh)).eval()
+            network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, guarded=False)).eval()
+            self._guard(network, spec, self.generation.weights.of_copy(network))
+            return network
 
     def remove(self) -> nn.Module:
         """Give the ordinary network back: put every module that an operator replaced back into its place.
@@ -514,7 +527,7 @@ class Supernet(nn.Module):
             InsertError: as `check` raises it.
         """
         x = map_tensors(lambda t: t[:1], x)
-        seen = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x)), self._weights_generation
+        seen = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x)), self._generation.number
         if seen not in self._checked:
             self.check(x)
             self._checked.add(seen)
@@ -605,7 +618,7 @@ class Supernet(nn.Module):
             True if the network was no family's supernet, its BatchNorms had been trained, and neither their
             statistics nor the weights have changed since. `calibrate` then leaves the largest subnet alone.
         """
-        return self.origin is None and self._original.hold(self.network)
+        return self.origin is None and self._original.hold(self.network, self.generation.moment())
 
     def renew_original_statistics(self) -> None:
         """Declare that weights were changed in a way that left the function of the largest subnet as it was.
@@ -613,7 +626,7 @@ class Supernet(nn.Module):
         The statistics that the network came with, permuted together with its channels for example, are then
         still right for the largest subnet (`has_original_statistics`).
         """
-        self._original = OriginalStatistics(self.network)
+        self._original = OriginalStatistics(self.network, self.generation.moment())
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -624,8 +637,12 @@ class Supernet(nn.Module):
         changes in place, replaced modules and parameters, `supernet.load_state_dict` and `supernet.to` need
         no call.
         """
+        self._renew(beneath=True)
+
+    def _renew(self, same: bool = False, beneath: bool = False) -> None:
+        """Drop all cached views and move the generation, as `Generation.next` says."""
         with self._exchange, self._lock:
-            self._weights_generation += 1
+            self._generation.next(self.network, same, beneath)
             self._views.clear()
             self._frozen.clear()
             self._forget()
@@ -796,13 +813,15 @@ class Supernet(nn.Module):
             hint = prefix_hint(state_dict, own)
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
+            self.generation.weights.close()
             self._forget()  # Packed copies must not follow weights that are half loaded.
             moved = [] if assign else renew_storage_(self.network)
             modules = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
+            loaded = False
             try:
                 result = self.network.load_state_dict(state_dict, strict, assign)
-                self._original.end()
+                loaded = True
                 if table is not None:
                     self._norms = table
                 return result
@@ -813,7 +832,8 @@ class Supernet(nn.Module):
                     kept.update(before)
                 raise
             finally:
-                self.refresh()
+                in_place = not assign and len(moved) < len({*self.network.parameters(), *self.network.buffers()})
+                self._renew(same=not loaded, beneath=loaded and in_place)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -833,18 +853,23 @@ class Supernet(nn.Module):
             storages: the new storage by the `storage_id` of the former one; other tensors stay.
         """
         with self._exchange:
+            self.generation.weights.close()
             self._forget()
             exchange_storage_(self.tensors(), storages)
-            self.refresh()
+            self._renew(same=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._exchange:
+            original = self._original.carried(self.network, self.generation.moment())
+            before = [storage_id(tensor) for tensor in self.tensors()]
             self._forget()
             try:
                 super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
                 self._norms.apply(fn)
             finally:
-                self.refresh()
+                self._renew(same=before == [storage_id(tensor) for tensor in self.tensors()])
+                original.arrived(self._generation.moment())
+                self._original = original
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
@@ -882,7 +907,7 @@ class Supernet(nn.Module):
             if self._replacements.replaced(self):
                 if substituted(self):
                     return True  # The next call looks again.
-                self.refresh()
+                self._renew()
             self._noticed = writes
         return False
 
@@ -905,13 +930,13 @@ class Supernet(nn.Module):
     def _build(self, spec: SubnetSpec) -> nn.Module:
         while True:
             with self._exchange:
-                generation = self._weights_generation
+                generation = self._generation.number
                 view, statistics = self.private_view(spec)
             with self._lock:
                 cached = self._cached(spec)
                 if cached is not None:
                     return cached
-                if generation == self._weights_generation and statistics is self._norms.get(spec):
+                if generation == self._generation.number and statistics is self._norms.get(spec):
                     self._views[spec] = view, statistics
                     while len(self._views) > self.cached_views:
                         self._views.popitem(last=False)
@@ -923,6 +948,7 @@ class Supernet(nn.Module):
         statistics: NormRow | None,
         fresh: bool = False,
         note: dict[str, tuple[Tensor, Tensor]] | None = None,
+        guarded: bool = True,
     ) -> nn.Module:
         """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
         row = self.space.resolve(spec)
@@ -938,9 +964,15 @@ class Supernet(nn.Module):
 
         with self._exchange:
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._freeze)
-        if self._cache_layout is not None:
-            CacheWriter(self._cache_layout, self.space.id, self.space.cache_signature(spec)).guard(view)
+            if guarded:
+                self._guard(view, spec, self._generation.weights)
         return view
+
+    def _guard(self, view: nn.Module, spec: SubnetSpec, weights: Weights) -> None:
+        """Let the network of a subnet check the key-value caches that it is given, if it takes any."""
+        if self._cache_layout is not None:
+            signature = self.space.cache_signature(spec)
+            CacheWriter(self._cache_layout, self.space.id, signature, weights).guard(view)
 
     def _freeze(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views.
