@@ -17,10 +17,11 @@ from tqdm import tqdm
 from subnetact.calibration.run import CalibrationRun
 from subnetact.calibration.unfinished_file import UnfinishedFile, identity
 from subnetact.device import ran_out_of_memory
-from subnetact.errors import SpecError, SubnetActError
+from subnetact.errors import SpecError, StaleWeights, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch, describe_input, map_tensors, tensors_of, without_labels
+from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet, as_supernet
 
@@ -92,7 +93,8 @@ def calibrate(
     Each subnet normalises each batch with that batch's own statistics, and averages them over the batches by
     one of two rules. `weighted_biased` averages means and biased variances with the batch sizes as weights.
     `cumulative_unbiased` gives every batch the same weight and averages unbiased variances. Subnets do not
-    affect each other, and `supernet.norms` changes only if the whole pass succeeds.
+    affect each other, and `supernet.norms` changes only if the whole pass succeeds and the weights are still
+    those that it began with.
 
     A layer that several subnets have in common, on the same input, is computed once per batch. The package
     docstring of `subnetact.calibration` says what is shared, when sharing is exact and how memory is bounded.
@@ -138,6 +140,7 @@ def calibrate(
             statistics are not finite.
         InsertError: a subnet does not run on a batch on which the largest subnet runs, because the elastic
             description lacks a module, or `supernet.check` fails; the message names the module.
+        StaleWeights: the weights have changed since the calibration began; nothing of it is kept.
         ResumeMismatch: `resume` is of other weights, subnets, data or settings.
         FileFormatError: `resume` is damaged, of another kind, or of a newer schema.
 
@@ -172,29 +175,42 @@ def calibrate(
         return CalibrationReport(dict.fromkeys(wanted, 0))
     largest = supernet.space.largest()
     adopted: tuple[SubnetSpec, ...] = ()
-    if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
-        adopted = (largest,)
-        wanted.remove(largest)
-        if not wanted:
-            supernet.adopt_statistics()
-            return CalibrationReport(adopted=adopted)
     largest_error = None if tolerance is None else tolerance / 100
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
-        saved = None
-        if resume is not None:
-            saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
-        run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
-        inputs_of = partial(_inputs, network=supernet.network, labels=labels)
-        _pass(run, batches, inputs_of, saved, save_every_s, start, progress, supernet if check else None)
+        with supernet.exclusive():
+            began = supernet.generation.moment()
+            if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
+                adopted = (largest,)
+                wanted.remove(largest)
+                if not wanted:
+                    supernet.adopt_statistics()
+                    return CalibrationReport(adopted=adopted)
+            saved = None
+            if resume is not None:
+                saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
+            run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
+        require = partial(_require_same_weights, supernet, began)
+        unchecked, inputs_of = (
+            supernet if check else None,
+            partial(_inputs, network=supernet.network, labels=labels),
+        )
+        _pass(run, batches, inputs_of, saved, save_every_s, start, progress, unchecked, require)
         found = run.rows()
     rows = {spec: found[spec] for spec in wanted}
-    _check_finite(rows)
-    if saved is not None:
-        saved.save(run, time.perf_counter() - start)
-    supernet.norms.update(rows)
-    if adopted:
-        supernet.adopt_statistics()
+    with supernet.exclusive():
+        require()
+        if adopted and adopt is None and not supernet.has_original_statistics():
+            raise StaleWeights(
+                "calibration: the BatchNorm statistics that the network came with were changed meanwhile, by "
+                "training for example; nothing was written, calibrate again"
+            )
+        _check_finite(rows)
+        if saved is not None:
+            saved.save(run, time.perf_counter() - start)
+        supernet.norms.update(rows)
+        if adopted:
+            supernet.adopt_statistics()
     report = CalibrationReport(
         batches=run.batches(),
         layers_computed=run.layers_computed,
@@ -217,6 +233,7 @@ def _pass(
     start: float,
     progress: bool,
     unchecked: Supernet | None,
+    require: Callable[[], None],
 ) -> None:
     length = len(batches) if isinstance(batches, Sized) else None
     subnets = len(run.specs)
@@ -242,8 +259,9 @@ def _pass(
             if not run.active:
                 break
             bar.set_postfix(batch=given, active=run.active, refresh=False)
-            for _ in _explained(run, x):
+            for _ in _explained(run, x, require):
                 bar.update()
+                require()
                 if saved is not None and time.perf_counter() - written >= save_every_s:
                     saved.save(run, time.perf_counter() - start)
                     written = time.perf_counter()
@@ -258,11 +276,20 @@ def _pass(
         saved.check_length(given)
 
 
-def _explained(run: CalibrationRun, x: Any) -> Iterator[SubnetSpec]:
+def _require_same_weights(supernet: Supernet, began: Moment) -> None:
+    if not supernet.generation.moment().same_weights(began):
+        raise StaleWeights(
+            "calibration: the weights have changed since it began, so its statistics belong to no weights; "
+            "nothing was written, calibrate again on the present ones"
+        )
+
+
+def _explained(run: CalibrationRun, x: Any, require: Callable[[], None]) -> Iterator[SubnetSpec]:
     """Run a batch through all subnets; say of an error which module raised it and what to do."""
     try:
         yield from run.batch(x)
     except Exception as error:
+        require()
         if not isinstance(error, SubnetActError) and not ran_out_of_memory(error):
             run.explain(x)
         raise

@@ -32,7 +32,7 @@ class SubnetBlocks:
         self._supernet = supernet
         self._stacks = stacks_of(supernet.network)
         self._of_program: weakref.WeakKeyDictionary[FusedProgram, list[Block]] = weakref.WeakKeyDictionary()
-        self._of_view: dict[SubnetSpec, tuple[Bound, list[Block]]] = {}
+        self._of_view: dict[SubnetSpec, tuple[Bound, list[Block], list[int]]] = {}
         self._lock = Lock()
 
     def of_program(self, program: FusedProgram) -> list[Block]:
@@ -64,16 +64,17 @@ class SubnetBlocks:
         """
         with self._lock:
             known = self._of_view.get(spec)
-            if known is not None and known[0].current(self._supernet, spec):
-                return known
+            if known is not None and known[0].current(self._supernet, spec) and known[0].versions() == known[2]:
+                return known[:2]
             bound = Bound.of(self._supernet, spec)
+            versions = bound.versions()  # A graph holds the packed copies that it reads itself.
             tensors: dict[str, Tensor] = {}
             try:
                 graph, leaves = trace_(bound.view, tensors=tensors)
                 blocks = split_graph(graph, {**leaves, **tensors}, self._stacks)
             except Exception:  # what cannot be traced runs as one block
                 blocks = [Block("", bound.view)]
-            self._of_view[spec] = bound, blocks
+            self._of_view[spec] = bound, blocks, versions
             return bound, blocks
 
     def drop(self, spec: SubnetSpec) -> None:

@@ -63,7 +63,7 @@ class Bundle:
             not known.
         tables: latency tables by name.
         allow_uncalibrated: whether subnets without BatchNorm statistics of their own are accepted.
-        norms: the statistics rows of the subnets.
+        norms: the statistics rows of the subnets. A bundle is written with those that the supernet has then.
         padding: the padding of the engine, as given.
     """
 
@@ -95,16 +95,18 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 
 def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     supernet, padding = bundle.supernet, bundle.padding
-    tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
+    with supernet.unchanged():  # Everything is of one checkpoint, whatever other threads load.
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
+        norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
     write_tensors(folder / WEIGHTS, tensors)
-    bundle.norms.save(folder / NORMS)
+    norms.save(folder / NORMS)
     tables = {f"latency-{i}.json": name for i, name in enumerate(bundle.tables)}
     for file, name in tables.items():
         bundle.tables[name].save(folder / file)
     return {
         "subnetact": __version__,
-        "space": supernet.space.id,
-        "precision": None if supernet.precision is None else supernet.precision.to_json(),
+        "space": space.id,
+        "precision": None if precision is None else precision.to_json(),
         "family": _portable(supernet.origin),
         "example": example_to_json(bundle.example),
         "padding": list(map(list, padding.items())) if isinstance(padding, Mapping) else padding,
@@ -246,9 +248,11 @@ def _require_fitting(supernet: Supernet, tensors: Mapping[str, Tensor], path: Pa
 def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], norms: NormTable, mapped: bool) -> None:
     """Give a supernet weights that fit, and their statistics."""
     if mapped:  # `read_tensors` returns views of the mapped file
-        for name, kept in supernet.state_dict(keep_vars=True).items():
-            kept.data = tensors[name]
-        supernet.norms = norms
+        with supernet.exclusive():
+            for name, kept in supernet.state_dict(keep_vars=True).items():
+                kept.data = tensors[name]
+            supernet.norms = norms
+            supernet.refresh()
         return
     versioned = OrderedDict(tensors)
     versioned._metadata = supernet.state_dict()._metadata  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from subnetact.engine.ready_subnet import Bound
 from subnetact.errors import EngineError, RecompileRefused
+from subnetact.operators.view_module import follow_
 
 __all__ = ["Compiler"]
 
@@ -71,12 +72,12 @@ class Compiler:
 
     def _callable(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
         shapes: dict[Any, Callable[[Tensor], Any]] = {}
-        tensors = (*bound.view.parameters(), *bound.view.buffers())
-        copies = {id(t.packed): t.packed for t in tensors if hasattr(t, "packed")}
+        owns = [own for module in bound.view.modules() for own in (module._parameters, module._buffers)]
+        copied = [own for own in owns if any(hasattr(tensor, "packed") for tensor in own.values())]
 
         def run(x: Tensor) -> Any:
-            for packed in copies.values():  # Compiled code reads packed copies without refreshing them.
-                packed.refresh()
+            for own in copied:  # Compiled code reads packed copies as they are.
+                follow_(own)
             compiled = shapes.get((x.shape, x.dtype))
             try:
                 if compiled is not None:

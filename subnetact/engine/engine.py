@@ -710,13 +710,16 @@ class Engine:
 
         Raises:
             FileFormatError: the directory holds something else than a bundle.
+            StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
+                that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
         """
-        removed = [i for i in range(len(self)) if i not in self._served]
+        with self._changing:
+            specs, accuracy, served = self.specs, self.accuracy, self._served
         bundle = Bundle(
             self.supernet,
-            self.specs,
-            self.accuracy,
-            removed,
+            specs,
+            accuracy,
+            [i for i in range(len(specs)) if i not in served],
             self._example if self.input_shapes is None else self.input_shapes.examples,
             self.tables,
             self._allow_uncalibrated,

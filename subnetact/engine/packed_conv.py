@@ -14,7 +14,6 @@ __all__ = ["PackedConv", "can_pack", "plain_conv"]
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[no-untyped-call]
     torch.ops.mkldnn, "_convolution_pointwise"
 )
-_PACKING = Lock()  # Shared by all engines: a weight that is being packed is in memory up to three times.
 SHAPES = 64
 """Number of input shapes for which a convolution remembers the layout of its weight."""
 
@@ -74,6 +73,7 @@ class PackedConv:
         self._scalars = tuple(scalars)
         self._onednn = _ONEDNN and conv.weight.device.type == "cpu" and dtype == torch.float32
         self._merged = (activation, self._scalars) if merge else ("none", ())
+        self._packing = Lock()
         self._by_layout: dict[bytes, Tensor] = {}
         self._by_shape: dict[torch.Size, Tensor] = {}
 
@@ -133,7 +133,7 @@ class PackedConv:
 
     def prepare(self, shape: torch.Size) -> Tensor:
         """Pack the weight for inputs of a shape (N, in, H, W), if necessary, and return the packed weight."""
-        with _PACKING:
+        with self._packing:  # Other convolutions are packed meanwhile.
             known = self._by_shape.get(shape)
             return self._pack(shape) if known is None else known
 

@@ -69,6 +69,7 @@ def to_onnx(
         ExportError: a module cannot be exported to ONNX; the message names it.
         FileFormatError: the directory contains something else.
         SpecError: the engine has no such id.
+        StaleWeights: another thread changed weights in place while they were copied.
     """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
@@ -76,17 +77,18 @@ def to_onnx(
     chosen = chosen_subnets(engine, subnets)
     example = engine.example
     x = example_batch(example, 3, engine.device)
+    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     described: list[dict[str, Any]] = []
     facts = {
-        "space": engine.supernet.space.id,
-        "fingerprint": engine.supernet.fingerprint(),
+        "space": supernet.space.id,
+        "fingerprint": supernet.fingerprint(),
         "example": example_to_json(example),
         "subnets": described,
     }
     with writing_folder(Path(directory), KIND, facts) as folder:
         for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress or None)):
             name = f"{subnet.id} ({subnet.spec})"
-            view, _ = engine.supernet.private_view(subnet.spec)
+            view, _ = supernet.private_view(subnet.spec)
             program = exported_program(view, x, name, dynamic_batch=True)
             traced = program.module()
             same_outputs(traced, view, x, name, "torch.export", *TOLERANCES["none"])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.key_value_cache import empty_pages
 from subnetact.supernet.supernet import Supernet
 
 try:
@@ -92,22 +93,24 @@ class ElasticDecoder(nn.Module):
                 f"{type(network).__name__} is no language model of transformers, so it cannot generate by "
                 "continuous batching; insert_ a model such as LlamaForCausalLM"
             )
-        self._supernet = (network,)  # not a submodule: the supernet owns the weights
-        self._views = [supernet.subnet(spec) for spec in subnets]
-        self._allow = partial(supernet.switch, spec=subnets[0], allow_approximate=True)
+        self._supernet = (supernet,)  # not a submodule: it owns the weights
+        self._subnets = list(subnets)
         self._allow_approximate = allow_approximate
         self.config = network.config
         self.device, self.dtype = network.device, network.dtype
+        self._take_views()
         self.chosen = 0
         self._supports_flash_attn = bool(getattr(network, "_supports_flash_attn", False))
         self.tp_plan: dict[str, Any] = {}
 
     def _supports_logits_to_keep(self) -> bool:
-        return bool(self._supernet[0]._supports_logits_to_keep())
+        network: Any = self._supernet[0].network
+        return bool(network._supports_logits_to_keep())
 
     def set_attn_implementation(self, name: str) -> None:
         """Choose the implementation of attention for all subnets, as transformers names it."""
-        self._supernet[0].set_attn_implementation(name)
+        network: Any = self._supernet[0].network
+        network.set_attn_implementation(name)
 
     def _get_logits_processor(self, generation_config: Any) -> Any:  # noqa: ARG002
         vocabulary = self.config.get_text_config().vocab_size
@@ -121,10 +124,37 @@ class ElasticDecoder(nn.Module):
         Args:
             cache: the cache that the steps use.
         """
-        if self._allow_approximate:
-            self._allow(cache)
+        self._empty(cache)
         heads = find_num_key_value_heads(self.config.get_text_config())
         cache.update = partial(_update, cache.update, heads)
+
+    def follow(self, cache: Any) -> bool:
+        """Take the views again if the weights have changed since; what the cache holds is then of no use.
+
+        Args:
+            cache: the cache that the steps use.
+
+        Returns:
+            Whether the weights have changed.
+        """
+        generation, former = self._supernet[0].generation, self._moment
+        if generation.number != self._number or generation.moment() != former:
+            self._take_views()
+        if self._moment == former:
+            return False
+        self._empty(cache)
+        return True
+
+    def _take_views(self) -> None:
+        supernet = self._supernet[0]
+        with supernet.exclusive():
+            self._number, self._moment = supernet.generation.number, supernet.generation.moment()
+            self._views = [supernet.subnet(spec) for spec in self._subnets]
+
+    def _empty(self, cache: Any) -> None:
+        empty_pages(cache)
+        if self._allow_approximate:
+            self._supernet[0].switch(cache, self._subnets[0], allow_approximate=True)
 
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""
@@ -149,6 +179,14 @@ def _update(
     wide = (F.pad(states, (0, 0, 0, 0, 0, missing)) for states in (key_states, value_states))
     keys, values = update(*wide, layer_idx, kwargs)
     return keys[:, :-missing], values[:, :-missing]
+
+
+def _begin_again(processor: Any) -> None:
+    """Queue the active sequences again, with the tokens that they have; their pages become free."""
+    scheduler = processor.scheduler
+    for name, state in list(scheduler.active_requests.items()):
+        scheduler.finish_request(name)
+        scheduler.add_waiting_request(state.create_equivalent_initial_request())
 
 
 def _longest(cache: Any) -> int:
@@ -264,11 +302,16 @@ class StepLoop(ContinuousBatchingManager):
     def step(self) -> bool:
         """Compute one step on the calling thread.
 
+        If the weights have changed since the last step, active sequences are computed again from their tokens,
+        so that the step gives what the present weights give.
+
         Returns:
             Whether there was anything to compute.
         """
         processor, begun_ms = self.batch_processor, self._now_ms()
         assert processor is not None
+        if self._decoder.follow(processor.cache):
+            _begin_again(processor)
         if not processor.prepare_next_batch():
             return False
         step = self._describe(processor)

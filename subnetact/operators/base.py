@@ -45,8 +45,8 @@ costs no memory. A returned tensor that does not share this storage (because the
 normalises or multiplies) is a packed copy. Packed copies take memory beyond the weights, once per distinct
 sizes, and all views of these sizes share them. They follow the weights by themselves: when the module of a
 view reads a packed parameter, the version counters of the operator's parameters and buffers are compared
-with those that the copy was made of, and after a change in place the copy is made again. Zero-copy slices pay
-nothing for this. Changes that version counters do not show (through `parameter.data`, NumPy, or on tensors
+with those that the copy was made of, and after a change in place the copy is made again, in new tensors, so that
+nobody reads half of it. Zero-copy slices pay nothing for this. Changes that version counters do not show (through `parameter.data`, NumPy, or on tensors
 that were made in inference mode) need `Supernet.refresh`; `Supernet.verify` finds them.
 """
 
@@ -64,8 +64,8 @@ from torch import Tensor, nn
 from subnetact.errors import InsertError, SpecError, ViewError
 from subnetact.operators.precision import FLOAT_BITS, lowered
 from subnetact.operators.segments import Kept, Segments
-from subnetact.operators.tensor_version import storage_id, tensor_version
-from subnetact.operators.view_module import view_module
+from subnetact.operators.tensor_version import changes_of, storage_id
+from subnetact.operators.view_module import follow_, view_module
 from subnetact.space import SizeRow
 
 __all__ = ["Elastic", "Operator", "PackedCopy"]
@@ -114,7 +114,7 @@ class PackedCopy:
         make: computes the tensors by name. Those that are None are left out.
 
     Attributes:
-        tensors: the computed tensors by name. `refresh` writes into them in place.
+        tensors: the computed tensors by name. `refresh` exchanges them for others.
         sources: the parameters and buffers of the operator.
     """
 
@@ -123,7 +123,8 @@ class PackedCopy:
         self._make = make
         self._lock = threading.Lock()
         self._final = False
-        self._versions = self._current()
+        self._frozen: dict[Any, Any] = {}
+        self._changes = changes_of(self.sources)
         self.tensors = self._made()
 
     @property
@@ -132,16 +133,13 @@ class PackedCopy:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def refresh(self) -> None:
-        """Compute the tensors again, in place, if the sources have changed in place."""
-        if self._current() != self._versions:
+        """Exchange the tensors for new ones if the sources have changed in place; others may read the former."""
+        if changes_of(self.sources) != self._changes:
             with self._lock:
-                versions = self._current()
-                if not self._final and versions != self._versions:
-                    made = self._made()
-                    with torch.inference_mode(False), torch.no_grad():
-                        for name, tensor in self.tensors.items():
-                            tensor.copy_(made[name])
-                    self._versions = versions
+                changes = changes_of(self.sources)
+                if not self._final and changes != self._changes:
+                    self.tensors, self._frozen = self._made(), {}
+                    self._changes = changes
 
     def matches(self) -> bool:
         """Tell whether the tensors equal, up to rounding, what the sources would give now."""
@@ -156,18 +154,38 @@ class PackedCopy:
         with self._lock:
             self._final = True
 
-    def frozen(self, of: Tensor) -> nn.Parameter:
-        """Return a parameter for views. A module of a view calls `refresh` before it reads the parameter.
+    def frozen(self, name: str, of: Tensor, buffer: bool = False) -> Any:
+        """Return a tensor for views. A module of a view calls `present` before it reads the tensor.
 
         Args:
-            of: one of `tensors`, or a slice of one.
+            name: one of the names of `tensors`.
+            of: the tensor of that name, or a slice of it, which shows the place.
+            buffer: whether to return a tensor and not a parameter.
         """
-        parameter = nn.Parameter(of, requires_grad=False)
-        parameter.packed = self  # type: ignore[attr-defined]
-        return parameter
+        return self._at((name, of.size(), of.stride(), of.storage_offset(), buffer))
 
-    def _current(self) -> list[int]:
-        return [tensor_version(source) for source in self.sources]
+    def present(self, frozen: Any) -> Any:
+        """Return what stands in the place of a tensor now: the tensor, or if the sources have changed another.
+
+        Args:
+            frozen: what `frozen` or this method returned.
+        """
+        self.refresh()
+        return self._at(frozen.place)
+
+    def _at(self, place: tuple[Any, ...]) -> Any:
+        tensors, known = self.tensors, self._frozen
+        found = known.get(place)
+        if found is None:
+            name, size, stride, offset, buffer = place
+            with torch.inference_mode(False), torch.no_grad():
+                whole = tensors[name]
+                found = whole.as_strided(size, stride, offset)
+                found = found if buffer else nn.Parameter(found, requires_grad=False)
+            found.packed, found.place = self, place
+            if tensors is self.tensors:
+                found = known.setdefault(place, found)
+        return found
 
     def _made(self) -> dict[str, Tensor]:
         with torch.inference_mode(False), torch.no_grad():
@@ -423,7 +441,7 @@ class Operator(nn.Module):
     def lowered(self, bits: int) -> PackedCopy:
         """Return the one copy of the full weight at a lower precision, which all subnets slice.
 
-        It is made when it is first asked for, and made again, in place, after the weight has changed.
+        It is made when it is first asked for, and made again after the weight has changed.
 
         Args:
             bits: 8 for int8, 16 for bfloat16.
@@ -492,31 +510,34 @@ class Operator(nn.Module):
         found = self._shared.get(key)
         if found is None:
             found = self._shared.setdefault(key, self._frozen(key, sizes, bits))
-        elif self._packed and key in self._packed:
-            self._packed[key].refresh()
+        elif self._packed:
+            follow_(found)
         return found
 
     def _frozen(self, key: tuple[Any, ...], sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
         rule = self.tensors if bits == FLOAT_BITS else partial(self._low_tensors, bits=bits)
+        low = None if bits == FLOAT_BITS else self.lowered(bits)
+        whole = {} if low is None else low.tensors
         given = rule(sizes)
+        if low is not None and low.tensors is not whole:
+            return self._frozen(key, sizes, bits)  # The weight was changed in the meantime.
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
-        low = None if bits == FLOAT_BITS else self._packed.get((_LOWERED, bits))
-        copied = set() if low is None else {storage_id(t) for t in low.tensors.values()}
+        copied = {storage_id(t): name for name, t in whole.items()}
         made: dict[str, Tensor | None] = {}
         apart: set[str] = set()
         for name, t in given.items():
             if t is None:
                 made[name] = None
             elif low is not None and storage_id(t) in copied:
-                made[name] = low.frozen(t)
+                made[name] = low.frozen(copied[storage_id(t)], t)
             else:
                 made[name] = nn.Parameter(t, requires_grad=False)
                 if storage_id(t) not in own:
                     apart.add(name)
         if apart:
             packed = PackedCopy(self, lambda: {n: t for n, t in rule(sizes).items() if n in apart})
-            made.update({name: packed.frozen(t) for name, t in packed.tensors.items()})
+            made.update({name: packed.frozen(name, t) for name, t in packed.tensors.items()})
             self._packed[key] = packed
         return made
 

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.errors import InsertError
 from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.view_module import view_module
+from subnetact.operators.view_module import follow_, view_module
 from subnetact.space import SizeRow
 
 __all__ = ["ElasticKernel", "KernelConv2d"]
@@ -142,8 +142,9 @@ class ElasticKernel(Operator):
         computed = self.packed(("kernel", size), lambda: {"weight": self.kernel(size)})
         found = self._shared.get(sizes)
         if found is None:
-            weight = computed.frozen(computed.tensors["weight"][:channels])
+            weight = computed.frozen("weight", computed.tensors["weight"][:channels])
             found = self._shared.setdefault(sizes, {"weight": weight, "bias": None})
+        follow_(found)
         return found
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:

@@ -136,9 +136,8 @@ class SubnetNorm(Operator):
         packed = self.packed(
             ("statistics", *sizes), lambda: {n: self.gather(row, t) for n, t in full.items()}
         )
-        for tensor in packed.tensors.values():
-            tensor.packed = packed  # type: ignore[attr-defined]
-        return packed.tensors["running_mean"], packed.tensors["running_var"]
+        mean, var = (packed.frozen(name, packed.tensors[name], buffer=True) for name in _STATISTICS)
+        return mean, var
 
     def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
         """Write statistics of a subnet into the shared ones.
@@ -190,7 +189,7 @@ class SubnetNorm(Operator):
         )
         object.__setattr__(bound, "training", trainable and self.training)
         if bound.training and hasattr(mean, "packed"):
-            object.__setattr__(bound, "write_back", partial(self.write_statistics, row, mean, var))
+            object.__setattr__(bound, "write_back", partial(self.write_statistics, row))
             mix_in_(bound, _WritingBack)
         return bound
 
@@ -205,5 +204,5 @@ class _WritingBack:
     def forward(self: Any, *args: Any) -> Tensor:
         """Normalise with the statistics of the batch, and write the running ones back."""
         output: Tensor = super().forward(*args)  # type: ignore[misc]
-        self.write_back()
+        self.write_back(*(self._buffers[name] for name in _STATISTICS))
         return output

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from subnetact.errors import ViewError
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
+__all__ = ["follow_", "is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -137,19 +137,31 @@ for _name in _REGISTER_HOOK:
     setattr(_View, _name, _with_private_hooks(_name))
 
 
+def follow_(tensors: dict[str, Any]) -> None:
+    """Exchange packed copies (`PackedCopy`) whose sources have changed for those that are right now.
+
+    Args:
+        tensors: the parameters or buffers of a module, by name.
+    """
+    for name, tensor in tensors.items():
+        packed = getattr(tensor, "__dict__", {}).get("packed")  # A traced tensor has any attribute.
+        if packed is not None:
+            present = packed.present(tensor)
+            if present is not tensor:
+                tensors[name] = present
+
+
 @cache
 def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return a subclass that refreshes packed copies (`PackedCopy`) whenever these tensors are read."""
+    """Return a subclass that lets packed copies follow the weights whenever these tensors are read."""
 
     def reader(name: str) -> property:
         def read(self: nn.Module) -> Any:
             own = self.__dict__
-            tensor: Any = own["_parameters"][name] if name in own["_parameters"] else own["_buffers"][name]
+            tensors = own["_parameters"] if name in own["_parameters"] else own["_buffers"]
             if not torch.compiler.is_compiling():
-                packed = getattr(tensor, "__dict__", {}).get("packed")  # A traced tensor has any attribute.
-                if packed is not None:
-                    packed.refresh()
-            return tensor
+                follow_(tensors)
+            return tensors[name]
 
         return property(read)
 

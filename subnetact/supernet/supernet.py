@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -840,6 +841,31 @@ class Supernet(nn.Module):
         """Return a context in which no other thread exchanges weights or binds a view."""
         with self._exchange:
             yield
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Return a context in which weights and statistics can be copied: all copies are of one moment.
+
+        Raises:
+            StaleWeights: weights were changed in place by another thread meanwhile.
+        """
+        with self._exchange:
+            before = self.generation.moment()
+            yield
+            if self.generation.moment() != before:
+                raise StaleWeights(
+                    "the weights were changed in place while they were copied, so the copies belong to no one "
+                    "moment; save and export between two steps of the training"
+                )
+
+    def snapshot(self) -> Supernet:
+        """Return a copy of the supernet with weights and statistics of one moment, for work that takes long.
+
+        Raises:
+            StaleWeights: weights were changed in place by another thread meanwhile.
+        """
+        with self.unchanged():
+            return deepcopy(self)
 
     def tensors(self) -> list[Tensor]:
         """Return all parameters, buffers and statistics rows."""

@@ -71,6 +71,7 @@ def to_exported_programs(
             message names it. Or `compile` is unknown, or there is no C++ compiler.
         FileFormatError: the directory contains something else.
         SpecError: the engine has no such id.
+        StaleWeights: another thread changed weights in place while they were copied.
 
     Example:
         >>> to_exported_programs(engine, "programs")
@@ -85,13 +86,14 @@ def to_exported_programs(
     example = engine.example
     x = example_batch(example, 3 if dynamic_batch else 1, engine.device)
     shared = SharedTensors()
+    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     described: list[dict[str, Any]] = []
     facts = {
         "compile": compile,
         "device": engine.device.type,
         "capability": capability(engine.device),
-        "space": engine.supernet.space.id,
-        "fingerprint": engine.supernet.fingerprint(),
+        "space": supernet.space.id,
+        "fingerprint": supernet.fingerprint(),
         "example": example_to_json(example),
         "dynamic_batch": dynamic_batch,
         "subnets": described,
@@ -99,7 +101,7 @@ def to_exported_programs(
     with writing_folder(Path(directory), KIND, facts) as folder:
         for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress or None)):
             name = f"{subnet.id} ({subnet.spec})"
-            view, _ = engine.supernet.private_view(subnet.spec)
+            view, _ = supernet.private_view(subnet.spec)
             program = exported_program(view, x, name, dynamic_batch)
             tensors = {**program.state_dict, **program.constants}
             strange = [n for n, t in tensors.items() if not isinstance(t, Tensor)]

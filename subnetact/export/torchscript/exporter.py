@@ -118,6 +118,7 @@ def to_torchscript(
         SpecError: there is no subnet, or one belongs to another space.
         ProfileMismatch: the table or the policy belongs to other subnets or other weights.
         PolicyError: `slo_ms` is below every latency of the table.
+        StaleWeights: another thread changed weights in place while they were copied.
 
     Example:
         >>> to_torchscript(engine, "model.pt", slo_ms=30.0)
@@ -130,7 +131,7 @@ def to_torchscript(
             f"{'.'.join(map(str, UNSUPPORTED_PYTHON))} on; use subnetact.export.to_exported_programs, or "
             "export with an older Python: the file runs anywhere"
         )
-    supernet, specs = _registered(source, subnets)
+    given, specs = _registered(source, subnets)
     low = [spec for spec in specs if spec.precision != FLOAT32]
     if low:
         raise ExportError(
@@ -141,7 +142,8 @@ def to_torchscript(
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise ExportError(f"path: {path} is not a file in a folder that exists; create the folder first")
     keys = [spec.key for spec in specs]
-    policy = _policy(source, table, policy, slo_ms, keys)
+    supernet = given.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    policy = _policy(source, supernet, table, policy, slo_ms, keys)
     bare = [spec for spec in specs if not supernet.calibrated(spec)]
     if bare and not allow_uncalibrated:
         raise NotCalibrated(
@@ -186,6 +188,7 @@ def _registered(
 
 def _policy(
     source: Engine | Supernet,
+    supernet: Supernet,
     table: LatencyTable | None,
     policy: SlackFit | None,
     slo_ms: float | None,
@@ -213,7 +216,6 @@ def _policy(
             "policy: its table has other subnets than are exported; make it from the table of these subnets"
         )
     stamped = policy.table.stamp.get("supernet")
-    supernet = source.supernet if isinstance(source, Engine) else source
     if stamped is not None and stamped != supernet.fingerprint():
         raise ProfileMismatch(
             f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}; profile this one"

@@ -242,11 +242,6 @@ def _tensor(name: str, seen: Sequence[Tensor], batched: bool) -> str:
 
 
 def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: float) -> None:
-    if engine.fingerprint != engine.supernet.fingerprint():
-        raise ProfileMismatch(
-            "engine: its weights have changed since it was made, so the table belongs to other weights; "
-            "make a new Engine and profile it"
-        )
     Batcher(
         engine, table=table, slo_ms=slo_ms
     ).close()  # raises the errors that model.py would raise when it starts
@@ -260,7 +255,13 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: fl
             "the Python flavour rebuilds the network by the name of its family, and an own network has none; "
             "choose flavour='libtorch'"
         )
-    engine.save(version / "bundle")
+    with engine.supernet.exclusive():
+        if engine.fingerprint != engine.supernet.fingerprint():
+            raise ProfileMismatch(
+                "engine: its weights have changed since it was made, so the table belongs to other weights; "
+                "make a new Engine and profile it"
+            )
+        engine.save(version / "bundle")
     table.save(version / "table.json")
     with as_file(files("subnetact.export.triton") / "python_backend.py") as template:
         shutil.copyfile(template, version / "model.py")
