@@ -13,14 +13,14 @@ from typing import Any
 
 __all__ = ["VirtualTime"]
 
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 
 
 class VirtualTime:
     """A clock for `clock_ms=`, with which runners sleep, and which `run` moves.
 
-    A worker's thread either sleeps here, or waits for work, for a turn, or until it is wanted. Once that holds
-    for all threads, the next thing happens: a thread wakes, or what was planned with `at`.
+    A worker's thread either sleeps here, or waits for work, for a turn, or until it is wanted. Once that
+    holds for all threads, the next thing happens: a thread wakes, or what was planned with `at`.
     """
 
     def __init__(self) -> None:

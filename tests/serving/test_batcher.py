@@ -275,8 +275,10 @@ def test_closing_gives_every_request_an_outcome(a40, engine, drain, wait_for):
     wait_for(lambda: batcher.closing)
     with pytest.raises(BatcherClosed):
         batcher.submit(1, FOREVER)
+    if not drain:
+        wait_for(waiting[-1].done)  # before the worker could take it
     engine.gate.set()
-    closer.join(20)
+    closer.join(60)
     assert not closer.is_alive()
     assert first.result(0).output[1] == 0
     for x, future in enumerate(waiting):

@@ -447,7 +447,7 @@ def test_closing_does_not_wait_for_workers_that_only_die(clock: list[float]) -> 
         clock[0] += 1e5
         for worker in core.tick()[0]:
             core.entered(worker)
-    [(request, _, error)] = ended
+    [(_, _, error)] = ended
     assert isinstance(error, BatcherClosed)
 
 
@@ -465,7 +465,7 @@ class Unprintable(Exception):
     """An exception whose constructor forgot what its message needs."""
 
     def __str__(self) -> str:
-        raise SystemExit("not even this")
+        raise AttributeError("detail")
 
     __repr__ = __str__
 
@@ -497,6 +497,14 @@ def test_a_message_of_any_length_fits_into_an_error() -> None:
     assert text.startswith("ValueError: xxx")
     assert len(text) < 3000
     assert "1000000 characters" in text
+
+
+def test_a_message_that_ends_its_thread_does_not_end_ours() -> None:
+    class Leaving(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    assert failure_text(Leaving()) == "Leaving (its __str__ raised)"
 
 
 def test_running_out_of_memory_halves_the_largest_batch(clock: list[float]) -> None:

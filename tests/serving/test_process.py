@@ -48,7 +48,7 @@ def test_close_ends_although_the_policy_never_decides(expired: str) -> None:
     futures = [batcher.submit(x, deadline_ms=1e6) for x in range(9)]
     closing = threading.Thread(target=batcher.close, daemon=True)
     closing.start()
-    closing.join(timeout=20.0)
+    closing.join(timeout=60.0)
     assert not closing.is_alive()
     assert [future.result(0).output for future in futures] == list(range(9))
     assert {future.result(0).subnet for future in futures} == {0}
@@ -65,14 +65,14 @@ def test_a_deadline_of_any_number_type_is_kept_exactly(number: Any) -> None:
             return list(inputs)
 
     with Batcher(Slow(), policy=Fixed(TABLE, 0), slo_ms=20.0, clock_ms=lambda: clock[0]) as batcher:
-        answer = batcher.submit(0, deadline_ms=number).result(20.0)
+        answer = batcher.submit(0, deadline_ms=number).result(60.0)
     assert answer.met is False
 
 
 def test_sums_of_times_stay_finite() -> None:
     with Batcher(Echo(), policy=Fixed(TABLE, 0), slo_ms=20.0) as batcher:
         for _ in range(3):
-            batcher.submit(0, deadline_ms=1e308).result(20.0)
+            batcher.submit(0, deadline_ms=1e308).result(60.0)
         assert all(math.isfinite(h.total) for h in batcher.stats().histograms.values())
         with pytest.raises(InvalidRequest, match="finite"):
             batcher.submit(0, deadline_ms=math.inf)
@@ -108,7 +108,7 @@ def test_a_forked_child_is_told_that_the_batcher_stayed_behind() -> None:
                     batcher.close()
                 finally:
                     os._exit(told)
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 60.0
         done, status = os.waitpid(child, os.WNOHANG)
         while not done and time.monotonic() < end:
             time.sleep(0.01)
@@ -118,7 +118,7 @@ def test_a_forked_child_is_told_that_the_batcher_stayed_behind() -> None:
             os.waitpid(child, 0)
         assert done, "the child hangs"
         assert os.waitstatus_to_exitcode(status) == 6
-        assert batcher.submit(0, deadline_ms=1000.0).result(20.0).output == 0
+        assert batcher.submit(0, deadline_ms=1e7).result(60.0).output == 0
 
 
 def test_requests_from_many_threads_each_get_one_outcome_while_the_batcher_closes() -> None:
@@ -128,19 +128,19 @@ def test_requests_from_many_threads_each_get_one_outcome_while_the_batcher_close
         futures = []
         for x in range(start, start + 400):
             try:
-                futures.append((x, batcher.submit(x, deadline_ms=1e4)))
+                futures.append((x, batcher.submit(x, deadline_ms=1e7)))
             except QueueFull:
                 continue
             except BatcherClosed:
                 break
-        answered.extend(x for x, future in futures if future.result(20.0).output == x)
+        answered.extend(x for x, future in futures if future.result(60.0).output == x)
         expected.extend(x for x, _ in futures)
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(20):
-            batcher = Batcher(Echo(), policy=SlackFit(TABLE, slo_ms=1e4), max_queue=1000)
+            batcher = Batcher(Echo(), policy=SlackFit(TABLE, slo_ms=1e7), max_queue=1000)
             answered: list[int] = []
             expected: list[int] = []
 
@@ -154,7 +154,7 @@ def test_requests_from_many_threads_each_get_one_outcome_while_the_batcher_close
                 time.sleep(0.0)
             batcher.close()
             for thread in threads:
-                thread.join(timeout=20.0)
+                thread.join(timeout=60.0)
                 assert not thread.is_alive()
             assert sorted(answered) == sorted(expected)
             stats = batcher.stats()

@@ -8,9 +8,12 @@ import gc
 import logging
 import threading
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
 from subnetact.errors import (
     BatcherClosed,
@@ -23,6 +26,7 @@ from subnetact.errors import (
 )
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
+from subnetact.serving.live.requests import owned
 from subnetact.serving.policies import Fixed, HullFit
 from subnetact.serving.scheduling.dispatch import Dispatcher
 from subnetact.serving.scheduling.priority import unaffordable
@@ -53,69 +57,131 @@ class Engine:
         return [x() if callable(x) else x for x in inputs]
 
 
+class Clock:
+    """A clock that a test moves. A batch that moves it past the watchdog's limit and waits hangs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.began, self.back = threading.Event(), threading.Event()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def hang(self) -> str:
+        self.now += 1000.0
+        self.began.set()
+        assert self.back.wait(60)
+        return "the late one"
+
+
+def open_batcher(clock: Clock, **options: Any) -> Batcher:
+    options = {"slo_ms": 36.0, "watchdog_ms": 60.0, **options}
+    return Batcher(Engine(), policy=Fixed(TABLE, 0), clock_ms=clock, **options)
+
+
 def threads_of_batchers() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("subnetact-batcher")]
 
 
 def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(wait_for: Any) -> None:
-    back, calls = threading.Event(), []
+    clock, calls = Clock(), []
 
     def hang_once() -> str:
         calls.append(1)
-        if len(calls) == 1:
-            assert back.wait(20)
-            return "the late one"
-        return "the second try"
+        return clock.hang() if len(calls) == 1 else "the second try"
 
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=60.0) as batcher:
-        assert batcher.submit(hang_once, FOREVER).result(20).output == "the second try"
-        assert batcher.submit("next", FOREVER).result(20).output == "next"
+    with open_batcher(clock) as batcher:
+        assert batcher.submit(hang_once, FOREVER).result(60).output == "the second try"
+        assert batcher.submit("next", FOREVER).result(60).output == "next"
         stats = batcher.stats()
         assert (stats.hung, stats.revived, stats.retried, stats.met) == (1, 1, 1, 2)
-        back.set()
-        wait_for(lambda: len(threads_of_batchers()) == 2)
+        clock.back.set()
+        wait_for(lambda: threads_of_batchers().count("subnetact-batcher-0") == 1)
         assert batcher.stats().met == 2
     assert threads_of_batchers() == []
 
 
 def test_a_request_over_which_every_worker_hangs_fails_with_a_typed_error(wait_for: Any) -> None:
-    back = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=60.0) as batcher:
-        guilty = batcher.submit(lambda: back.wait(20), FOREVER)
+    clock = Clock()
+    with open_batcher(clock) as batcher:
+        guilty = batcher.submit(clock.hang, FOREVER)
         mates = [batcher.submit(i, FOREVER) for i in range(3)]
         with pytest.raises(WorkerHung, match="raise watchdog_ms"):
-            guilty.result(20)
-        assert [f.result(20).output for f in mates] == [0, 1, 2]
-        back.set()
+            guilty.result(60)
+        clock.now += 1000.0  # the pause before the worker starts once more
+        assert [f.result(60).output for f in mates] == [0, 1, 2]
+        clock.back.set()
     wait_for(lambda: not threads_of_batchers())
 
 
 def test_without_time_for_a_second_try_the_deadline_has_passed(wait_for: Any) -> None:
-    back = threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=80.0) as batcher:
+    clock = Clock()
+    with open_batcher(clock) as batcher:
         with pytest.raises(DeadlinePassed):
-            batcher.submit(lambda: back.wait(20), 50.0).result(20)
-        back.set()
+            batcher.submit(clock.hang, 50.0).result(60)
+        clock.back.set()
     wait_for(lambda: not threads_of_batchers())
+
+
+@pytest.mark.parametrize("busy", ["a callback", "planning", "the disk"])
+def test_a_hang_is_noticed_whatever_else_takes_its_time(
+    busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, held, go, stuck, tries = Clock(), threading.Event(), threading.Event(), threading.Event(), []
+
+    def block(*_: Any) -> None:
+        stuck.set()
+        go.wait(60)
+
+    def hang_once() -> str:
+        tries.append(1)
+        if len(tries) == 2:
+            return "the second try"
+        held.set()
+        clock.back.wait(60)
+        return "the late one"
+
+    batcher = open_batcher(clock, decision_log=tmp_path / "log.jsonl")
+    try:
+        hangs = batcher.submit(hang_once, FOREVER)
+        assert held.wait(60)
+        if busy == "a callback":
+            doomed = batcher.submit("x", 10.0)
+            doomed.add_done_callback(block)
+            clock.now = 20.0
+        elif busy == "planning":
+            monkeypatch.setattr(batcher._core.learner, "refresh", block)
+        else:
+            monkeypatch.setattr(batcher._log, "flush", block)
+        assert stuck.wait(60)
+        clock.now = 100.0
+        assert hangs.result(60).output == "the second try"
+        assert not go.is_set()
+    finally:
+        go.set()
+        clock.back.set()
+        monkeypatch.undo()
+        batcher.close()
 
 
 @pytest.mark.parametrize("cancel", [False, True])
 def test_closing_does_not_wait_for_a_thread_that_hangs(cancel: bool, wait_for: Any) -> None:
-    began, back = threading.Event(), threading.Event()
+    began, back, clock = threading.Event(), threading.Event(), Clock()
 
     def hang() -> None:
         began.set()
-        back.wait(20)
+        back.wait(60)
 
-    batcher = Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=36.0, watchdog_ms=80.0)
+    batcher = open_batcher(clock)
     try:
         future = batcher.submit(hang, 50.0 if not cancel else FOREVER)
-        assert began.wait(20)
+        assert began.wait(60)
         if cancel:
             assert future.cancel()
+        clock.now = 100.0
         closing = threading.Thread(target=batcher.close, daemon=True)
         closing.start()
-        closing.join(5.0)
+        closing.join(50)
         assert not closing.is_alive()
         assert future.done()
     finally:
@@ -148,33 +214,31 @@ def test_while_a_worker_is_lost_the_policy_sees_fewer(wait_for: Any) -> None:
         def retabled(self, table: Any) -> Any:
             return self
 
-    began, back = threading.Event(), threading.Event()
-
-    def hang() -> bool:
-        began.set()
-        return back.wait(20)
-
-    with Batcher(Engine(), policy=Counting(TABLE, 36.0), workers=3, watchdog_ms=FOREVER) as batcher:
-        stuck = batcher.submit(hang, FOREVER)
-        assert began.wait(20)  # alone in its batch
-        wait_for(lambda: batcher.submit(1, FOREVER).result(20).met and seen[-1] == 2)
-        back.set()
-        assert stuck.result(20).output
-        assert batcher.submit(1, FOREVER).result(20).met
-        assert seen[-1] == 3
+    clock = Clock()
+    options: Any = {"workers": 3, "watchdog_ms": FOREVER, "clock_ms": clock}
+    with Batcher(Engine(), policy=Counting(TABLE, 36.0), **options) as batcher:
+        stuck = batcher.submit(clock.hang, FOREVER)
+        assert clock.began.wait(60)  # alone in its batch
+        wait_for(lambda: batcher.submit(1, FOREVER).result(60).met and seen[-1] == 2)
+        clock.back.set()
+        assert stuck.result(60).output
+        wait_for(lambda: batcher.submit(1, FOREVER).result(60).met and seen[-1] == 3)
 
 
-def test_a_broken_engine_does_not_spin_and_every_request_ends() -> None:
+def test_a_broken_engine_does_not_spin_and_every_request_ends(wait_for: Any) -> None:
     class Broken(Engine):
         def enter_worker(self, threads: int | None) -> None:
             self.threads.append(threads)
             raise SystemExit("no device")
 
-    engine = Broken()
-    batcher = Batcher(engine, policy=Fixed(TABLE, 0), slo_ms=36.0, expired="serve")
+    engine, clock = Broken(), Clock()
+    batcher = Batcher(engine, policy=Fixed(TABLE, 0), slo_ms=36.0, expired="serve", clock_ms=clock)
+    first = batcher.submit(1, 300.0)
+    wait_for(lambda: batcher.stats().died == 2)
+    assert (batcher.stats().workers_up, len(engine.threads)) == (0, 2), "the next start is after a pause"
+    clock.now = 301.0
     with pytest.raises(DeadlinePassed):
-        batcher.submit(1, 300.0).result(20)
-    assert len(engine.threads) < 6
+        first.result(20)
     last = batcher.submit(1, FOREVER)
     batcher.close(drain=False)
     with pytest.raises(BatcherClosed):
@@ -466,7 +530,7 @@ def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wa
 
     def hold() -> str:
         running.add(threading.current_thread().name)
-        gate.wait(5)
+        gate.wait(60)
         return "done"
 
     with Batcher([engine] * 3, policy=Fixed(TABLE, 0), slo_ms=FOREVER, learn=False) as batcher:
@@ -484,7 +548,7 @@ def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wa
             future.result(5)
         assert names == {"subnetact-batcher-0"}
         batcher.resize(3)
-        assert batcher.stats().workers_up == 3
+        wait_for(lambda: batcher.stats().workers_up == 3)
         barrier = threading.Barrier(3)
         together = []
         for _ in range(3):  # one request per batch: the barrier opens only if three workers run
@@ -498,12 +562,91 @@ def test_parked_workers_finish_their_batch_and_come_back_when_they_are_wanted(wa
 
 
 def test_an_answer_tells_how_long_the_request_waited() -> None:
-    started, gate = threading.Event(), threading.Event()
-    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=FOREVER, learn=False) as batcher:
-        first = batcher.submit(lambda: started.set() or gate.wait(5), FOREVER)
-        assert started.wait(5)
+    clock, started, gate = Clock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        gate.wait(60)
+
+    with open_batcher(clock, watchdog_ms=FOREVER, learn=False) as batcher:
+        first = batcher.submit(hold, FOREVER)
+        assert started.wait(60)
         second = batcher.submit("x", FOREVER)
-        threading.Timer(0.05, gate.set).start()
-        assert first.result(5).waited_ms < first.result(5).latency_ms
-        assert second.result(5).waited_ms > 20.0
-        assert second.result(5).waited_ms <= second.result(5).latency_ms
+        clock.now = 50.0
+        gate.set()
+        assert (first.result(60).waited_ms, first.result(60).latency_ms) == (0.0, 50.0)
+        assert (second.result(60).waited_ms, second.result(60).latency_ms) == (50.0, 50.0)
+
+
+def test_a_worker_is_up_once_it_has_entered(wait_for: Any) -> None:
+    go = threading.Event()
+
+    class Slow(Engine):
+        def enter_worker(self, threads: int | None) -> None:
+            assert go.wait(60)
+
+    with Batcher(Slow(), policy=Fixed(TABLE, 0), slo_ms=36.0) as batcher:
+        assert batcher.stats().workers_up == 0
+        future = batcher.submit(1, FOREVER)
+        go.set()
+        assert future.result(60).output == 1
+        assert batcher.stats().workers_up == 1
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("detail")
+
+    __repr__ = __str__
+
+
+def test_an_exception_that_cannot_be_printed_costs_its_request_only() -> None:
+    def fail() -> None:
+        raise Unprintable
+
+    with open_batcher(Clock()) as batcher:
+        futures = [batcher.submit(x, FOREVER) for x in (1, 2, fail, 3, 4)]
+        with pytest.raises(BatchFailed, match="Unprintable \\(its __str__ raised\\)"):
+            futures[2].result(60)
+        assert [future.result(60).output for future in futures if future is not futures[2]] == [1, 2, 3, 4]
+        assert batcher.stats().died == 0
+
+
+class Pair(NamedTuple):
+    one: Any
+    two: Any
+
+
+@pytest.mark.parametrize("nest", [lambda x: x, lambda x: {"x": [x, 1]}, lambda x: Pair((x,), "two")])
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_what_becomes_of_an_input_after_submit_does_not_change_the_answer(nest: Any, make: Any) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go.wait(60)
+
+    with open_batcher(Clock()) as batcher:
+        batcher.submit(hold, FOREVER)
+        assert held.wait(60)
+        x = make(3)
+        future = batcher.submit(nest(x), FOREVER)
+        x *= 7
+        go.set()
+        output = future.result(60).output
+    assert type(output) is type(nest(x))
+    assert str(output) == str(nest(make(3)))
+
+
+def test_other_inputs_arrive_as_they_are() -> None:
+    class Own(dict[str, Any]):
+        pass
+
+    x = Own(a=torch.ones(2), b="text")
+    copied = owned(x)
+    assert type(copied) is Own
+    assert copied["a"] is not x["a"]
+    thing = object()
+    for same in (thing, "text", 3, None, torch.Size([3])):
+        assert owned(same) is same
+    assert not owned(torch.nn.Parameter(torch.ones(2))).requires_grad
