@@ -1,8 +1,8 @@
 """The table of kernels: what each kind of machine multiplies with at a precision, or why it is refused.
 
-A machine is described by what torch and oneDNN use of it (`machine_facts`), limits of the environment included.
-`kernel_for` is a function of these facts alone: no time is measured, so the answer never changes on a busy
-machine, and every row of the table can be asked for on any machine.
+A machine is described by what torch and oneDNN use of it (`machine_facts`), within the limits of the
+environment. `kernel_for` is a function of these facts alone: no time is measured, so the answer is the same
+on a busy machine, and every row of the table can be asked for on any machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from functools import cache
 
 import torch
 
-__all__ = ["CUBLAS", "NATIVE", "REFERENCE", "STRIDED", "Kernel", "MachineFacts", "kernel_for", "machine_facts"]
+__all__ = [
+    "CUBLAS",
+    "NATIVE",
+    "REFERENCE",
+    "STRIDED",
+    "Kernel",
+    "MachineFacts",
+    "kernel_for",
+    "machine_facts",
+]
 
 STRIDED, CUBLAS, REFERENCE, NATIVE = "strided", "cublas", "reference", "native"
 _UNITS = frozenset(("vnni", "bf16", "amx"))
@@ -92,6 +101,10 @@ _VNNI = "a CPU with AVX-512 VNNI or AMX (Intel since Cascade Lake, AMD since Zen
 _BF16 = "a CPU with AVX-512 BF16 or AMX, or a CUDA device of compute capability 8.0"
 
 
+def _any(_: MachineFacts) -> bool:
+    return True
+
+
 def _cpu(m: MachineFacts) -> bool:
     return m.device == "cpu"
 
@@ -123,7 +136,7 @@ _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
         Kernel("int8", "", "int8 products with slices take many times as long as float32 products", _VNNI),
     ),
     (_cpu, Kernel("int8", "", "no int8 product is known to be faster than float32 there", _VNNI)),
-    (lambda m: True, Kernel("int8", "", "its int8 products are not known", _VNNI)),
+    (_any, Kernel("int8", "", "its int8 products are not known", _VNNI)),
     (
         lambda m: m.reference or (m.device == "cuda" and m.cuda >= (8, 0)),
         Kernel("bfloat16", NATIVE, "torch's own bfloat16 products"),
@@ -136,7 +149,7 @@ _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
         _cpu,
         Kernel("bfloat16", "", "it converts bfloat16 numbers one by one, which takes longer", _BF16),
     ),
-    (lambda m: True, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
+    (_any, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
 )  # fmt: skip
 
 

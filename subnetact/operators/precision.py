@@ -253,8 +253,15 @@ def padded_to_eights(short: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tup
         that count.
     """
     (rows, features), out = short.shape, len(weight)
-    short = F.pad(short, (0, -features % 8, 0, max(0, 17 - rows)))
-    return short, F.pad(weight, (0, -features % 8, 0, -out % 8)), (rows, out)
+    return (
+        _padded(short, -features % 8, max(0, 17 - rows)),
+        _padded(weight, -features % 8, -out % 8),
+        (rows, out),
+    )
+
+
+def _padded(matrix: Tensor, columns: int, rows: int) -> Tensor:
+    return F.pad(matrix, (0, columns, 0, rows)) if columns or rows else matrix
 
 
 def _scaled(acc: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

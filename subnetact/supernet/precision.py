@@ -48,10 +48,10 @@ class PrecisionSettings:
 
 
 def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mapping[str, int]) -> list[str]:
-    """Let the linear layers and ungrouped convolutions of a network follow the precision of the subnet, in place.
+    """Let linear layers and convolutions of a network follow the precision of the subnet, in place.
 
-    The first module with weights stays as it is, and so does the last one, unless the settings include it.
-    Layers that no operator slices get an operator.
+    Grouped convolutions and the first module with weights stay as they are, and so does the last one, unless
+    the settings include it. Layers that no operator slices get an operator.
 
     Args:
         network: a network with operators.
