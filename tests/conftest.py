@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torchvision_operators import define_missing
 
+from subnetact.operators import kernel_table
 from subnetact.supernet.supernet import Supernet
 
 torch.set_num_threads(1)
@@ -37,6 +38,21 @@ def seeded() -> None:
 def any_program_is_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on what is faster: small networks and busy machines would decide it by chance."""
     monkeypatch.setattr("subnetact.engine.promotion.SLOWER", float("inf"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def int8_on_every_machine() -> Iterator[None]:
+    """Where int8 is refused, tests of what it means run on exact products in float64."""
+    real = kernel_table.machine_facts
+    exact = kernel_table.MachineFacts(reference=True)
+
+    def facts(device: str) -> kernel_table.MachineFacts:
+        found = real(device)
+        return found if kernel_table.kernel_for("int8", found).name or device != "cpu" else exact
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_table, "machine_facts", facts)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ Vector: TypeAlias = npt.NDArray[np.int64]
 
 KINDS = ("convolution", "pointwise", "depthwise", "linear", "low", "norm", "product", "other")
 """What a module computes. `product` is a matrix product outside any layer, as in attention; `low` is a linear
-layer or 1x1 convolution at a lower precision."""
+layer or convolution at a lower precision."""
 MEASURES = ("modules", "macs", "activation_bytes", "weight_bytes")
 FEATURES = ("parameters", *(f"{kind}.{measure}" for kind in KINDS for measure in MEASURES))
 

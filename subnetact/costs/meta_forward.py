@@ -220,7 +220,7 @@ class MetaForward:
         tensors = list(own.values())
         kind = site.kind
         if isinstance(site.module, Operator) and site.module.bits(row) != FLOAT_BITS:
-            kind = "low" if getattr(site.module.mixin(), "reads_copy", False) else site.kind
+            kind = site.kind if site.module.mixin() in (None, object) else "low"
         if tensors:
             held[0] += sum(t.numel() for name, t in own.items() if not name.endswith("weight_scale"))
             held[feature(kind, "modules")] += 1

@@ -26,7 +26,7 @@ from subnetact.engine.attention_scores import merge_attention
 from subnetact.engine.constants import fold_constants
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
-from subnetact.engine.int8_conv import Int8Conv, int8_pays
+from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.engine.packed_conv import PackedConv, plain_conv
 from subnetact.engine.packed_linear import (
     PackedLinear,
@@ -132,14 +132,17 @@ class FusedProgram:
 
     def _graph_module(self, view: nn.Module, probe: Tensor | None) -> fx.GraphModule:
         dtype = self.dtype
+        if dtype is not None and any(p.dtype == torch.int8 for p in view.parameters()):
+            raise ValueError(f"its int8 layers would compute something else in a program of {dtype}")
         graph, leaves, tensors = _traced(view)
         modules: dict[str, Any] = dict(leaves)
         order = {node: i for i, node in enumerate(graph.nodes)}
         merge = stays_finite(graph, leaves) and not overflows(view, probe)
         for node in list(graph.nodes):
-            if node.op == "call_module" and _is_plain_conv(leaves[node.target]) and len(node.args) == 1:
+            conv = leaves[node.target] if node.op == "call_module" and len(node.args) == 1 else None
+            if conv is not None and _is_fusing(conv, merge):
                 name, path = f"subnetact_fused_{order[node]}", str(node.target)
-                fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge, modules))
+                fused = _FusedConv(_fuse(graph, node, leaves, tensors, order, name, dtype, merge))
                 modules[name] = fused
                 self.paths[name] = path
                 self._convs.append(fused.conv)
@@ -178,7 +181,10 @@ class FusedProgram:
 
         Returns:
             False if x has NaN, infinite or huge values, and the program has operations that swallow NaN.
+            False for an empty batch, which networks that cannot run it refuse.
         """
+        if isinstance(x, Tensor) and not x.numel():
+            return False
         if not self._swallows_nan or not x.is_floating_point():
             return True
         flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(-1)
@@ -231,8 +237,11 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, 
     return graph, leaves, tensors
 
 
-def _is_plain_conv(module: nn.Module) -> bool:
-    return (plain_conv(module) or isinstance(module, LowConv)) and not has_hooks(module)
+def _is_fusing(module: nn.Module, merge: bool) -> bool:
+    """Tell whether a module becomes a fused convolution. What is none computes as in the view."""
+    if isinstance(module, LowConv):
+        return merge and runs_at_int8(module) and not has_hooks(module)
+    return plain_conv(module) and not has_hooks(module)
 
 
 def _is_derived_norm(module: nn.Module) -> bool:
@@ -299,7 +308,6 @@ def _fuse(
     name: str,
     dtype: torch.dtype | None,
     merge: bool,
-    fused_convs: Mapping[str, Any],
 ) -> PackedConv:
     """Replace a convolution, and the operations that alone use its output, by one node of the given name."""
     conv: Any = leaves[str(node.target)]
@@ -333,11 +341,9 @@ def _fuse(
         last = before
     graph.erase_node(node)
     bias = _bias(conv, norm)
-    if merge and dtype is None and int8_pays(conv):
-        factor = None if norm is None else _scale(norm)
-        unsigned = _never_negative(inputs[0], fused_convs)
-        return Int8Conv(conv, factor, bias, *(activation or ("none", ())), unsigned=unsigned)
-    dtype = dtype or (torch.float32 if conv.weight.dtype == torch.int8 else conv.weight.dtype)
+    if isinstance(conv, LowConv):
+        return Int8Conv(conv, None if norm is None else _scale(norm), bias, *(activation or ("none", ())))
+    dtype = dtype or conv.weight.dtype
     return PackedConv(
         conv,
         lambda: _weight(conv, norm).to(dtype),
@@ -404,14 +410,6 @@ def _overwrite_output(graph: fx.Graph, node: fx.Node, modules: dict[str, Any], p
         node = over
 
 
-def _never_negative(node: Any, modules: Mapping[str, Any]) -> bool:
-    """Tell whether a value of a graph comes from a fused convolution with a ReLU, or a pooling of it."""
-    module = modules.get(str(node.target)) if node.op == "call_module" else None
-    if isinstance(module, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-        return _never_negative(node.args[0], modules)
-    return isinstance(module, _FusedConv) and module.conv.never_negative
-
-
 def _overwrite(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
     """Let an addition write its result over its second operand, if nothing reads that operand later."""
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -444,8 +442,6 @@ def _scale(norm: Any) -> Tensor:
 
 def _weight(conv: Any, norm: nn.Module | None) -> Tensor:
     weight: Tensor = conv.weight.detach()
-    if weight.dtype == torch.int8:
-        weight = weight * conv.weight_scale.reshape(-1, 1, 1, 1)
     return weight if norm is None else weight * _scale(norm).reshape(-1, 1, 1, 1)
 
 

@@ -122,11 +122,6 @@ class PackedConv:
         self._reserve = reserve
 
     @property
-    def never_negative(self) -> bool:
-        """Whether no result is ever negative."""
-        return self._activation == "relu" or (self._activation == "hardtanh" and self._scalars[0] >= 0)
-
-    @property
     def swallows_nan(self) -> bool:
         """Whether the result can be a number although the convolution gives NaN."""
         return self._onednn and self._merged[0] in ("relu", "hardtanh")

@@ -15,6 +15,7 @@ Which file answers which question:
   `switch.py`: one of several modules.
 - `elastic_kernel.py`: depthwise convolutions whose kernel size is a choice.
 - `precision.py`: copies of weights in int8 or bfloat16, and the products that read them.
+- `kernel_table.py`: what each kind of machine multiplies with at a precision, or why it is refused.
 - `segments.py`: parts that consist of several segments, as in fused layers and behind a concatenation.
 - `view_module.py`: how the modules of a zero-copy view are made; `tensor_version.py`: whether a tensor has
   changed in place.

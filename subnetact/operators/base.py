@@ -553,7 +553,7 @@ class Operator(nn.Module):
         """
         sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
         mixin = None if bits == FLOAT_BITS else self.mixin()
-        if getattr(mixin, "reads_copy", False):
+        if mixin not in (None, object):
             given = self.low_parameters_of(sizes, bits)
         else:
             given = self.parameters_of(sizes, trainable)

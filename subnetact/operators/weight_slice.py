@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.precision import LowConv, LowConv1D, LowLinear, LowWideConv
+from subnetact.operators.precision import LowConv, LowConv1D, LowLinear
 from subnetact.operators.segments import Kept, Segments, cut
 from subnetact.space import SizeRow
 
@@ -204,17 +204,16 @@ class WeightSlice(Operator):
         return found
 
     def mixin(self) -> type | None:
-        """Return the forward at a lower precision of a linear layer, a 1x1 convolution or a `Conv1D`."""
+        """Return the forward at a lower precision of a linear layer, a convolution or a `Conv1D`."""
         module: Any = self.template
         forward = type(module).forward
         if isinstance(module, nn.Linear):
             return LowLinear if forward is nn.Linear.forward else None
         if isinstance(module, nn.Conv2d):
             own = forward is nn.Conv2d.forward and type(module)._conv_forward is nn.Conv2d._conv_forward
-            pointwise = module.kernel_size == (1, 1) and module.padding in ((0, 0), "valid", "same")
-            if not own or module.groups > 1:
-                return None
-            return LowConv if pointwise else LowWideConv if module.padding_mode == "zeros" else None
+            unpadded = not any(module._reversed_padding_repeated_twice)
+            fits = module.groups == 1 and (unpadded or module.padding_mode == "zeros")
+            return LowConv if own and fits else None
         known = forward.__module__ == "transformers.pytorch_utils" and not isinstance(module, nn.Embedding)
         return LowConv1D if known else None
 

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 
 from subnetact.command import INTERRUPTED
-from subnetact.device import find_device
+from subnetact.device import find_device, machine
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
 from subnetact.files.documents import parse_json
 from subnetact.latency.table import LatencyTable
+from subnetact.operators import kernel_table
+from subnetact.operators.precision import why_not
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import ProfileSource, load_source
 from subnetact.profile.sweep import SweepSettings
-from subnetact.spec import PRECISIONS
+from subnetact.spec import FLOAT32, PRECISIONS
 
 __all__ = ["build_parser", "json_object", "main"]
 
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _sigterm_interrupts():
             if args.compare:
                 return _compare(args)
+            if args.machine:
+                return _machine(args)
             return _profile(args)
     except KeyboardInterrupt:
         kept = ""
@@ -92,10 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    if args.threads is not None:
-        if args.threads < 1:
-            raise DeviceError(f"threads: {args.threads} must be at least 1")
-        torch.set_num_threads(args.threads)
+    _set_threads(args.threads)
     job = _job(args)
     find_device(job.device)
     source = _source(args)
@@ -105,6 +106,26 @@ def _profile(args: argparse.Namespace) -> int:
     result = run_profile(job, source)
     _print(job, result, own_network=source.supernet.origin is None)
     return UNSTABLE if args.strict and result.unstable else DONE
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        if threads < 1:
+            raise DeviceError(f"threads: {threads} must be at least 1")
+        torch.set_num_threads(threads)
+
+
+def _machine(args: argparse.Namespace) -> int:
+    device = find_device(args.device)
+    _set_threads(args.threads)
+    on, facts = machine(device), kernel_table.machine_facts(device.type)
+    print(f"{on['device_name']}: {facts}; {on['cpus']} CPUs, {on['threads']} threads, torch {on['torch']}")
+    print(f"{FLOAT32}: torch's own products")
+    for precision in sorted(PRECISIONS.keys() - {FLOAT32}):
+        why = why_not(precision, device)
+        kernel = kernel_table.kernel_for(precision, facts)
+        print(f"{precision}: {kernel.text if why is None else f'refused, {why}'}")
+    return DONE
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -349,6 +370,10 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--threads", type=int, metavar="N", help="CPU threads of one forward pass (default: torch's own)"
     )
+    group.add_argument(
+        "--machine", action="store_true",
+        help="only print what this machine has, and what it computes with at each precision, or why not",
+    )  # fmt: skip
     group.add_argument(
         "--co-runners", type=int, nargs="+", default=[], metavar="N",
         help="measure also beside this many processes that run a subnet without pause",

@@ -48,10 +48,10 @@ class PrecisionSettings:
 
 
 def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mapping[str, int]) -> list[str]:
-    """Let the linear layers and 1x1 convolutions of a network follow the precision of the subnet, in place.
+    """Let linear layers and convolutions of a network follow the precision of the subnet, in place.
 
-    The first module with weights stays as it is, and so does the last one, unless the settings include it.
-    Layers that no operator slices get an operator.
+    Grouped convolutions and the first module with weights stay as they are, and so does the last one, unless
+    the settings include it. Layers that no operator slices get an operator.
 
     Args:
         network: a network with operators.
@@ -81,10 +81,10 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
         if not _read_by_parent(named, name):
             operator.precision_dim = dims[slot]
             chosen[name] = operator
-    if not any(getattr(operator.mixin(), "reads_copy", True) for operator in chosen.values()):
+    if not chosen:
         raise PrecisionError(
-            "the network has no linear layer and no 1x1 convolution, apart from the first and the last "
-            "layer, that could run at a lower precision; its subnets are float32 only"
+            "the network has no linear layer and no convolution without groups, apart from the first and the "
+            "last layer, that could run at a lower precision; its subnets are float32 only"
         )
     replaced = {named[name]: operator for name, operator in chosen.items() if named[name] is not operator}
     for module in list(network.modules()):
@@ -143,8 +143,6 @@ def weight_errors(network: nn.Module, bits: int) -> dict[str, float]:
     found = {}
     for module in network.modules():
         if not isinstance(module, Operator) or module.precision_dim is None:
-            continue
-        if not getattr(module.mixin(), "reads_copy", True):
             continue
         axis, weight = module.out_axis(), module._parameters[module.lowers[0]]
         if weight is None:

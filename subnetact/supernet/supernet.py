@@ -185,11 +185,16 @@ class Supernet(nn.Module):
     ) -> SubnetSpace:
         """Let subnets choose a precision: the space gets one more axis, `precision`.
 
-        At int8, the weights of linear layers and 1x1 convolutions are read from one int8 copy of the full
+        At int8, the weights of linear layers and convolutions are read from one int8 copy of the full
         weights, a quarter of their size, which all int8 subnets slice in place. The copy is made when an int8
         subnet is first bound, and follows the weights as views do. Activations are quantised in every call,
-        and sums are int32. Convolutions of other kernel sizes, normalisation, softmax, and the first and
+        with one scale per row of a linear layer and per sample of a convolution, and sums are int32. So an
+        answer does not depend on the other inputs of its batch, and views, fused programs and extracted
+        networks multiply the same numbers. Grouped convolutions, normalisation, softmax, and the first and
         (without `last`) the last layer stay at float32. At bfloat16 the same layers read a bfloat16 copy.
+
+        A machine runs a precision if it has a kernel for it that is faster than float32, and is refused
+        otherwise; `python -m subnetact.profile --machine` prints which.
 
         Subnets run on the BatchNorm statistics of the same subnet at float32, and training uses the full
         weights. Specifications without a precision stay valid; they mean float32.
@@ -207,7 +212,7 @@ class Supernet(nn.Module):
 
         Raises:
             PrecisionError: the network has no layer that could run at a lower precision, `keep` names no
-                module, or this machine or build of torch cannot compute at the precision, or not faster.
+                module, or this kind of machine or build of torch has no kernel that is right and faster.
             SpecError: a precision is unknown, or precisions were enabled before.
 
         Example:

@@ -1,0 +1,187 @@
+"""The table of kernels: what each kind of machine multiplies with at a precision, or why it is refused.
+
+A machine is described by what torch and oneDNN use of it (`machine_facts`), within the limits of the
+environment. `kernel_for` is a function of these facts alone: no time is measured, so the answer is the same
+on a busy machine, and every row of the table can be asked for on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+__all__ = [
+    "CUBLAS",
+    "NATIVE",
+    "REFERENCE",
+    "STRIDED",
+    "Kernel",
+    "MachineFacts",
+    "kernel_for",
+    "machine_facts",
+]
+
+STRIDED, CUBLAS, REFERENCE, NATIVE = "strided", "cublas", "reference", "native"
+_UNITS = frozenset(("vnni", "bf16", "amx"))
+_SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
+_LIMITS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE"), frozenset()),
+    "AVX512_CORE_VNNI": frozenset(("vnni",)),
+    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512", "AVX10_2_512"), _SHORT),
+}
+"""What oneDNN uses below a limit of the environment. It takes no notice of a limit that it does not know."""
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What torch and oneDNN use of a machine.
+
+    Attributes:
+        device: the type of the device: `cpu`, `cuda`, or another one.
+        architecture: that of the processor, `x86_64` or `aarch64` for example.
+        aten: the instructions that torch's own loops use, as `torch.backends.cpu.get_cpu_capability` says.
+        onednn: whether the build of torch has oneDNN.
+        limit: the value of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses; empty if none.
+        units: what the processor has: `vnni`, `bf16` and `amx`.
+        cuda: the compute capability of the CUDA device.
+        reference: whether products in float64 are asked for, which are exact on every machine; tests do so.
+    """
+
+    device: str = "cpu"
+    architecture: str = "x86_64"
+    aten: str = "AVX512"
+    onednn: bool = True
+    limit: str = ""
+    units: frozenset[str] = frozenset()
+    cuda: tuple[int, int] = (0, 0)
+    reference: bool = False
+
+    def uses(self, unit: str) -> bool:
+        """Tell whether oneDNN uses a unit of the processor: it is there, and no limit leaves it out.
+
+        Args:
+            unit: `vnni`, `bf16` or `amx`.
+        """
+        allowed = _LIMITS.get(self.limit.upper(), _UNITS)
+        return self.onednn and self.aten.startswith("AVX512") and unit in self.units & allowed
+
+    def __str__(self) -> str:
+        if self.device == "cuda":
+            return f"CUDA device of compute capability {self.cuda[0]}.{self.cuda[1]}"
+        if self.device != "cpu":
+            return f"device of type {self.device}"
+        used = ", ".join(unit for unit in sorted(_UNITS) if self.uses(unit))
+        limit = f", ONEDNN_MAX_CPU_ISA={self.limit}" if self.limit else ""
+        return f"{self.architecture} CPU, {self.aten}, {used or 'no vnni, bf16 or amx'}{limit}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table: what multiplies at a precision on some machines, or why nothing does.
+
+    Attributes:
+        precision: `int8` or `bfloat16`.
+        name: which product multiplies; empty if the precision is refused.
+        text: what multiplies, or why the precision is refused.
+        needs: what a machine must have instead, if the precision is refused.
+    """
+
+    precision: str
+    name: str
+    text: str
+    needs: str = ""
+
+
+_VNNI = "a CPU with AVX-512 VNNI or AMX (Intel since Cascade Lake, AMD since Zen 4), or a CUDA device"
+_BF16 = "a CPU with AVX-512 BF16 or AMX, or a CUDA device of compute capability 8.0"
+
+
+def _any(_: MachineFacts) -> bool:
+    return True
+
+
+def _cpu(m: MachineFacts) -> bool:
+    return m.device == "cpu"
+
+
+def _x86(m: MachineFacts) -> bool:
+    return _cpu(m) and m.architecture.lower() in ("x86_64", "amd64")
+
+
+_ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
+    (lambda m: m.reference, Kernel("int8", REFERENCE, "products in float64, exact on every machine")),
+    (
+        lambda m: m.device == "cuda" and m.cuda >= (7, 5),
+        Kernel("int8", CUBLAS, "cuBLAS, with sizes padded to multiples of 8"),
+    ),
+    (
+        lambda m: m.device == "cuda",
+        Kernel("int8", "", "it has no int8 matrix units", "compute capability 7.5"),
+    ),
+    (
+        lambda m: _x86(m) and (m.uses("vnni") or m.uses("amx")),
+        Kernel("int8", STRIDED, "oneDNN, on slices of the one int8 copy; packed in fused programs"),
+    ),
+    (
+        lambda m: _x86(m) and m.aten.startswith("AVX512"),
+        Kernel("int8", "", "oneDNN's int8 products saturate in 16 bits, or are slow, without VNNI", _VNNI),
+    ),
+    (
+        _x86,
+        Kernel("int8", "", "int8 products with slices take many times as long as float32 products", _VNNI),
+    ),
+    (_cpu, Kernel("int8", "", "no int8 product is known to be faster than float32 there", _VNNI)),
+    (_any, Kernel("int8", "", "its int8 products are not known", _VNNI)),
+    (
+        lambda m: m.reference or (m.device == "cuda" and m.cuda >= (8, 0)),
+        Kernel("bfloat16", NATIVE, "torch's own bfloat16 products"),
+    ),
+    (
+        lambda m: _x86(m) and (m.uses("bf16") or m.uses("amx")),
+        Kernel("bfloat16", NATIVE, "oneDNN's bfloat16 products"),
+    ),
+    (
+        _cpu,
+        Kernel("bfloat16", "", "it converts bfloat16 numbers one by one, which takes longer", _BF16),
+    ),
+    (_any, Kernel("bfloat16", "", "its bfloat16 products are slow or not known", _BF16)),
+)  # fmt: skip
+
+
+@cache
+def kernel_for(precision: str, facts: MachineFacts) -> Kernel:
+    """Return the first row of the table for a precision and a machine.
+
+    Args:
+        precision: `int8` or `bfloat16`.
+        facts: the machine.
+    """
+    return next(row for fits, row in _ROWS if row.precision == precision and fits(facts))
+
+
+@cache
+def machine_facts(device: str) -> MachineFacts:
+    """Return what torch and oneDNN use of this machine; it is read once.
+
+    Args:
+        device: the type of a device, `cpu` or `cuda`.
+    """
+    has = {
+        "vnni": getattr(torch.cpu, "_is_vnni_supported", bool)(),
+        "bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
+        "amx": getattr(torch.cpu, "_is_amx_tile_supported", bool)(),
+    }
+    return MachineFacts(
+        device,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")),
+        frozenset(unit for unit, there in has.items() if there),
+        torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
+    )
