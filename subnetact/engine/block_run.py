@@ -64,7 +64,11 @@ class SubnetBlocks:
         """
         with self._lock:
             known = self._of_view.get(spec)
-            if known is not None and known[0].current(self._supernet, spec) and known[0].versions() == known[2]:
+            if (
+                known is not None
+                and known[0].current(self._supernet, spec)
+                and known[0].versions() == known[2]
+            ):
                 return known[:2]
             bound = Bound.of(self._supernet, spec)
             versions = bound.versions()  # A graph holds the packed copies that it reads itself.

@@ -302,8 +302,8 @@ class StepLoop(ContinuousBatchingManager):
     def step(self) -> bool:
         """Compute one step on the calling thread.
 
-        If the weights have changed since the last step, active sequences are computed again from their tokens,
-        so that the step gives what the present weights give.
+        If the weights have changed since the last step, active sequences are computed again from their
+        tokens, so that the step gives what the present weights give.
 
         Returns:
             Whether there was anything to compute.

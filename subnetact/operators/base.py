@@ -44,11 +44,11 @@ Zero-copy and packed: what `tensors` returns by slicing shares the storage of th
 costs no memory. A returned tensor that does not share this storage (because the rule concatenates, gathers,
 normalises or multiplies) is a packed copy. Packed copies take memory beyond the weights, once per distinct
 sizes, and all views of these sizes share them. They follow the weights by themselves: when the module of a
-view reads a packed parameter, the version counters of the operator's parameters and buffers are compared
-with those that the copy was made of, and after a change in place the copy is made again, in new tensors, so that
-nobody reads half of it. Zero-copy slices pay nothing for this. Changes that version counters do not show (through `parameter.data`, NumPy, or on tensors
-that were made in inference mode) need `Supernet.refresh`; `Supernet.verify` finds them.
-"""
+view reads a packed parameter, the version counters of the operator's parameters and buffers are compared with
+those that the copy was made of, and after a change in place the copy is made again, in new tensors, so that
+nobody reads half of it. Zero-copy slices pay nothing for this. Changes that version counters do not show
+(through `parameter.data`, NumPy, or on tensors that were made in inference mode) need `Supernet.refresh`;
+`Supernet.verify` finds them."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class PackedCopy:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def refresh(self) -> None:
-        """Exchange the tensors for new ones if the sources have changed in place; others may read the former."""
+        """Exchange the tensors for new ones if the sources have changed; others may still read the former."""
         if changes_of(self.sources) != self._changes:
             with self._lock:
                 changes = changes_of(self.sources)
@@ -165,7 +165,7 @@ class PackedCopy:
         return self._at((name, of.size(), of.stride(), of.storage_offset(), buffer))
 
     def present(self, frozen: Any) -> Any:
-        """Return what stands in the place of a tensor now: the tensor, or if the sources have changed another.
+        """Return what stands in the place of a tensor now: it, or if the sources have changed another one.
 
         Args:
             frozen: what `frozen` or this method returned.

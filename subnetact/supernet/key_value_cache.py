@@ -167,7 +167,7 @@ class CacheWriter:
         if pages.moment not in (None, moment):
             self._check_owner(pages.moment)
             raise CacheMismatch(
-                "the weights have changed since the pages were filled; begin anew with a manager of its own, or "
+                "the weights have changed since the pages were filled; begin anew with another manager, or "
                 "generate with subnetact.generation.Generator, which computes its sequences again"
             )
         if self.signature not in pages.signatures:
@@ -189,7 +189,7 @@ class CacheWriter:
         return (runs[1][0] if len(runs) > 1 else seen), seen
 
     def _runs(self, cache: Any) -> tuple[int, list[tuple[int, CacheSignature]], bool, Moment | None]:
-        """Return the number of positions in a cache, who wrote them, whether this subnet may go on, and when."""
+        """Return how many positions a cache has, who wrote them, whether this subnet may go on, and when."""
         seen = int(cache.get_seq_length())
         written: _Written | None = getattr(cache, _WRITERS, None)
         if written is None:

@@ -338,8 +338,9 @@ class Supernet(nn.Module):
 
         Views check every cache themselves. Without this method they continue on the cache of another subnet
         if its keys and values are the same (`space.cache(a, b)` is `"exact"`, and the weights have not
-        changed since) and raise `CacheMismatch` if not. A cache that was reset is free for every subnet. Call this method to choose another subnet between two tokens. It takes a few microseconds if the
-        view is cached and nothing is recomputed.
+        changed since) and raise `CacheMismatch` if not. A cache that was reset is free for every subnet. Call
+        this method to choose another subnet between two tokens. It takes microseconds if the view is cached
+        and nothing is recomputed.
 
         Args:
             cache: a key-value cache of transformers, a `DynamicCache` for example, or the pages of continuous
@@ -347,7 +348,8 @@ class Supernet(nn.Module):
                 are noted on it.
             spec: the subnet that is to continue.
             allow_approximate: whether keys and values of other numbers will do, which have the same shapes
-                (`"approximate"`, or of former weights of this supernet). The answers are then those of neither subnet.
+                (`"approximate"`, or of former weights of this supernet). The answers are then those of
+                neither subnet.
             recompute: the tokens of all positions in the cache, as a tensor of shape (batch, positions), or
                 the named arguments that the network takes for them. The subnet computes the keys and values
                 again, from the first position on that it would not have written itself, so that it answers
@@ -838,7 +840,9 @@ class Supernet(nn.Module):
                     kept.update(before)
                 raise
             finally:
-                in_place = not assign and len(moved) < len({*self.network.parameters(), *self.network.buffers()})
+                in_place = not assign and len(moved) < len(
+                    {*self.network.parameters(), *self.network.buffers()}
+                )
                 self._renew(same=not loaded, beneath=loaded and in_place)
 
     @contextmanager
@@ -859,7 +863,7 @@ class Supernet(nn.Module):
             yield
             if self.generation.moment() != before:
                 raise StaleWeights(
-                    "the weights were changed in place while they were copied, so the copies belong to no one "
+                    "the weights were changed in place while they were copied, so the copies belong to no "
                     "moment; save and export between two steps of the training"
                 )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from subnetact import Axis, SubnetSpace, Supernet, calibrate, insert_
+from subnetact.errors import StaleWeights
 from subnetact.operators import SubnetNorm, WeightSlice
 
 BATCHES = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -79,3 +81,66 @@ def test_adopted_statistics_are_a_row_of_their_own() -> None:
     assert torch.equal(supernet(BATCHES[0], subnet=largest), before)
     supernet.adopt_statistics(supernet.space.smallest())
     assert len(supernet.norms) == 2
+
+
+def unseen(supernet: Supernet) -> None:
+    for parameter in supernet.parameters():
+        parameter.data.mul_(3)
+    supernet.refresh()
+
+
+def in_place(supernet: Supernet) -> None:
+    with torch.no_grad():
+        supernet.network[3].weight.mul_(3)
+
+
+def loaded(supernet: Supernet) -> None:
+    supernet.load_state_dict({name: 3 * tensor for name, tensor in supernet.state_dict().items()})
+
+
+def replaced(supernet: Supernet) -> None:
+    supernet.network[3].weight = nn.Parameter(3 * supernet.network[3].weight.detach())
+
+
+@pytest.mark.parametrize("door", [unseen, in_place, loaded, replaced])
+def test_changed_weights_get_statistics_of_their_own(door: Callable[[Supernet], None]) -> None:
+    supernet = supernet_of(pretrained())
+    largest = supernet.space.largest()
+    assert supernet.has_original_statistics()
+    door(supernet)
+    assert not supernet.has_original_statistics()
+    assert not calibrate(supernet, [largest], BATCHES, progress=False).adopted
+    x = torch.cat(BATCHES)
+    y = torch.nn.functional.conv2d(x, supernet.network[0].weight, supernet.network[0].bias)
+    mean, var = supernet.statistics(largest)["1"]
+    torch.testing.assert_close(mean, y.mean((0, 2, 3)), rtol=1e-3, atol=1e-4)
+    variances = [part.var((0, 2, 3), unbiased=False) for part in y.chunk(3)]
+    torch.testing.assert_close(var, torch.stack(variances).mean(0), rtol=1e-3, atol=1e-4)
+
+
+def test_weights_in_another_place_are_still_the_original_ones() -> None:
+    supernet = supernet_of(pretrained())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().clone() for t in supernet.tensors()}
+    supernet.exchange_storage(storages)
+    supernet.to("cpu")
+    assert supernet.has_original_statistics()
+    supernet.double()
+    assert supernet.has_original_statistics()
+    assert copy.deepcopy(supernet).has_original_statistics()
+
+
+def test_statistics_that_training_changes_meanwhile_are_not_adopted() -> None:
+    supernet = supernet_of(pretrained())
+    specs = [supernet.space.smallest(), supernet.space.largest()]
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield BATCHES[0]
+        supernet.train()
+        supernet(BATCHES[1])
+        supernet.eval()
+        yield BATCHES[2]
+
+    with pytest.raises(StaleWeights, match="by training"):
+        calibrate(supernet, specs, batches(), progress=False)
+    assert len(supernet.norms) == 0
+    assert not calibrate(supernet, specs, batches(), progress=False).adopted  # It changes no weights.

@@ -19,7 +19,7 @@ from torch import nn
 import subnetact
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.digits import new_digits_supernet
-from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.errors import FileFormatError, ResumeMismatch, StaleWeights
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -231,3 +231,26 @@ def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path)
     resumed = rows(digits)
     subnetact.calibrate(digits, specs, BATCHES, False)
     assert same(rows(digits), resumed)
+
+
+def test_unfinished_work_belongs_to_its_weights(digits: Supernet, tmp_path: Path) -> None:
+    specs, path = specs_of(digits), tmp_path / "unfinished"
+    first = {name: tensor.clone() for name, tensor in digits.state_dict().items()}
+    subnetact.calibrate(digits, specs, BATCHES, False)
+    expected = rows(digits)
+    digits.norms = subnetact.NormTable(digits.space.id)
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield from BATCHES[:2]
+        with torch.no_grad():
+            digits.network.stem.weight.mul_(3)
+        yield from BATCHES[2:]
+
+    with pytest.raises(StaleWeights, match="nothing was written"):
+        subnetact.calibrate(digits, specs, batches(), False, resume=path, save_every_s=0)
+    assert len(digits.norms) == 0
+    with pytest.raises(ResumeMismatch, match="weights"):
+        subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
+    digits.load_state_dict(first)
+    subnetact.calibrate(digits, specs, BATCHES, False, resume=path)  # What it had done is of these weights.
+    assert same(rows(digits), expected)

@@ -14,8 +14,9 @@ import subnetact
 from ofa_adapters import load
 from subnetact import Engine, calibrate
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import FileFormatError, ForeignSpec, InsertError
+from subnetact.errors import FileFormatError, ForeignSpec, InsertError, StaleWeights
 from subnetact.files.documents import checksum
+from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -251,8 +252,10 @@ def test_processes_share_the_weights_of_a_mapped_bundle(tmp_path: Path) -> None:
     assert torch.equal(mapped(x, 1), before)
 
 
-def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(engine: subnetact.Engine, tmp_path: Path) -> None:
-    """Neither the precision nor the weights, statistics or space of the supernet change before all is checked."""
+def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(
+    engine: subnetact.Engine, tmp_path: Path
+) -> None:
+    """Neither the precision nor the weights, statistics or space of the supernet change before the check."""
     engine.save(tmp_path / "b")
     index = tmp_path / "b" / "bundle.json"
     document = json.loads(index.read_text())
@@ -274,3 +277,24 @@ def test_a_rebuilt_supernet_is_in_evaluation_mode(engine: subnetact.Engine, tmp_
     alone = torch.cat([supernet(x[None], subnet=spec) for x in X])
     torch.testing.assert_close(supernet(X, subnet=spec), alone, rtol=5e-5, atol=5e-5)
     assert (supernet.training, supernet.fingerprint()) == (False, before)
+
+
+def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
+    engine: subnetact.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save(tmp_path / "b")
+    before = (tmp_path / "b" / "bundle.json").read_text()
+    copied = NormTable.to_like
+
+    def training(table: NormTable, tensor: Any) -> NormTable:
+        with torch.no_grad():
+            engine.supernet.network.stem.weight.mul_(2)
+        return copied(table, tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NormTable, "to_like", training)
+        with pytest.raises(StaleWeights, match="between two steps of the training"):
+            engine.save(tmp_path / "b")
+    assert (tmp_path / "b" / "bundle.json").read_text() == before
+    engine.save(tmp_path / "b")
+    assert subnetact.Engine.load(tmp_path / "b").fingerprint == engine.supernet.fingerprint()

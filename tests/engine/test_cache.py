@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from subnetact.engine.cache import ByteCache
 
@@ -44,9 +43,7 @@ def test_what_is_in_use_is_not_free_yet() -> None:
     assert "x" not in cache
     assert not cache.put("y", Value(), 5, "a")
     assert cache.put("z", Value(), 2, "a")
-    started = time.monotonic()
     threading.Timer(0.05, lambda held=[running]: held.clear()).start()
     del running
     assert cache.make_room(5, "a", wait_s=30.0)
-    assert time.monotonic() - started < 30.0
     assert "z" in cache

@@ -6,7 +6,6 @@ import gc
 import logging
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -305,12 +304,12 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
     with torch.inference_mode():
         expected = [digits(X, subnet=spec) for spec in specs]
     engine = subnetact.Engine(digits, specs, example=EXAMPLE, memory_budget_mb=1.5)
-    end, wrong, served = time.monotonic() + 8, [], [0] * 8
+    done, wrong, served = threading.Event(), [], [0] * 8
 
     def hammer(thread: int) -> None:
         rng = random.Random(thread)
         try:
-            while time.monotonic() < end:
+            while not done.is_set() or served[thread] < 10:
                 i = min(int(rng.expovariate(0.2)), 44)
                 close(engine(X, subnet=i), expected[i], folded=True)
                 served[thread] += 1
@@ -321,7 +320,7 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
     for thread in threads:
         thread.start()
     rng = random.Random(9)
-    while time.monotonic() < end:  # ids 45 .. 49 come and go, others are pinned and unpinned
+    for _ in range(60):  # ids 45 .. 49 come and go, others are pinned and unpinned
         i = rng.randrange(45, 50)
         engine.remove(i)
         assert engine.register(specs[i]) == i
@@ -329,10 +328,10 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
         engine.pin(rng.randrange(45))
         engine.unpin(rng.randrange(45))
         assert engine.stats().fused_bytes <= engine.stats().budget
+    done.set()
     for thread in threads:
         thread.join()
     assert not wrong
-    assert min(served) > 0
 
 
 def packed_convs() -> weakref.WeakSet[PackedConv]:
