@@ -1,13 +1,14 @@
 """Compares int8 subnets with float32 and with the quantisation of torch and torchao; memory and switching.
 
     python benchmarks/precision.py [--families dynabert ofa_resnet50 ofa_mbv3] [--batch-sizes 1 8]
-        [--parts forward memory switch static] [--out benchmarks/results/precision.json]
+        [--parts forward memory switch static packed] [--out benchmarks/results/precision.json]
 
 All contenders of a cell run in one process, in turns, in random order. A ratio is the median, over all
 passes, of a contender's time divided by that of the extracted float32 network in eager mode. Measured cells
 are written after each cell, and cells that the file has already are not measured again: a run may be split.
-torchao is measured if it is installed. `--report` draws the plot of a measured file and writes its figures
-into benchmarks/README.md.
+A machine that refuses a precision gets a row that says why. `--parts packed` measures what was tried for CPUs
+without VNNI (`packed_int8.py`). torchao is measured if it is installed. `--report` draws the plot of a
+measured file and writes its figures into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from typing import Any
 import torch
 from bar_plot import plot_bars
 from interleaved_passes import interleaved_ms, ratios
+from packed_int8 import layers_of, packed_layers
 from readme_section import write_section
 from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
-from subnetact.operators.precision import CHUNK, _scaled, lowered, product
+from subnetact.operators.kernel_table import machine_facts
+from subnetact.operators.precision import CHUNK, _scaled, lowered, product, why_not
 from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
 ROOMY_MB = 2048.0
 TOKENS, PIXELS = 128, 224
+CPU = torch.device("cpu")
 
 
 def supernet_of(family: str) -> Supernet:
@@ -127,16 +131,43 @@ def forward(args: argparse.Namespace, result: dict[str, Any]) -> None:
             if any(cell["family"] == family and cell["batch"] == batch for cell in cells):
                 continue
             supernet = supernet_of(family)
-            supernet.enable_precision(*args.precisions)
-            runs = contenders(supernet, supernet.space.largest(), inputs_of(family, batch), args.precisions)
-            cells.append({"family": family, "batch": batch, **timed(runs, args.seconds)})
+            refused = {name: why for name in args.precisions if (why := why_not(name, CPU))}
+            runnable = [name for name in args.precisions if name not in refused]
+            if runnable:
+                supernet.enable_precision(*runnable)
+            runs = contenders(supernet, supernet.space.largest(), inputs_of(family, batch), runnable)
+            cells.append({"family": family, "batch": batch, "refused": refused, **timed(runs, args.seconds)})
             ratios = "  ".join(f"{name} {ratio:.3f}" for name, ratio in cells[-1]["ratio"].items())
             print(f"{family} batch {batch}: {cells[-1]['median_ms'][BASE]:.1f} ms  {ratios}", flush=True)
             save(args, result)
 
 
+def refuses_int8(part: str, result: dict[str, Any]) -> bool:
+    """Tell whether this machine refuses int8, and say so in the result."""
+    why = why_not("int8", CPU)
+    if why is not None:
+        result.setdefault("refused", {})[part] = why
+        print(f"{part}: int8 is refused, {why}", flush=True)
+    return why is not None
+
+
+def packed(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure int8 products with packed weights, which need no VNNI, over the layers of the families."""
+    found = result.setdefault("packed", {})
+    for family in args.families:
+        supernet = supernet_of(family)
+        network = supernet.extract(supernet.space.base.largest())
+        for batch in args.batch_sizes:
+            layers = layers_of(network, inputs_of(family, batch))
+            one = found.setdefault(family, {})[str(batch)] = packed_layers(layers, args.seconds / 100)
+            print(family, batch, f"{one['layers_ms']:.1f} ms", one["ratio"], flush=True)
+            save(args, result)
+
+
 def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Count the resident memory of 1000 subnets at each precision, each in a process of its own."""
+    if refuses_int8("memory", result):
+        return
     found = result.setdefault("memory", {})
     for family in args.families:
         for precision in ("float32", "int8"):
@@ -172,6 +203,8 @@ def resident_mb() -> float:
 
 def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure how long choosing another subnet takes, which differs in the precision only."""
+    if refuses_int8("switch_us", result):
+        return
     found = result.setdefault("switch_us", {})
     for family in args.families:
         supernet = supernet_of(family)
@@ -190,6 +223,8 @@ def switch(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def static(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Compare scales of activations that are measured in every call with one scale that is known before."""
+    if refuses_int8("static", result):
+        return
     found = result["static"] = []
     for rows in (128, 1024):
         for features, out in ((768, 768), (768, 3072), (3072, 768)):
@@ -229,7 +264,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     plot_bars(times, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
-        f"{on['device_name']}, {on['threads']} thread(s), torch {on['torch']}, largest subnets. `ms` is the "
+        f"{on['device_name']}{', ' + on['kernels'] if 'kernels' in on else ''}, {on['threads']} thread(s), "
+        f"torch {on['torch']}, largest subnets. `ms` is the "
         "time of the extracted float32 network in eager mode; the other columns are times divided by that "
         "time, medians over interleaved passes.",
         "",
@@ -241,13 +277,15 @@ def report(result: dict[str, Any], out: Path) -> None:
         lines.append(
             f"| {cell['family']}, batch {cell['batch']} | {cell['median_ms'][BASE]:.0f} | {ratios} |"
         )
+    refusals = {name: why for cell in result["forward"] for name, why in cell.get("refused", {}).items()}
+    lines += ["", *(f"{name} is refused: {why}." for name, why in refusals.items())]
     lines += [
         "",
         "| | subnets | at float32, MiB | at int8, MiB | the int8 copy, MiB | float32 weights, MiB | choosing "
         "the other precision, us |",
         "|---|---|---|---|---|---|---|",
     ]
-    for family, found in result["memory"].items():
+    for family, found in result.get("memory", {}).items():
         exact, low = found["float32"], found["int8"]
         lines.append(
             f"| {family} | {exact['subnets']} | {exact['beyond_MiB']:.1f} | {low['beyond_MiB']:.1f} | "
@@ -260,7 +298,7 @@ def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-PARTS = {"forward": forward, "memory": memory, "switch": switch, "static": static}
+PARTS = {"forward": forward, "memory": memory, "switch": switch, "static": static, "packed": packed}
 
 
 def main() -> None:
@@ -268,7 +306,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=["dynabert", "ofa_resnet50", "ofa_mbv3"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--precisions", nargs="+", default=["int8"])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:4])
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed running per cell")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--report", action="store_true", help="draw --out, write README.md and stop")
@@ -279,7 +317,7 @@ def main() -> None:
     if args.report:
         return report(result, args.out)
     torch.set_num_threads(args.threads)
-    result["machine"] = machine(torch.device("cpu"))
+    result["machine"] = {**machine(CPU), "kernels": str(machine_facts("cpu"))}
     for part in args.parts:
         PARTS[part](args, result)
     return None
