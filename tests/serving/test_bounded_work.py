@@ -5,7 +5,6 @@ What is counted is entries of the queue, plans and bytes, not time.
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 from typing import Any
 
@@ -169,12 +168,14 @@ def core_of(policy: Any, clock: list[float], expired: str = "drop") -> Core:
 def serve(core: Core, clock: list[float], slower: float = 1.0) -> int:
     """Run every batch that there is, each `slower` times as long as planned; return how many."""
     batches = 0
-    while (job := core.next_job(0, wait=False)[0]) is not None:
-        clock[0] += slower * job.expected_ms
-        core.finished(job, [None] * len(job.part))
-        core.delivered()
-        batches += 1
-    return batches
+    while True:
+        job, outcomes = core.next_job(0, wait=False)
+        if job is not None:
+            clock[0] += slower * job.expected_ms
+            outcomes += core.answered(job, [None] * len(job.part))
+            batches += 1
+        elif not outcomes:
+            return batches
 
 
 class Hears:
@@ -225,7 +226,7 @@ def test_a_policy_that_cannot_observe_is_not_asked_again_after_a_plan(caplog: An
         core.admit("x", 1e6, 0.0, 0, None, None)
         assert serve(core, clock, slower=3.0) == 1
         core.replan(at_once=True)
-    assert [policy.heard for policy in Hears.made] == [1, 0]
+    assert [policy.heard for policy in Hears.made] == [1, 0, 0]
     assert "observe(...) raised" in caplog.text
 
 
@@ -242,7 +243,7 @@ def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> N
     serve(core, clock, slower=3.0)
     assert core.replan(at_once=True), "the dispatcher plans with what was learned all the same"
     assert core._dispatcher.policy_of() is policy
-    assert core._dispatcher.expected_ms(0, 1) > 1.5 * SMALL.latency_ms[0, 0]
+    assert core._dispatcher.expected_ms(0, 1) > 1.2 * SMALL.latency_ms[0, 0]
     assert "in the user's policy" in caplog.text
 
 
@@ -261,7 +262,6 @@ def test_plans_are_made_without_the_lock(monkeypatch: Any) -> None:
     serve(core, clock, slower=3.0)
     assert core.replan(at_once=True)
     assert held == [False]
-    assert isinstance(core.lock, type(threading.Lock()))
 
 
 # -- priorities ----------------------------------------------------------------------------------
