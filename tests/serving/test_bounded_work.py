@@ -50,7 +50,9 @@ def filled(queue: EDFQueue[Any], count: int, floors: list[float]) -> None:
 
 
 @pytest.mark.parametrize("expired", ["drop", "serve"])
-def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(a40: LatencyTable, expired: str) -> None:
+def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
+    a40: LatencyTable, expired: str
+) -> None:
     read = []
     for count in (5_000, 50_000):
         dispatcher: Dispatcher[Any] = Dispatcher(HullFit(a40, 1000.0), [0.0] * 8, 1000.0, expired)

@@ -1,7 +1,7 @@
 """The command `python -m subnetact.simulate`: compares policies on one trace and one latency table.
 
-Its defaults are the setting of SuperServe, 8 workers and an SLO of 36 ms, apart from expired requests: they are
-dropped, as everywhere in the library. `--expired serve` keeps them, as SuperServe does.
+Its defaults are the setting of SuperServe, 8 workers and an SLO of 36 ms. Expired requests are dropped, as by
+`simulate` and `Batcher`; `--expired serve` keeps them, as SuperServe does.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--expired",
         choices=EXPIRED_RULES,
-        help="what happens to requests that no subnet can answer in time any more: drop ends them unanswered, "
-        "defer runs them when nothing else waits, serve runs them all the same, as SuperServe does; with "
-        "--replay the rule of the live run (default: drop)",
+        help="what happens to requests that no subnet can answer in time any more: drop ends them "
+        "unanswered, defer runs them when nothing else waits, serve runs them all the same, as SuperServe "
+        "does; with --replay the rule of the live run (default: drop)",
     )
     parser.add_argument("--noise", type=float, default=0.0, help="relative standard deviation of latencies")
     parser.add_argument("--overhead-ms", type=float, default=0.0, help="time added to every latency, ms")
