@@ -1,9 +1,12 @@
+import inspect
 import json
 import subprocess
 import sys
 
 import pytest
 
+from subnetact.generation import Generator, simulate_generation
+from subnetact.serving import Batcher, plan, simulate
 from subnetact.serving.simulation.cli import main
 from subnetact.serving.simulation.datasets import superserve_a40
 
@@ -40,7 +43,15 @@ def test_bad_arguments_end_with_one_line(arguments, capsys):
 
 
 def test_the_rule_for_expired_requests_is_an_option(capsys):
-    assert main(["--duration-s", "0.2", "--workers", "1", "--expired", "drop", "--policy", "fixed:5"]) == 0
+    arguments = ["--duration-s", "0.2", "--workers", "1", "--policy", "fixed:5"]
+    assert main([*arguments, "--expired", "serve"]) == 0
+    assert "expired requests: serve" in capsys.readouterr().out
+
+
+def test_expired_requests_are_dropped_by_default_in_the_library_and_on_the_command_line(capsys):
+    for function in (simulate, Batcher, plan, Generator, simulate_generation):
+        assert inspect.signature(function).parameters["expired"].default == "drop"
+    assert main(["--duration-s", "0.2", "--workers", "1", "--policy", "fixed:5"]) == 0
     assert "expired requests: drop" in capsys.readouterr().out
 
 
@@ -48,11 +59,11 @@ def test_help_shows_every_default(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    for default in ("maf", "['all']", "36.0", "8", "serve", "0.0", "2.0", "0"):
+    for default in ("maf", "['all']", "36.0", "8", "drop", "0.0", "2.0", "0"):
         assert f"(default: {default})" in printed
     assert "(default: None)" not in printed
     assert "eff acc, effective accuracy: that accuracy summed over met requests, divided by all" in printed
-    assert "simulate() and Batcher drop by default; this command serves, as SuperServe does" in printed
+    assert "serve runs them all the same, as SuperServe does" in printed
 
 
 def test_the_module_runs_and_does_not_hide_the_function():

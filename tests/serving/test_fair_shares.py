@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -181,16 +180,24 @@ def test_shares_are_positive_numbers(settings_):
 # -- in a batcher --------------------------------------------------------------------------------
 
 
-class Sleeper:
-    """A runner that takes the time of its table."""
+class Timed:
+    """A runner that takes the time of its table on its own clock."""
 
     keys = ("small", "large")
+
+    def __init__(self):
+        self.now_ms = 0.0
+        self.lock = threading.Lock()
 
     def check(self, x):
         pass
 
+    def passes(self, ms):
+        with self.lock:
+            self.now_ms += ms
+
     def run(self, subnet, inputs, batch_size):
-        time.sleep((0.001, 0.005)[subnet])
+        self.passes((1.0, 5.0)[subnet])
         return list(inputs)
 
 
@@ -239,7 +246,7 @@ def test_short_deadlines_and_a_floor_no_longer_take_the_service():
 
 
 def test_one_client_does_not_fill_the_queue():
-    class Waits(Sleeper):
+    class Waits(Timed):
         gate = threading.Event()
 
         def run(self, subnet, inputs, batch_size):
@@ -275,9 +282,14 @@ def test_one_client_does_not_fill_the_queue():
 @pytest.mark.parametrize("expired", ["drop", "defer", "serve"])
 def test_many_clients_lose_nothing_under_every_rule(expired):
     rng = random.Random(0)
-    policy = SlackFit(TABLE, slo_ms=20.0)
+    policy, engine = SlackFit(TABLE, slo_ms=20.0), Timed()
     with Batcher(
-        Sleeper(), policy=policy, shares=FairShares(burst_ms=2.0), expired=expired, workers=2
+        engine,
+        policy=policy,
+        shares=FairShares(burst_ms=2.0),
+        expired=expired,
+        workers=2,
+        clock_ms=lambda: engine.now_ms,
     ) as batcher:
         futures = []
         for _ in range(300):
@@ -286,7 +298,7 @@ def test_many_clients_lose_nothing_under_every_rule(expired):
             if rng.random() < 0.2:
                 rng.choice(futures).cancel()
             if rng.random() < 0.3:
-                time.sleep(0.001)
+                engine.passes(1.0)
     assert all(future.done() for future in futures)
     stats = batcher.stats()
     ended = stats.met + stats.late + stats.dropped + stats.cancelled

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subnetact.errors import PolicyError
+from subnetact.errors import PolicyError, TraceError
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed, make_policy, policy_names
 from subnetact.serving.scheduling.dispatch import Dispatcher
@@ -65,7 +65,7 @@ def test_subnets_that_cannot_run_at_all_are_refused_by_name(a40):
     table = LatencyTable.from_arrays(a40.subnets, a40.accuracy, a40.batch_sizes, cells)
     with pytest.raises(PolicyError, match="runs at no batch size"):
         make_policy("fixed:5", table, 36.0)
-    with pytest.raises(PolicyError, match="no subnet that can run reaches"):
+    with pytest.raises(TraceError, match="above the best subnet"):
         simulate(
             np.zeros(2),
             table,

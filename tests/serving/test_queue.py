@@ -17,7 +17,7 @@ class QueueModel(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.queue = EDFQueue()
+        self.queue = EDFQueue(lambda item: item % 3)
         self.model = []
         self.count = 0
 
@@ -72,7 +72,9 @@ class QueueModel(RuleBasedStateMachine):
     def agrees(self):
         assert len(self.queue) == len(self.model)
         assert self.queue.classes() == [(deadline, floor) for deadline, _, floor in self.model]
+        assert self.queue.classes(1, 9, 3) == [(deadline, floor) for deadline, _, floor in self.model[1:9:3]]
         assert self.queue.demanding == sum(floor > NO_FLOOR for _, _, floor in self.model)
+        assert self.queue.prioritised == sum(item % 3 != 0 for _, item, _ in self.model)
         for i, (deadline, _, floor) in enumerate(self.model):
             assert self.queue.deadline(i) == deadline
             assert self.queue.floor(i) == floor

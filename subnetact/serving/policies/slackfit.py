@@ -37,7 +37,8 @@ class SlackFit:
         slo_ms: the usual time from arrival to deadline, ms.
         buckets: number of buckets, called K in the paper.
         margin_ms: reserve that is subtracted from the slack, ms.
-        margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent.
+        margin: share by which latencies are assumed to be longer than profiled; 0.1 is 10 percent. The
+            policy of SuperServe has no margin; `HullFit` assumes 0.1, and a comparison gives both the same.
 
     Raises:
         PolicyError: an argument is out of range, or the SLO is below the fastest option.

@@ -1,0 +1,307 @@
+"""A decision takes a bounded amount of work, and nothing but the exchange of plans holds the lock.
+
+What is counted is entries of the queue, plans and bytes, not time.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from subnetact.errors import BatcherClosed
+from subnetact.latency.table import LatencyTable
+from subnetact.serving.live.core import Core
+from subnetact.serving.policies import CheapestFeasible, Fixed, HullFit, MaxAcc, MaxBatch, SlackFit
+from subnetact.serving.scheduling import dispatch
+from subnetact.serving.scheduling.context import ArrivalMeter, Context
+from subnetact.serving.scheduling.dispatch import Dispatcher
+from subnetact.serving.scheduling.queue import EDFQueue
+
+SMALL = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 4], [[4.0, 8.0], [8.0, 16.0]])
+
+
+def table_of(subnets: int, sizes: list[int]) -> LatencyTable:
+    latency = np.linspace(1, 5, subnets)[:, None] * np.array(sizes) ** 0.8
+    keys = [f"s{i}" for i in range(subnets)]
+    return LatencyTable.from_arrays(keys, np.linspace(60, 80, subnets).tolist(), sizes, latency)
+
+
+class Counted(list[Any]):
+    """A list that counts the entries that are read from it one by one or as slices."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        Counted.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def filled(queue: EDFQueue[Any], count: int, floors: list[float]) -> None:
+    for i in range(count):
+        queue.push(1000.0 + i / 10, object(), floors[i % len(floors)])
+    queue._floors = Counted(queue._floors)
+
+
+# -- floors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expired", ["drop", "serve"])
+def test_a_decision_with_floors_looks_at_a_bounded_number_of_requests(
+    a40: LatencyTable, expired: str
+) -> None:
+    read = []
+    for count in (5_000, 50_000):
+        dispatcher: Dispatcher[Any] = Dispatcher(HullFit(a40, 1000.0), [0.0] * 8, 1000.0, expired)
+        filled(dispatcher.queue, count, [0.0, 76.0, 0.0, 78.0, 79.4])
+        Counted.read = 0
+        assert dispatcher.next_batch(0.0, 0) is not None
+        read.append(Counted.read)
+    assert max(read) < 2_500, read
+
+
+def test_a_batch_looks_at_a_bounded_number_of_requests_that_demand_more() -> None:
+    dispatcher: Dispatcher[Any] = Dispatcher(Fixed(SMALL, 0), [0.0], 1000.0, "drop")
+    filled(dispatcher.queue, 20_000, [80.0])
+    dispatcher.queue.push(999.0, "first", 0.0)
+    Counted.read = 0
+    batch = dispatcher.next_batch(0.0, 0)
+    assert batch is not None
+    assert batch.items == ["first"]
+    assert Counted.read < 5_000
+
+
+def test_requests_beyond_those_that_are_looked_at_count_through_a_sample(a40: LatencyTable) -> None:
+    policy, queue = HullFit(a40, 1000.0), EDFQueue[int]()
+    for i in range(7_777):
+        queue.push(float(i), i, (0.0, 78.0)[i >= 5_000])
+    waiting = policy._floor_planner._look(queue)
+    assert len(waiting) <= 513
+    assert sum(number for _, _, number in waiting) == 7_777
+    assert [deadline for deadline, _, _ in waiting[:256]] == list(range(256))
+    demanding = sum(number for _, floor, number in waiting if floor > 0.0)
+    assert demanding == pytest.approx(2_777, abs=60)
+    context = Context(queue, ArrivalMeter(), [0.0] * 8, 1000.0)
+    context.queued, context.slack_ms = len(queue), 0.0
+    policy.decide(context)
+    assert policy._floor_planner._shares[0.0] == pytest.approx(5_000 / 7_777, abs=0.01)
+
+
+KEEPS = {
+    "slackfit": lambda table: SlackFit(table, 100.0),
+    "hullfit": lambda table: HullFit(table, 100.0),
+    "maxbatch": MaxBatch,
+    "maxacc": MaxAcc,
+    "cheapest": CheapestFeasible,
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_a_policy_keeps_for_floors_is_bounded(name: str) -> None:
+    table = table_of(100, [1, 2, 4, 8])
+    policy: Any = KEEPS[name](table)
+    context = Context(EDFQueue(), ArrivalMeter(), [0.0], 100.0)
+    context.queued, context.slack_ms = 1, 100.0
+
+    def ask(floor: float) -> tuple[int, int]:
+        context.floor = floor
+        context.queue.push(100.0, 0, floor)
+        answer: tuple[int, int] = policy.decide(context)
+        context.queue.take(1)
+        return answer
+
+    for floor in np.linspace(60.0, 80.0, 64).tolist():
+        ask(floor)
+    tracemalloc.start()
+    try:
+        for floor in np.linspace(60.001, 79.999, 640).tolist():
+            subnet, _ = ask(floor)
+            assert table.accuracy[subnet] >= floor
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 150_000
+
+
+# -- other latencies -----------------------------------------------------------------------------
+
+
+def test_hullfit_gets_other_latencies_while_another_thread_decides(monkeypatch: Any) -> None:
+    """The other thread is played by the constructor of the new hulls: it asks for one more each time."""
+    from subnetact.serving.policies import hullfit
+
+    policy = HullFit(SMALL, 100.0)
+    for workers in (1, 2, 3):
+        policy._hull(workers)
+    asks = iter(range(4, 100))
+
+    class Meanwhile(hullfit.HullTable):
+        busy = False
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if not Meanwhile.busy:
+                Meanwhile.busy = True
+                policy._hull(next(asks))
+                Meanwhile.busy = False
+
+    monkeypatch.setattr(hullfit, "HullTable", Meanwhile)
+    made = policy.retabled(SMALL.scaled(2.0))
+    assert (made.table.latency_ms == 2.0 * SMALL.latency_ms).all()
+
+
+def core_of(policy: Any, clock: list[float], expired: str = "drop") -> Core:
+    return Core(
+        policy,
+        policy.table,
+        workers=1,
+        max_queue=10_000,
+        expired=expired,
+        slo_ms=100.0,
+        clock_ms=lambda: clock[0],
+        watchdog_ms=None,
+        learn=True,
+    )
+
+
+def serve(core: Core, clock: list[float], slower: float = 1.0) -> int:
+    """Run every batch that there is, each `slower` times as long as planned; return how many."""
+    batches = 0
+    while True:
+        job, outcomes = core.next_job(0, wait=False)
+        if job is not None:
+            clock[0] += slower * job.expected_ms
+            outcomes += core.answered(job, [None] * len(job.part))
+            batches += 1
+        elif not outcomes:
+            return batches
+
+
+class Hears:
+    """A policy that counts what it observes; `made` has every object of it."""
+
+    made: list[Hears]
+
+    def __init__(self, table: LatencyTable) -> None:
+        self.table, self.slo_ms, self.heard = table, 100.0, 0
+        Hears.made.append(self)
+
+    def decide(self, context: Context) -> tuple[int, int]:
+        return 0, 4
+
+    def retabled(self, table: LatencyTable) -> Hears:
+        return Hears(table)
+
+    def observe(self, *_: float) -> None:
+        self.heard += 1
+
+
+def test_the_policy_of_other_latencies_hears_what_follows() -> None:
+    Hears.made = []
+    clock = [0.0]
+    core = core_of(Hears(SMALL), clock)
+    for expected in ([3], [3, 3]):
+        for _ in range(3):
+            core.admit("x", 1e6, 0.0, 0, None, None)
+            assert serve(core, clock, slower=3.0) == 1
+        assert [policy.heard for policy in Hears.made] == expected
+        if len(expected) == 1:
+            assert core.replan(at_once=True)
+
+
+def test_a_policy_that_cannot_observe_is_not_asked_again_after_a_plan(caplog: Any) -> None:
+    class Deaf(Hears):
+        def retabled(self, table: LatencyTable) -> Deaf:
+            return Deaf(table)
+
+        def observe(self, *_: float) -> None:
+            super().observe()
+            raise RuntimeError("no ears")
+
+    Hears.made = []
+    clock = [0.0]
+    core = core_of(Deaf(SMALL), clock)
+    for _ in range(2):
+        core.admit("x", 1e6, 0.0, 0, None, None)
+        assert serve(core, clock, slower=3.0) == 1
+        core.replan(at_once=True)
+    assert [policy.heard for policy in Hears.made] == [1, 0, 0]
+    assert "observe(...) raised" in caplog.text
+
+
+def test_a_policy_that_fails_at_other_latencies_keeps_its_plan(caplog: Any) -> None:
+    class Fails(Hears):
+        def retabled(self, table: LatencyTable) -> Hears:
+            raise ZeroDivisionError("in the user's policy")
+
+    Hears.made = []
+    clock = [0.0]
+    policy = Fails(SMALL)
+    core = core_of(policy, clock)
+    core.admit("x", 1e6, 0.0, 0, None, None)
+    serve(core, clock, slower=3.0)
+    assert core.replan(at_once=True), "the dispatcher plans with what was learned all the same"
+    assert core._dispatcher.policy_of() is policy
+    assert core._dispatcher.expected_ms(0, 1) > 1.2 * SMALL.latency_ms[0, 0]
+    assert "in the user's policy" in caplog.text
+
+
+def test_plans_are_made_without_the_lock(monkeypatch: Any) -> None:
+    clock = [0.0]
+    core = core_of(HullFit(SMALL, 100.0), clock)
+    held: list[bool] = []
+
+    class Watched(dispatch._Plan):
+        def __init__(self, *arguments: Any) -> None:
+            held.append(core.lock.locked())
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(dispatch, "_Plan", Watched)
+    core.admit("x", 1e6, 0.0, 0, None, None)
+    serve(core, clock, slower=3.0)
+    assert core.replan(at_once=True)
+    assert held == [False]
+
+
+# -- priorities ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaves", ["served", "cancelled", "expired"])
+def test_priorities_are_weighed_only_while_a_request_with_one_waits(monkeypatch: Any, leaves: str) -> None:
+    looked: list[int] = []
+    original = dispatch.unaffordable
+
+    def counted(queue: Any, *arguments: Any) -> list[int]:
+        looked.append(len(queue))
+        return original(queue, *arguments)
+
+    monkeypatch.setattr(dispatch, "unaffordable", counted)
+    clock = [0.0]
+    core = core_of(Fixed(SMALL, 0), clock)
+
+    def overload() -> None:
+        for _ in range(9):
+            core.admit("x", 20.0, 0.0, 0, None, None)
+
+    overload()
+    serve(core, clock)
+    assert not looked, "nobody has a priority"
+    overload()
+    important = core.admit("x", 20.0, 0.0, 5, None, None)
+    if leaves == "cancelled":
+        core.withdraw(important)
+    elif leaves == "expired":
+        clock[0] += 1000.0
+    serve(core, clock)
+    assert bool(looked) == (leaves == "served")
+    assert not important.open
+    looked.clear()
+    overload()
+    serve(core, clock)
+    assert not looked, "nobody has a priority any more"
+    core.stop_admitting()
+    with pytest.raises(BatcherClosed):
+        core.admit("x", 20.0, 0.0, 0, None, None)

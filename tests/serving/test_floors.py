@@ -1,0 +1,200 @@
+"""Minimum accuracies come to the accuracies of subnets, once, and every policy plans for these."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from subnetact.errors import InvalidRequest, PolicyError, TraceError
+from subnetact.latency.table import LatencyTable
+from subnetact.serving import Batcher, HullFit, Tenant, TenantBatcher, simulate
+from subnetact.serving.policies import CheapestFeasible, Fixed, MaxAcc, MaxBatch, Preemptive, SlackFit
+from subnetact.serving.policies.hull_table import PricedFronts
+from subnetact.serving.policies.recent import Recent
+from subnetact.serving.scheduling.checks import check_deadline
+from subnetact.serving.scheduling.context import ArrivalMeter, Context
+from subnetact.serving.scheduling.floors import Floors
+from subnetact.serving.scheduling.queue import EDFQueue
+
+TABLE = LatencyTable.from_arrays(["a", "b", "c"], [70.0, 75.0, 80.0], [1], [[1.0], [2.0], [math.nan]])
+
+
+class Echo:
+    keys = TABLE.subnets
+
+    def check(self, x: Any) -> None:
+        pass
+
+    def run(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        return list(inputs)
+
+
+@st.composite
+def tables(draw: Any) -> LatencyTable:
+    rows = draw(st.integers(1, 7))
+    cell = st.one_of(st.integers(10, 300), st.just(math.nan)) if draw(st.booleans()) else st.integers(10, 300)
+    cells = draw(st.lists(st.lists(cell, min_size=3, max_size=3), min_size=rows, max_size=rows))
+    accuracy = draw(st.lists(st.integers(70, 80), min_size=rows, max_size=rows))
+    assume(not np.isnan(np.array(cells, dtype=float)).all())
+    names = [f"s{i}" for i in range(rows)]
+    return LatencyTable.from_arrays(names, [float(a) for a in accuracy], [1, 2, 4], np.array(cells) / 10.0)
+
+
+def meeting(table: LatencyTable, floor: float) -> tuple[LatencyTable, list[int]]:
+    """The rows of the subnets that meet a floor, and their numbers in the whole table."""
+    rows = [i for i, percent in enumerate(table.accuracy) if percent >= floor]
+    keys, accuracy = [table.subnets[i] for i in rows], [table.accuracy[i] for i in rows]
+    return LatencyTable.from_arrays(keys, accuracy, table.batch_sizes, table.latency_ms[rows]), rows
+
+
+def asked(policy: Any, slack_ms: float, queued: int, floor: float = 0.0) -> tuple[int, int]:
+    context = Context(EDFQueue(), ArrivalMeter(), [0.0], 40.0)
+    for i in range(queued):
+        context.queue.push(slack_ms, i, floor)
+    context.queued, context.slack_ms, context.floor = queued, slack_ms, floor
+    answer: tuple[int, int] = policy.decide(context)
+    return answer
+
+
+@given(table=tables(), asks=st.lists(st.integers(690, 810).map(lambda i: i / 10), min_size=1, max_size=9))
+def test_a_floor_is_met_by_the_subnets_that_meet_the_minimum_accuracy(
+    table: LatencyTable, asks: list[float]
+) -> None:
+    runs = (~np.isnan(table.latency_ms)).any(axis=1)
+    running = [percent for percent, run in zip(table.accuracy, runs, strict=True) if run]
+    floors = Floors(table)
+    assert floors.best == max(running)
+    for ask in asks:
+        if ask > max(running):
+            with pytest.raises(PolicyError, match="no subnet reaches"):
+                floors(ask)
+            continue
+        floor = floors(ask)
+        assert [percent >= floor for percent in running] == [percent >= ask for percent in running]
+        assert floor in (0.0, *running)
+        assert floor != min(running), "a floor that every subnet meets is none"
+    met = np.array([ask for ask in asks if ask <= max(running)])
+    assert floors.of_all(met).tolist() == [floors(ask) for ask in met]
+
+
+@given(table=tables(), data=st.data())
+def test_a_policy_decides_for_a_floor_as_for_a_table_of_the_subnets_that_meet_it(
+    table: LatencyTable, data: Any
+) -> None:
+    floors = Floors(table)
+    floor = data.draw(st.sampled_from(floors.accuracies))
+    part, rows = meeting(table, floor)
+    slack, queued = data.draw(st.floats(0.0, 45.0)), data.draw(st.integers(1, 6))
+    made = [(policy(table), policy(part)) for policy in (MaxBatch, MaxAcc, CheapestFeasible)]
+    if part.fastest_ms <= 40.0:
+        made += [(SlackFit(table, 40.0, buckets), SlackFit(part, 40.0, buckets)) for buckets in (1, 3, 8)]
+    for whole, alone in made:
+        subnet, size = asked(whole, slack, queued, floor)
+        expected, expected_size = asked(alone, slack, queued)
+        assert (subnet, size) == (rows[expected], expected_size), type(whole).__name__
+
+
+@given(table=tables(), data=st.data())
+def test_the_priced_fronts_of_a_floor_are_those_of_the_subnets_that_meet_it(
+    table: LatencyTable, data: Any
+) -> None:
+    floor = data.draw(st.sampled_from(Floors(table).accuracies))
+    part, rows = meeting(table, floor)
+    upper, alone = PricedFronts(table).meeting(floor), PricedFronts(part)
+    assert (rows[alone.cheapest], alone.last_resort[1]) == upper.last_resort
+    for column in range(3):
+        price, within = data.draw(st.floats(0.0, 8.0)), data.draw(st.floats(0.0, 45.0))
+        found, expected = upper.best(column, 4, price, within), alone.best(column, 4, price, within)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found == expected._replace(subnet=rows[expected.subnet])
+
+
+def test_a_batcher_and_its_tenants_queue_floors_and_not_what_clients_wrote() -> None:
+    with Batcher(Echo(), policy=Fixed(TABLE, 1), slo_ms=36.0) as batcher:
+        for asked_for, floor in ((None, 0.0), (12.5, 0.0), (70, 0.0), (70.1, 75.0), (75, 75.0)):
+            request = batcher._checked("x", 50, asked_for, None, "")
+            assert request == (50.0, floor)
+        for beyond in (75.1, 80.0, math.nan):
+            with pytest.raises(InvalidRequest, match="above the best subnet"):
+                batcher.submit("x", 50.0, beyond)
+    tenants = TenantBatcher([Tenant("t", Echo(), 36.0, TABLE)])
+    with tenants:
+        assert tenants.batcher("t")._checked("x", 50, 70.1, None, "") == (50.0, 75.0)
+        assert tenants.submit("t", "x", 5000.0, min_accuracy=70.1).result(20).subnet == 1
+
+
+def test_a_simulation_queues_floors_and_refuses_what_no_subnet_that_runs_reaches() -> None:
+    class Asked(Fixed):
+        floors: tuple[float, ...] = ()
+
+        def decide(self, context: Context) -> tuple[int, int]:
+            self.floors += (context.floor,)
+            return super().decide(context)
+
+    policy = Asked(TABLE, 1)
+    simulate([0.0, 10.0, 20.0], TABLE, policy, 36.0, min_accuracy=[0.0, 69.0, 70.5])
+    assert policy.floors == (0.0, 0.0, 75.0)
+    with pytest.raises(TraceError, match="above the best subnet"):
+        simulate([0.0], TABLE, policy, 36.0, min_accuracy=76.0)
+
+
+def test_the_accuracy_of_a_tail_is_a_floor_of_its_own() -> None:
+    table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1], [[1.0], [2.0]])
+    policy = Preemptive(Fixed(table, 1), tails={(1, 0): 74.5})
+    with Batcher(Blocks(), policy=policy, slo_ms=36.0) as batcher:
+        assert batcher._checked("x", 50, 72.0, None, "") == (50.0, 74.5)
+        assert batcher._checked("x", 50, 75.0, None, "") == (50.0, 80.0)
+
+
+class Blocks(Echo):
+    keys = ("a", "b")
+
+    def start(self, subnet: int, inputs: Any, batch_size: int) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("deadline", [0, -1, 0.0, -1e-9, math.nan, math.inf, -math.inf, "5", None, True])
+def test_a_deadline_is_a_positive_number_of_milliseconds(deadline: Any) -> None:
+    with pytest.raises(InvalidRequest, match="first_ms: "):
+        check_deadline(deadline, "first_ms")
+    with Batcher(Echo(), policy=Fixed(TABLE, 1), slo_ms=36.0) as batcher:
+        with pytest.raises(InvalidRequest, match="deadline_ms: "):
+            batcher.submit("x", deadline)
+        assert batcher.stats().refused == 1
+
+
+def test_very_long_deadlines_count_as_the_longest() -> None:
+    assert check_deadline(5) == 5.0
+    assert check_deadline(np.float32(2.5)) == 2.5
+    assert check_deadline(1e308) == 1e12
+    with pytest.raises(InvalidRequest, match="beyond every float"):
+        check_deadline(10**400)
+
+
+def test_the_value_that_was_made_first_makes_room() -> None:
+    made: list[int] = []
+
+    def make(key: int) -> str:
+        made.append(key)
+        return str(key)
+
+    recent = Recent(make, 2)
+    assert [recent(key) for key in (1, 2, 1, 3, 2, 1)] == ["1", "2", "1", "3", "2", "1"]
+    assert made == [1, 2, 3, 1]
+    assert len(recent) == 2
+
+
+def test_hullfit_prepares_the_classes_that_wait_for_other_latencies() -> None:
+    table = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2], [[1.0, 1.5], [2.0, 3.0]])
+    policy = HullFit(table, 36.0)
+    asked(policy, 30.0, 2, 80.0)
+    made = policy.retabled(table.scaled(2.0))
+    assert made._floor_planner.active
+    assert set(made._floor_planner._hulls) == {80.0}
+    assert asked(made, 30.0, 2, 80.0)[0] == 1
