@@ -21,7 +21,7 @@ from subnetact.latency.table import LatencyTable
 __all__ = ["TABLE", "AddressRunner", "CommandRunner", "FusedRunner", "command", "crash"]
 
 TABLE = LatencyTable.from_arrays(["a", "b"], [70.0, 80.0], [1, 2, 4], [[1.0, 1.5, 2.0], [3.0, 4.0, 6.0]])
-KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable")
+KINDS = ("double", "crash", "hang", "raise", "memory", "exit", "pid", "unpicklable", "unprintable")
 
 Array = npt.NDArray[np.float64]
 
@@ -31,6 +31,15 @@ class Unpicklable(ValueError):
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one)
+
+
+class Unprintable(ValueError):
+    """An error whose message cannot be made."""
+
+    def __str__(self) -> str:
+        raise AttributeError("detail")
+
+    __repr__ = __str__
 
 
 def command(kind: str, value: float = 0.0) -> Array:
@@ -83,6 +92,8 @@ class CommandRunner:
                 raise ValueError("poisoned")
             if kind == "unpicklable":
                 raise Unpicklable("one", "two")
+            if kind == "unprintable":
+                raise Unprintable
             if kind == "memory" and len(inputs) > 1:
                 raise MemoryError("too many")
             outputs.append(np.array([os.getpid() if kind == "pid" else 2.0 * value]))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import subnetact
 from subnetact.engine.inputs import (
@@ -103,6 +104,31 @@ def test_outputs_are_given_back_one_by_one() -> None:
     assert (first.tolist(), second[0].tolist()) == ([2, 3], [3, 4])
     with pytest.raises(EngineError, match="returned int"):
         unstack(3, 1, 1)
+
+
+def test_every_output_is_in_memory_of_its_own() -> None:
+    """Neither the answers to others nor weights can be read or changed through one of them."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    names = torch.arange(4.0)
+    output = {
+        "y": torch.randn(3, 5),
+        "nested": (torch.randn(3), [torch.randn(3, 2, 2).permute(0, 2, 1)]),
+        "weight": weight.expand(3, 4),
+        "whole": torch.nn.Parameter(torch.zeros(3, 2)),
+        "names": names.expand(3, 4),
+    }
+    first, second = unstack(output, 2, 3)
+    leaves = [tree_leaves(one) for one in (first, second)]
+    assert len(leaves[0]) == 6
+    for one, other in zip(*leaves, strict=True):
+        for tensor in (one, other):
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            assert not tensor.requires_grad
+        before = other.clone()
+        one.add_(1.0)
+        assert torch.equal(other, before)
+    assert torch.equal(weight, torch.zeros(4))
+    assert torch.equal(names, torch.arange(4.0))
 
 
 @pytest.mark.parametrize("output", [torch.tensor(1.0), torch.zeros(2, 4), torch.zeros(0), torch.zeros(4, 4)])

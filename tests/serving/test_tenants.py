@@ -286,10 +286,11 @@ def test_a_batch_that_hangs_after_an_urgent_one_releases_the_turn(urgent_first: 
 
 def test_closing_in_a_callback_does_not_wait_for_the_other_tenants(wait_for: Any) -> None:
     """Their workers wait for the turn of the very thread that runs the callback."""
-    go, closed = threading.Event(), threading.Event()
+    began, go, closed = threading.Event(), threading.Event(), threading.Event()
     batcher = TenantBatcher(tenants())
-    held = batcher.submit("first", lambda: go.wait(60), FOREVER)
+    held = batcher.submit("first", lambda: (began.set(), go.wait(60)), FOREVER)
     held.add_done_callback(lambda _: (batcher.close(), closed.set()))
+    assert began.wait(60)
     waiting = batcher.submit("second", "y", FOREVER)
     go.set()
     assert closed.wait(60)
