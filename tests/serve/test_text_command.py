@@ -27,7 +27,7 @@ PROMPT = ">>> help(json.dumps)\n"
 def served(start: Callable[..., Any], python_path: str) -> Any:
     """The command on a free port, with a token, and time to finish after SIGTERM."""
     environment = {"SUBNETACT_TOKEN": TOKEN, "PYTHONPATH": python_path}
-    return start("--text", "--slo-ms", "1000", "--grace-s", "1", environment=environment)
+    return start("--text", "--slo-ms", "60000", "--grace-s", "1", environment=environment)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
 
     def read() -> None:
         for piece in client.completions.create(
-            model="docstrings", prompt=PROMPT, max_tokens=300, temperature=1.5, stream=True
+            model="docstrings", prompt=PROMPT, max_tokens=100, temperature=1.5, stream=True
         ):
             pieces.append(piece)
             begun.set()
