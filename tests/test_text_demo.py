@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from generation_tables import step_table
 
+from subnetact.demo import text_demo
+from subnetact.demo.cli import main
 from subnetact.demo.text_demo import (
     ANSWER,
     SEQUENCES,
@@ -23,6 +23,7 @@ from subnetact.demo.text_demo import (
     text_trace,
 )
 from subnetact.errors import BatchFailed, DeadlinePassed, TraceError
+from subnetact.generation import StepTable
 
 QUALITY = [Quality(3.6, 27.0, 26.5), Quality(3.4, 30.0, 29.0)]
 
@@ -79,20 +80,22 @@ def test_the_largest_subnet_can_serve_the_lulls_and_only_smaller_ones_the_burst(
     assert trace.arrivals_ms != text_trace(sustained, 60.0, seed=1).arrivals_ms
 
 
-@pytest.mark.slow
-def test_the_demo_runs_and_draws(tmp_path: Path, python_path: str) -> None:
+def test_the_demo_runs_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With made-up times of steps and little text; how many tokens come in time is left to the machine."""
     pytest.importorskip("transformers")
-    command = [sys.executable, "-m", "subnetact.demo", "--text", "--seconds", "1"]
-    files = ["--out", "text.png", "--json", "text.json"]
-    done = subprocess.run(
-        [*command, *files],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": python_path},
-    )
-    assert done.returncode == 0, done.stderr
+    pytest.importorskip("matplotlib")
+
+    def made_up(supernet: Any, specs: Any, *, accuracy: Any, **_: Any) -> StepTable:
+        return step_table([str(spec) for spec in specs], tuple(accuracy))
+
+    monkeypatch.setattr(text_demo, "profile_steps", made_up)
+    monkeypatch.setattr(text_demo, "_sustained", lambda _, spec, *__: 200.0 - 0.1 * sum(spec["ffn"]) / 4)
+    monkeypatch.setattr(text_demo, "HELD_OUT_TOKENS", 514)
+    files = ["--out", str(tmp_path / "text.png"), "--json", str(tmp_path / "text.json")]
+    assert main(["--text", "--seconds", "0.5", *files]) == 0
+    printed = capsys.readouterr().out
     for words in (
         "on held-out text",
         "The largest subnet continues",
@@ -100,9 +103,10 @@ def test_the_demo_runs_and_draws(tmp_path: Path, python_path: str) -> None:
         "all subnets",
         "FFN 56 alone",
     ):
-        assert words in done.stdout
+        assert words in printed
     assert (tmp_path / "text.png").stat().st_size > 10_000
     found = json.loads((tmp_path / "text.json").read_text())
+    assert found["prompts"] > 3
     assert [one["name"] for one in found["contenders"]] == [
         "all subnets",
         *(f"FFN {width} alone" for width in (56, 112, 224, 448, 896)),
@@ -111,4 +115,4 @@ def test_the_demo_runs_and_draws(tmp_path: Path, python_path: str) -> None:
         assert one["tokens"] == ANSWER * found["prompts"]
         assert 0 <= one["in_time_times_right"] <= one["in_time"] <= 100
     for one in found["subnets"]:
-        assert 20 < one["right_switched"] <= one["right"] < 40
+        assert 10 < one["right_switched"] <= one["right"] < 60

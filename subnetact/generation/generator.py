@@ -61,7 +61,7 @@ class GeneratorStats:
         failed: requests whose step raised.
         tokens: generated tokens.
         late: tokens that came after they were due.
-        lifted: steps of sequences with different minimum accuracies that ran a more accurate subnet than their
+        lifted: steps of sequences with different minimum accuracies that ran a more accurate subnet than the
             deadlines alone chose, because one of the sequences demands it.
         steps: id of a subnet -> how many steps it ran.
         active: requests under way.
@@ -123,10 +123,10 @@ class Generator:
     """Generates tokens for many requests at a time; the deadlines choose the subnet of every step.
 
     All active sequences share a step, and a step runs one subnet. The next step may run another one: the keys
-    and values that earlier subnets wrote stay in use. The subnet of a step satisfies the most demanding of its
-    sequences: a step of its own for each minimum accuracy would read the weights once more for every token of
-    all. `GeneratorStats.lifted` counts these steps. Batching, paging and sampling are those of the
-    continuous batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with
+    and values that earlier subnets wrote stay in use. The subnet of a step satisfies the most demanding of
+    its sequences: a step of its own for each minimum accuracy would read the weights once more for all.
+    `GeneratorStats.lifted` counts these steps. Batching, paging and sampling are those of the continuous
+    batching of transformers. Every accepted request ends exactly once: with a `Generated`, or with
     a typed error. While a step hangs, requests end with `DeadlinePassed` when their next tokens are overdue.
     Use a generator as a context manager.
 

@@ -118,7 +118,7 @@ class StepPolicy:
         return chosen
 
     def _in_time(self, allowed: Sequence[int], wanted: float, times: Sequence[float], slack_ms: float) -> int:
-        """Return the first of the allowed subnets, the most accurate first, that is in time, or the fastest."""
+        """Return the first allowed subnet, the most accurate first, that is in time, or else the fastest."""
         limit = max(wanted, self._accuracy[allowed[-1]])
         for i in allowed:
             if self._accuracy[i] <= limit and times[i] <= slack_ms:

@@ -60,6 +60,8 @@ async def run_open_loop(
     budget_ms: float,
     give_up_ms: float = 5000.0,
     tell: Callable[[Sent], None] | None = None,
+    clock_s: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> list[Sent]:
     """Send the requests of a trace at their times.
 
@@ -72,11 +74,12 @@ async def run_open_loop(
         budget_ms: time that a request is given, in ms from when it should be sent.
         give_up_ms: how long to wait for answers after the last request was sent, in ms.
         tell: called with what became of a request as soon as that is known.
+        clock_s: returns the time in s.
+        sleep: waits for a time, in s on this clock, while others run.
 
     Returns:
         One entry per request, in order.
     """
-    clock = time.perf_counter
     results: list[Sent | None] = [None] * len(arrivals_ms)
 
     async def one(i: int, due_ms: float, lag_ms: float) -> None:
@@ -89,17 +92,17 @@ async def run_open_loop(
             outcome = str(error)
         except (OSError, ValueError) as error:  # the connection broke, or the answer is no HTTP
             outcome = type(error).__name__
-        sent = results[i] = Sent(outcome, lag_ms, (clock() - started) * 1e3 - due_ms, reply)
+        sent = results[i] = Sent(outcome, lag_ms, (clock_s() - started) * 1e3 - due_ms, reply)
         if tell is not None:
             tell(sent)
 
     tasks: list[asyncio.Task[None]] = []
-    started = clock()
+    started = clock_s()
     for i, due_ms in enumerate(arrivals_ms):
-        early_s = started + due_ms / 1e3 - clock()
+        early_s = started + due_ms / 1e3 - clock_s()
         if early_s > 0:
-            await asyncio.sleep(early_s)
-        tasks.append(asyncio.create_task(one(i, due_ms, (clock() - started) * 1e3 - due_ms)))
+            await sleep(early_s)
+        tasks.append(asyncio.create_task(one(i, due_ms, (clock_s() - started) * 1e3 - due_ms)))
     waiting: set[asyncio.Task[None]] = set()
     if tasks:
         done, waiting = await asyncio.wait(tasks, timeout=give_up_ms / 1e3)

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 from subnetact.errors import InvalidRequest
 from subnetact.serve.exchange import Headers
 
-__all__ = ["Ask", "read_ask"]
+__all__ = ["Ask", "read_ask", "read_number", "shortened", "time_ms"]
 
 NAMES = ("deadline_ms", "min_accuracy", "priority", "output")
 HEADERS = {b"x-deadline-ms": "deadline_ms", b"x-min-accuracy": "min_accuracy", b"x-priority": "priority"}
@@ -52,7 +52,7 @@ def read_ask(
     for header, name in HEADERS.items():
         text = headers.get(header)
         if text is not None:
-            found[name] = _number(text, header.decode(), name == "priority")
+            found[name] = read_number(text, header.decode(), name == "priority")
     if query:
         _read_query(query, found)
     for name in NAMES:
@@ -60,21 +60,35 @@ def read_ask(
             found[name] = fields[name]
     if not found:
         return Ask(usual_ms)
-    deadline_ms = found.get("deadline_ms", usual_ms)
-    if type(deadline_ms) not in (int, float) or not 0 < deadline_ms <= longest_ms:
-        raise InvalidRequest(
-            f"deadline_ms: {_short(deadline_ms)} is not a number > 0 and <= {longest_ms:g}, in ms from now"
-        )
+    deadline_ms = time_ms(found.get("deadline_ms", usual_ms), "deadline_ms", longest_ms)
     output = found.get("output")
     if output is not None and output not in OUTPUTS:
-        raise InvalidRequest(f"output: {_short(output)} is not known; choose from {', '.join(OUTPUTS)}")
+        raise InvalidRequest(f"output: {shortened(output)} is not known; choose from {', '.join(OUTPUTS)}")
     priority = found.get("priority")
     if priority is not None and (type(priority) is not int or abs(priority) >= 2**31):
-        raise InvalidRequest(f"priority: {_short(priority)} is not a whole number of 32 bits")
+        raise InvalidRequest(f"priority: {shortened(priority)} is not a whole number of 32 bits")
     min_accuracy = found.get("min_accuracy")
     if min_accuracy is not None and (type(min_accuracy) not in (int, float) or not 0 <= min_accuracy <= 100):
-        raise InvalidRequest(f"min_accuracy: {_short(min_accuracy)} is not a percentage from 0 to 100")
-    return Ask(float(deadline_ms), min_accuracy, priority, output)
+        raise InvalidRequest(f"min_accuracy: {shortened(min_accuracy)} is not a percentage from 0 to 100")
+    return Ask(deadline_ms, min_accuracy, priority, output)
+
+
+def time_ms(value: Any, name: str, longest_ms: float) -> float:
+    """Return a time that a client gives.
+
+    Args:
+        value: the time, in ms.
+        name: its name.
+        longest_ms: the longest time that a client may give, in ms.
+
+    Raises:
+        InvalidRequest: it is no number, not above 0, or too long.
+    """
+    if type(value) not in (int, float) or not 0 < value <= longest_ms:
+        raise InvalidRequest(
+            f"{name}: {shortened(value)} is not a number > 0 and <= {longest_ms:g}, in ms from now"
+        )
+    return float(value)
 
 
 def _read_query(query: bytes, found: dict[str, Any]) -> None:
@@ -84,20 +98,31 @@ def _read_query(query: bytes, found: dict[str, Any]) -> None:
         raise InvalidRequest("query: not readable; give name=value pairs") from None
     for name, text in pairs:
         if name not in NAMES:
-            raise InvalidRequest(f"query: {_short(name)} is not known; give {', '.join(NAMES)}")
-        found[name] = text if name == "output" else _number(text, name, name == "priority")
+            raise InvalidRequest(f"query: {shortened(name)} is not known; give {', '.join(NAMES)}")
+        found[name] = text if name == "output" else read_number(text, name, name == "priority")
 
 
-def _number(text: str, name: str, whole: bool) -> float:
+def read_number(text: str, name: str, whole: bool = False) -> float:
+    """Return a number from a header or a query.
+
+    Args:
+        text: the number.
+        name: its name.
+        whole: whether it has to be a whole number.
+
+    Raises:
+        InvalidRequest: the text is no number.
+    """
     try:
-        if len(text) <= 40:
+        if len(text) <= 40 and "_" not in text:
             return int(text) if whole else float(text)
     except ValueError:
         pass
-    raise InvalidRequest(f"{name}: {_short(text)} is not a {'whole ' if whole else ''}number")
+    raise InvalidRequest(f"{name}: {shortened(text)} is not a {'whole ' if whole else ''}number")
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """Return a value of a client as it may stand in a message."""
     try:
         text = repr(value)
     except ValueError:  # A whole number with more digits than Python prints.

@@ -290,14 +290,13 @@ def _open_text(args: argparse.Namespace, stack: ExitStack, limits: Limits, token
             raise ServeError(f"--{name.replace('_', '-')}: it does not apply to --text; leave it out")
     from subnetact.generation.text import end_of_text
     from subnetact.serve import build_text_app
-    from subnetact.serve.text_model import decode, encode, text_generator
+    from subnetact.serve.text_model import prompt_tokenizer, text_generator
 
     generator = text_generator(args.slo_ms, args.max_queue)
     stack.callback(generator.close, wait=False)
     return build_text_app(
         generator,
-        encode,
-        decode,
+        prompt_tokenizer(),
         name=args.name or "docstrings",
         stop=(end_of_text(),),
         limits=limits,

@@ -253,7 +253,7 @@ async def read_body(receive: Receive, headers: Headers, most: int, seconds: floa
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def read_json(text: bytes) -> Any:
+def read_json(text: bytes, most: int | None = SHORT) -> Any:
     """Read a JSON text from a client. Call it in a thread if the text is longer than `SHORT`.
 
     The text is JSON as RFC 8259 has it, in UTF-8: without NaN, infinities and halves of characters. Of a name
@@ -261,14 +261,15 @@ def read_json(text: bytes) -> Any:
 
     Args:
         text: the text.
+        most: how many characters it may have besides lists of numbers. If None, any number.
 
     Raises:
-        InvalidRequest: the text is not JSON, or it has more than `SHORT` characters besides lists of numbers.
+        InvalidRequest: the text is not JSON, or it has too many characters.
     """
     try:
         value = orjson.loads(text)
-        if len(text) > SHORT and _size_besides_numbers(value) > SHORT:
-            raise InvalidRequest(f"body: more than {SHORT} bytes of JSON besides lists of numbers; send less")
+        if most is not None and len(text) > most and _size_besides_numbers(value) > most:
+            raise InvalidRequest(f"body: more than {most} bytes of JSON besides lists of numbers; send less")
     except (orjson.JSONDecodeError, RecursionError) as error:
         # The message names a place in the text, and nothing of the text.
         raise InvalidRequest(f"body: not JSON ({error}); send one JSON object") from None

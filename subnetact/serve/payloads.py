@@ -245,10 +245,10 @@ def tensor_json(tensor: Tensor) -> str:
 class Images:
     """Decodes PNG and JPEG images into inputs of shape (C, H, W), C 1 or 3, or of shape (H, W).
 
-    Black is 0 and white 1, whatever the depth of the image; then (value - mean) / std per channel. 16-bit grey
-    keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the weights
-    of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind them is not
-    known. An alpha channel or a palette whose pixels are all opaque does no harm.
+    Black is 0 and white 1, whatever the depth of the image; then (value - mean) / std per channel. 16-bit
+    grey keeps its depth, and all other images are read with 8 bits per channel. Colours become grey by the
+    weights of ITU-R 601, as in Pillow. Images with transparent pixels are refused, because what is behind
+    them is not known. An alpha channel or a palette whose pixels are all opaque does no harm.
 
     Args:
         signature: what the engine takes.

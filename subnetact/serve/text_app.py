@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,45 +16,69 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from subnetact.errors import InvalidRequest, RequestError
 from subnetact.generation import Completion, Generated, Generator
 from subnetact.serve.access import Access
+from subnetact.serve.ask import read_number, shortened, time_ms
 from subnetact.serve.base_app import BaseApp
 from subnetact.serve.exchange import (
+    SHORT,
     Bodies,
-    ClientGone,
     Exchange,
     Headers,
-    Receive,
     Refusal,
     read_body,
+    read_json,
     refusal_of,
     send_reply,
 )
-from subnetact.serve.json_text import SHORT
 from subnetact.serve.limits import Limits
+from subnetact.serve.service import Attendance
+from subnetact.serve.text_codec import TextCodec
 
 __all__ = ["TextApp", "TextService", "build_text_app"]
 
-UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no character yet."""
 LONGEST_STOP = 100
-KNOWN = {
-    "model",
-    "prompt",
-    "messages",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop",
-    "stream",
-    "stream_options",
-    "n",
-    "user",
-    "deadline_ms",
-    "slo_ttft_ms",
-    "min_accuracy",
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "model": (str,),
+    "max_tokens": (int,),
+    "max_completion_tokens": (int,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "stop": (str, list),
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "user": (str,),
+    "deadline_ms": (int, float),
+    "slo_ttft_ms": (int, float),
+    "min_accuracy": (int, float),
 }
-"""Fields that are understood; `user` is ignored."""
+"""The types of the fields that both addresses understand; `user` is ignored. No truth value is a number."""
+WORDS: Mapping[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+NEUTRAL: Mapping[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "logprobs": False,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "store": False,
+    "suffix": "",
+    "tools": [],
+    "top_logprobs": 0,
+}
+"""Fields that are not supported, each with the value that changes nothing, which is accepted."""
+NUMBERS_OF_HEADERS = ("slo_ttft_ms", "deadline_ms", "min_accuracy")
+ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass
@@ -63,8 +87,7 @@ class TextService:
 
     Attributes:
         generator: generates tokens.
-        encode: a function from a text to its tokens.
-        decode: a function from tokens to their text.
+        codec: makes tokens of texts, and texts of tokens.
         name: name of the model.
         stop: tokens that end every answer.
         limits: what clients may send.
@@ -73,8 +96,7 @@ class TextService:
     """
 
     generator: Generator
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
+    codec: TextCodec
     name: str
     stop: tuple[int, ...]
     limits: Limits
@@ -98,8 +120,7 @@ class _Closing:
 
 def build_text_app(
     generator: Generator,
-    encode: Callable[[str], Sequence[int]],
-    decode: Callable[[Sequence[int]], str],
+    tokenizer: Any,
     *,
     name: str = "model",
     stop: Sequence[int] = (),
@@ -111,14 +132,14 @@ def build_text_app(
 
     `POST /v1/completions` and `POST /v1/chat/completions` answer whole or as a stream of events. Their
     deadlines are fields of the body or headers: `x-slo-ttft-ms` (to the first token), `x-deadline-ms` (to the
-    last one) and `x-min-accuracy`. Messages of chats are joined with line breaks, because the network need
-    not know any format of chats: encode them yourself if yours does.
+    last one) and `x-min-accuracy`. Chats go through the chat template of the tokenizer if it has one.
+    Otherwise every message becomes a line, `role: content`, and the last line is `assistant:`.
 
     Args:
         generator: generates tokens; the application closes it at its end.
-        encode: a function from a text to its tokens. Texts of long requests are encoded on other threads, so
-            that nobody waits for them.
-        decode: a function from tokens to their text.
+        tokenizer: the tokenizer of `tokenizers` or `transformers`, or another object with `encode(text)` and
+            `decode(tokens, skip_special_tokens=True)`. Texts of long requests are encoded on other threads,
+            so that nobody waits for them.
         name: name of the model.
         stop: tokens that end every answer.
         limits: what clients may send. If None, the defaults.
@@ -132,11 +153,12 @@ def build_text_app(
         ServeError: a token is too short.
 
     Example:
-        >>> app = build_text_app(generator, lambda text: tokenizer.encode(text).ids, tokenizer.decode)
+        >>> app = build_text_app(generator, AutoTokenizer.from_pretrained("my-model"))
         >>> subnetact.serve.run(app)
     """
     access = Access(tokens or {}, allowed_hosts)
-    return TextApp(TextService(generator, encode, decode, name, tuple(stop), limits or Limits(), access))
+    codec = TextCodec(tokenizer)
+    return TextApp(TextService(generator, codec, name, tuple(stop), limits or Limits(), access))
 
 
 class TextApp(BaseApp):
@@ -177,6 +199,8 @@ class TextApp(BaseApp):
         async def healthz() -> JSONResponse:
             if service.closing:
                 return JSONResponse({"status": "closing"}, 503)
+            if not service.generator.stats().up:
+                return JSONResponse({"status": "no step is computed"}, 503)
             return JSONResponse({"status": "ok"})
 
         @self.get("/v1/models", summary="Names of the models")
@@ -189,31 +213,37 @@ class TextApp(BaseApp):
             return PlainTextResponse(_prometheus(service), media_type="text/plain; version=0.0.4")
 
     async def _complete(self, chat: bool, exchange: Exchange) -> None:
-        headers, receive = exchange.headers, exchange.receive
+        answer = None
+        try:
+            body = await self._body(exchange)
+            with Attendance(exchange.receive):
+                ask = await self._asked(body, exchange.headers, chat)
+                answer = _Answer(self.service, ask, chat, next(self._numbers))
+                # A refusal before the first token has a status of its own.
+                first, finish = await (answer.first() if ask.stream else answer.rest())
+        except BaseException:
+            if answer is not None:
+                answer.completion.cancel()
+            raise
+        if ask.stream:
+            events = StreamingResponse(answer.events(first, finish), media_type="text/event-stream")
+            await events(exchange.scope, exchange.receive, exchange.send)
+        else:
+            await send_reply(exchange.send, 200, answer.document(first, finish))
+
+    async def _body(self, exchange: Exchange) -> bytes:
         service, limits = self.service, self.service.limits
-        body = await read_body(receive, headers, limits.body_for(0), limits.body_s, service.bodies)
+        return await read_body(
+            exchange.receive, exchange.headers, limits.body_for(0), limits.body_s, service.bodies
+        )
+
+    async def _asked(self, body: bytes, headers: Headers, chat: bool) -> _Ask:
         try:
             if len(body) <= SHORT:
-                ask = _ask(service, body, headers, chat)
-            else:
-                ask = await asyncio.to_thread(_ask, service, body, headers, chat)
+                return _ask(self.service, body, headers, chat)
+            return await asyncio.to_thread(_ask, self.service, body, headers, chat)
         finally:
-            service.bodies.give_back(len(body))
-        answer = _Answer(service, ask, chat, next(self._numbers))
-        if ask.stream:
-            first = await answer.first()  # A refusal before the first token has a status of its own.
-            response = StreamingResponse(answer.events(first), media_type="text/event-stream")
-            await response(exchange.scope, receive, exchange.send)
-            return
-        leaving = asyncio.ensure_future(_left(receive))
-        working = asyncio.ensure_future(answer.whole())
-        await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not working.done():
-            answer.completion.cancel()
-            working.cancel()
-            raise ClientGone
-        await send_reply(exchange.send, 200, working.result())
+            self.service.bodies.give_back(len(body))
 
 
 @dataclass
@@ -228,87 +258,108 @@ class _Ask:
 
 
 def _ask(service: TextService, body: bytes, headers: Headers, chat: bool) -> _Ask:
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):
-        raise InvalidRequest("body: it is no JSON object; see /openapi.json of OpenAI's interface") from None
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"body: expected a JSON object, got {type(given).__name__}")
-    given = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(given) - KNOWN)
-    if unknown:
-        raise InvalidRequest(f"{unknown[0]}: this server does not support it; remove it from the request")
+    given = _fields(read_json(body, most=None), headers, "messages" if chat else "prompt")
     if given.get("model", service.name) != service.name:
         raise Refusal(404, "NotFound", f"model: this server has {service.name!r}")
-    if given.get("n", 1) != 1:
-        raise InvalidRequest("n: this server gives one answer per request; send the request again")
     stop = given.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
-    short = isinstance(stop, list) and len(stop) <= 4
-    if not short or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stop):
+    if len(stop) > 4 or not all(isinstance(s, str) and 0 < len(s) <= LONGEST_STOP for s in stop):
         raise InvalidRequest(f"stop: give at most four texts of 1 to {LONGEST_STOP} characters")
-    stream, extras = given.get("stream", False), given.get("stream_options", {})
-    if not isinstance(stream, bool) or not isinstance(extras, dict):
-        raise InvalidRequest("stream: true or false; stream_options: an object")
+    extras = given.get("stream_options", {})
+    if not extras.keys() <= {"include_usage"} or type(extras.get("include_usage", False)) is not bool:
+        raise InvalidRequest("stream_options: give an object with include_usage, true or false")
+    longest_ms = service.limits.deadline_ms
     options: dict[str, Any] = {
         "max_new_tokens": given.get("max_completion_tokens", given.get("max_tokens", 64)),
         "temperature": given.get("temperature"),
         "top_p": given.get("top_p"),
         "top_k": given.get("top_k"),
-        "first_ms": _time(given, headers, "slo_ttft_ms"),
-        "deadline_ms": _time(given, headers, "deadline_ms"),
-        "min_accuracy": _time(given, headers, "min_accuracy") or 0.0,
+        "min_accuracy": given.get("min_accuracy", 0.0),
         "stop": service.stop,
     }
-    usage = bool(extras.get("include_usage"))
-    return _Ask(_prompt(service, given, chat), options, tuple(stop), stream, usage)
+    for name, option in (("slo_ttft_ms", "first_ms"), ("deadline_ms", "deadline_ms")):
+        if name in given:
+            options[option] = time_ms(given[name], name, longest_ms)
+    prompt = _chat(service, given) if chat else _prompt(service, given)
+    return _Ask(prompt, options, tuple(stop), given.get("stream", False), extras.get("include_usage", False))
 
 
-def _prompt(service: TextService, given: Mapping[str, Any], chat: bool) -> list[int]:
-    if not chat:
-        prompt = given.get("prompt")
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return prompt
-        if isinstance(prompt, list) and len(prompt) == 1:
-            prompt = prompt[0]
-        if not isinstance(prompt, str):
-            raise InvalidRequest("prompt: expected one text or a list of token ids")
-        return _encoded(service, prompt, "prompt")
+def _fields(document: Any, headers: Headers, text: str) -> dict[str, Any]:
+    """Return the fields of a request that are not null, with numbers from headers, each of its type.
+
+    Args:
+        document: the body.
+        headers: the headers.
+        text: the field that has the text, which another function checks.
+    """
+    if not isinstance(document, dict):
+        raise InvalidRequest(f"body: expected a JSON object, got {type(document).__name__}")
+    given = {name: value for name, value in document.items() if value is not None}
+    for name in NUMBERS_OF_HEADERS:
+        header = f"x-{name.replace('_', '-')}"
+        number = headers.get(header.encode())
+        if number is not None and name not in given:
+            given[name] = read_number(number, header)
+    for name, value in given.items():
+        if name in NEUTRAL:
+            neutral = NEUTRAL[name]
+            if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+                raise InvalidRequest(
+                    f"{name}: got {shortened(value)}, and this server supports no other value than "
+                    f"{json.dumps(neutral)}; leave it out"
+                )
+        elif name in FIELDS:
+            if type(value) not in FIELDS[name]:
+                wanted = " or ".join(WORDS[kind] for kind in FIELDS[name])
+                raise InvalidRequest(f"{name}: got {shortened(value)}; give {wanted}")
+        elif name != text:
+            raise InvalidRequest(
+                f"{shortened(name)}: this server does not support it; remove it from the request"
+            )
+    return given
+
+
+def _prompt(service: TextService, given: Mapping[str, Any]) -> list[int]:
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise InvalidRequest("prompt: expected one text or a list of token ids")
+    return service.codec.prompt(prompt)
+
+
+def _chat(service: TextService, given: Mapping[str, Any]) -> list[int]:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages: expected a list of at least one message")
-    texts = []
-    for position, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
-        if not isinstance(content, str):
-            raise InvalidRequest(f"messages: message {position} has no text as its content")
-        texts.append(content)
-    return _encoded(service, "\n".join(texts), "messages")
+    return service.codec.chat([_message(message, at) for at, message in enumerate(messages)])
 
 
-def _encoded(service: TextService, text: str, name: str) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can write one half of a pair of surrogates.
-        raise InvalidRequest(f"{name}: the text has half a character, such as \\ud800; remove it") from None
-    return list(service.encode(text))
+def _message(message: Any, position: int) -> dict[str, str]:
+    """Return a message with its role and its content, which may come in parts."""
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"messages: message {position} is no object with role and content")
+    given = {name: value for name, value in message.items() if value is not None}
+    role, content = given.pop("role", None), given.pop("content", None)
+    if role not in ROLES:
+        raise InvalidRequest(f"messages: the role of message {position} must be one of {', '.join(ROLES)}")
+    if isinstance(content, list):
+        texts = [part["text"] if _is_text_part(part) else None for part in content]
+        content = "".join(map(str, texts)) if None not in texts else None
+    if not isinstance(content, str):
+        raise InvalidRequest(f"messages: message {position} has no text as its content")
+    if given:
+        raise InvalidRequest(
+            f"messages: message {position} has {shortened(min(given))}, which this server does not support"
+        )
+    return {"role": role, "content": content}
 
 
-def _time(given: Mapping[str, Any], headers: Headers, name: str) -> float | None:
-    """Return a number from a field of the body, or from the header of that name."""
-    if name in given:
-        number: float = given[name]
-        return number
-    text = headers.get(b"x-" + name.replace("_", "-").encode())
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidRequest(f"x-{name.replace('_', '-')}: {text[:40]!r} is no number") from None
+def _is_text_part(part: Any) -> bool:
+    text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+    return text and isinstance(part["text"], str)
 
 
 class _Answer:
@@ -324,7 +375,8 @@ class _Answer:
             "created": int(time.time()),
             "model": service.name,
         }
-        self._shown = ""
+        self._writer, self._read = service.codec.writer(), 0
+        self._held = ""  # the last characters, which may be the beginning of a text that ends the answer
         self.completion: Completion = service.generator.submit(ask.prompt, **ask.options)
         self.completion.listen(self._tell)
 
@@ -335,23 +387,33 @@ class _Answer:
             self.completion.cancel()
 
     async def first(self) -> tuple[str, str | None]:
-        """Wait for the first piece of text, or for the end."""
+        """Wait for the first piece of text, or for the end, and return it with why the answer ends."""
         return await self._next()
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
-        finish = None
+    async def rest(self) -> tuple[str, str | None]:
+        """Wait for the end, and return the text that was not returned yet, and why the answer ends."""
+        pieces, finish = [], None
         while finish is None:
-            _, finish = await self._next()
-        return {**self._facts, "choices": [self._choice(self._shown, finish, False)], **self._usage()}
+            piece, finish = await self._next()
+            pieces.append(piece)
+        return "".join(pieces), finish
 
-    async def events(self, first: tuple[str, str | None]) -> AsyncIterator[str]:
+    def document(self, text: str, finish: str | None) -> dict[str, Any]:
+        """Return the whole answer.
+
+        Args:
+            text: its text.
+            finish: why it ended.
+        """
+        return {**self._facts, "choices": [self._choice(text, finish, False)], **self._usage()}
+
+    async def events(self, piece: str, finish: str | None) -> AsyncIterator[str]:
         """Yield the answer piece by piece.
 
         Args:
-            first: what `first` returned.
+            piece: the first piece.
+            finish: why the answer ends with it, or None.
         """
-        piece, finish = first
         try:
             while True:
                 if piece or finish is not None:
@@ -377,24 +439,43 @@ class _Answer:
             self._news.clear()
             done = self.completion.done
             outcome: Generated | None = self.completion.result(0.0) if done else None
-            tokens = list(self.completion.tokens())
-            if tokens and tokens[-1] in self._service.stop:
-                tokens.pop()
-            text = self._service.decode(tokens) if tokens else ""
-            ends = [found for stop in self._ask.stop if (found := text.find(stop)) >= 0]
-            finish = None
-            if ends:
-                text, finish = text[: min(ends)], "stop"
+            piece, ended = self._written()
+            if not ended and outcome is not None:
+                more, ended = self._shown(self._writer.end(), last=True)
+                piece += more
+            if ended:
                 self.completion.cancel()
-            elif outcome is not None:
-                finish = "length" if outcome.finish == "length" else "stop"
-            else:
-                text = text.rstrip(UNFINISHED)
-                text = text[: len(text) - _held_back(text, self._ask.stop)]
-            piece = text[len(self._shown) :]
-            self._shown = text
-            if piece or finish is not None:
-                return piece, finish
+                return piece, "stop"
+            if outcome is not None:
+                return piece, "length" if outcome.finish == "length" else "stop"
+            if piece:
+                return piece, None
+
+    def _written(self) -> tuple[str, bool]:
+        """Return the text of the tokens that have come, and whether a text of `stop` ends it.
+
+        Token by token, so that the end does not depend on how many of them come at once.
+        """
+        pieces = []
+        for token in self.completion.tokens(self._read):
+            self._read += 1
+            if token in self._service.stop:  # It is the last one.
+                continue
+            piece, ended = self._shown(self._writer.add(token))
+            pieces.append(piece)
+            if ended:
+                return "".join(pieces), True
+        return "".join(pieces), False
+
+    def _shown(self, text: str, last: bool = False) -> tuple[str, bool]:
+        """Return what can be shown of held back and new text, and whether a text of `stop` ends it."""
+        text = self._held + text
+        ends = [found for stop in self._ask.stop if (found := text.find(stop)) >= 0]
+        if ends:
+            return text[: min(ends)], True
+        kept = 0 if last else _held_back(text, self._ask.stop)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], False
 
     def _choice(self, text: str, finish: str | None, streamed: bool) -> dict[str, Any]:
         reason = {"index": 0, "finish_reason": finish, "logprobs": None}
@@ -403,7 +484,7 @@ class _Answer:
         return {"delta" if streamed else "message": {"role": "assistant", "content": text}, **reason}
 
     def _usage(self) -> dict[str, Any]:
-        prompt, answer = len(self._ask.prompt), len(self.completion.tokens())
+        prompt, answer = len(self._ask.prompt), self._read
         usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
         return {"usage": usage}
 
@@ -426,20 +507,15 @@ def _error(refusal: Refusal) -> dict[str, Any]:
     return {"message": str(refusal), "type": kind, "param": None, "code": refusal.kind}
 
 
-async def _left(receive: Receive) -> None:
-    """Wait until the client closes its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _prometheus(service: TextService) -> str:
     stats = service.generator.stats()
     lines = []
-    for name in ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late"):
+    for name in ("requests", "finished", "expired", "cancelled", "failed", "tokens", "late", "lifted"):
         lines += [f"# TYPE subnetact_generation_{name}_total counter"]
         lines += [f"subnetact_generation_{name}_total {getattr(stats, name)}"]
     lines += ["# TYPE subnetact_generation_steps_total counter"]
     keys = service.generator.table.subnets
     lines += [f'subnetact_generation_steps_total{{subnet="{keys[i]}"}} {n}' for i, n in stats.steps.items()]
     lines += ["# TYPE subnetact_generation_active gauge", f"subnetact_generation_active {stats.active}"]
+    lines += ["# TYPE subnetact_generation_up gauge", f"subnetact_generation_up {int(stats.up)}"]
     return "\n".join(lines) + "\n"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from subnetact.generation import Generator, profile_steps
 from subnetact.generation.text import (
+    END,
     end_of_text,
     load_text_supernet,
     switchable_subnets,
@@ -13,7 +15,10 @@ from subnetact.generation.text import (
     text_tokenizer,
 )
 
-__all__ = ["decode", "encode", "text_generator"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["prompt_tokenizer", "text_generator"]
 
 
 def text_generator(token_ms: float, max_queue: int) -> Generator:
@@ -46,12 +51,12 @@ def text_generator(token_ms: float, max_queue: int) -> Generator:
     return Generator(supernet, subnets, table, token_ms=token_ms, max_queue=max_queue, allow_approximate=True)
 
 
-def encode(text: str) -> list[int]:
-    """Return the tokens of a text, behind the token that begins texts."""
-    return [end_of_text(), *text_tokenizer().encode(text).ids]
+@lru_cache(maxsize=1)
+def prompt_tokenizer() -> Tokenizer:
+    """Return the tokenizer of the model, which puts the token that begins texts before each of them."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
 
-
-def decode(tokens: Sequence[int]) -> str:
-    """Return the text of tokens."""
-    text: str = text_tokenizer().decode(list(tokens))
-    return text
+    found = Tokenizer.from_str(text_tokenizer().to_str())
+    found.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end_of_text())])
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from generation_tables import ACCURACY, step_table
+from held_steps import Clock, Gate
 
 from subnetact.errors import (
     BatcherClosed,
@@ -51,39 +52,6 @@ def make(llama: Supernet, widths: list[SubnetSpec], table: StepTable) -> Iterato
     yield generator
     for one in made:
         one.close(wait=False)
-
-
-class Clock:
-    """A clock that a test moves, in ms."""
-
-    def __init__(self) -> None:
-        self.now_ms = 1000.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now_ms
-
-
-class Gate:
-    """A model that stops in front of every step until a test lets it go on."""
-
-    def __init__(self, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.forward, self.entered, self.free = generator._loop._decoder.forward, 0, threading.Semaphore(0)
-        self.changed = threading.Condition()
-        monkeypatch.setattr(generator._loop._decoder, "forward", self)
-
-    def __call__(self, **arguments: Any) -> Any:
-        """Compute a step when it may."""
-        with self.changed:
-            self.entered += 1
-            self.changed.notify_all()
-        assert self.free.acquire(timeout=60)
-        return self.forward(**arguments)
-
-    def wait(self, steps: int = 1) -> None:
-        """Wait until a number of steps have begun."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.entered >= steps, 60)
 
 
 class RandomPolicy:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="serving needs the extra `serve`")
 pytest.importorskip("uvicorn", reason="serving needs the extra `serve`")
 
 import uvicorn
+from held_steps import Clock, Gate
 
 from subnetact.generation import Generator, StepTable
 from subnetact.serve.text_app import build_text_app
@@ -28,34 +29,40 @@ TOKEN = "a-token-of-the-tests"
 LONG = {"slo_ttft_ms": 60_000.0}
 
 
-def encode(text: str) -> list[int]:
-    """Return a token per character."""
-    return [ord(character) % 97 for character in text]
+class Characters:
+    """A tokenizer with a token per character; token 0 is no whole character."""
 
+    longest = 0
 
-def decode(tokens: Sequence[int]) -> str:
-    """Return a character per token, the first of which takes two tokens."""
-    return "".join("�" if token == 0 else chr(32 + token) for token in tokens)
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return [ord(character) % 97 for character in text]
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        assert skip_special_tokens
+        self.longest = max(self.longest, len(tokens))
+        return "".join("�" if token == 0 else chr(32 + token) for token in tokens)
 
 
 class Served:
     """A text server on a free port."""
 
-    def __init__(self, generator: Generator, **options: Any) -> None:
+    def __init__(self, generator: Generator, wait_for: Callable[..., None], **options: Any) -> None:
         self.generator = generator
-        app = build_text_app(generator, encode, decode, name="tiny", **options)
+        self.tokenizer = Characters()
+        app = build_text_app(generator, self.tokenizer, name="tiny", **options)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]})
         self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        wait_for(lambda: self.server.started, 60)
 
     def call(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Return the status and the document of one answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             connection.request("GET" if body is None else "POST", path, sent, headers)
@@ -73,7 +80,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def make(llama: Supernet, widths: list[SubnetSpec]) -> Iterator[Callable[..., Served]]:
+def make(
+    llama: Supernet, widths: list[SubnetSpec], wait_for: Callable[..., None]
+) -> Iterator[Callable[..., Served]]:
     """Return a function that makes a server of the widest subnet, which is closed at the end."""
     from generation_tables import step_table
 
@@ -89,8 +98,9 @@ def make(llama: Supernet, widths: list[SubnetSpec]) -> Iterator[Callable[..., Se
             policy=lambda one: Fixed(one, 2),
             allow_approximate=True,
             max_queue=options.pop("max_queue", 100),
+            clock_ms=options.pop("clock_ms", None),
         )
-        made.append(Served(generator, **options))
+        made.append(Served(generator, wait_for, **options))
         return made[-1]
 
     yield serve
@@ -106,7 +116,8 @@ def served(make: Callable[..., Served]) -> Served:
 
 def expected(alone: Callable[..., list[int]], prompt: str, tokens: int) -> str:
     """Return the answer to a prompt."""
-    return decode(alone(encode(prompt), (2,) * tokens))
+    tokenizer = Characters()
+    return tokenizer.decode(alone(tokenizer.encode(prompt), (2,) * tokens), skip_special_tokens=True)
 
 
 def test_openais_client_gets_the_answer_whole_and_streamed(
@@ -125,7 +136,8 @@ def test_openais_client_gets_the_answer_whole_and_streamed(
     assert len(pieces) > 3
     messages = [{"role": "system", "content": "Hel"}, {"role": "user", "content": "lo"}]
     chat = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=12)
-    assert chat.choices[0].message.content == expected(alone, "Hel\nlo", 12)
+    plain = "system: Hel\nuser: lo\nassistant:"
+    assert chat.choices[0].message.content == expected(alone, plain, 12)
     stream = client.chat.completions.create(
         model="tiny",
         messages=messages,
@@ -166,12 +178,12 @@ def test_texts_that_end_an_answer_are_not_shown(
     assert (shown, finish) == (text[: text.index(stop)], "stop")
 
 
-def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> None:
-    end = time.monotonic() + 20
-    while served.generator.stats().active and time.monotonic() < end:
-        time.sleep(0.01)  # for answers that end early
+def test_a_client_that_leaves_in_mid_stream_ends_its_request(
+    served: Served, wait_for: Callable[..., None]
+) -> None:
+    wait_for(lambda: not served.generator.stats().active, 60)  # for answers that end early
     before = served.generator.stats()
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request(
         "POST", "/v1/completions", json.dumps({"prompt": "Hello", "max_tokens": 110, "stream": True})
     )
@@ -179,20 +191,69 @@ def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> 
     assert response.read(6) == b"data: "
     response.close()
     connection.close()
-    end = time.monotonic() + 20
-    while served.generator.stats().active and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: not served.generator.stats().active, 60)
     after = served.generator.stats()
-    assert after.active == 0
     assert after.cancelled + after.finished == before.cancelled + before.finished + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_token_ends_its_request(
+    make: Callable[..., Served], wait_for: Callable[..., None], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    served = make()
+    gate = Gate(served.generator, monkeypatch)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    body = json.dumps({"prompt": "Hello", "max_tokens": 110, "stream": stream, **LONG})
+    connection.request("POST", "/v1/completions", body)
+    gate.wait()
+    connection.close()
+    wait_for(lambda: served.generator._cancelled, 60)  # while the step of the first token runs
+    gate.free.release(1000)
+    wait_for(lambda: not served.generator.stats().active, 60)
+    assert served.generator.stats().cancelled == 1
+    assert gate.entered == 1
+
+
+def test_the_text_of_a_token_takes_no_longer_at_the_end(make: Callable[..., Served]) -> None:
+    served = make()
+    body = {"prompt": "Hello", "max_tokens": 110, "stream": True, "stop": ["never seen"], **LONG}
+    status, answer = served.call("/v1/completions", body)
+    assert status == 200
+    assert len(re.findall("data: {", answer)) > 60
+    assert 0 < served.tokenizer.longest <= 32
+
+
+def test_a_server_without_steps_is_not_healthy(
+    make: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    served = make(clock_ms=clock)
+    gate = Gate(served.generator, monkeypatch)
+    running = served.generator.submit([1, 2], max_new_tokens=5, first_ms=1e6, token_ms=1e6)
+    gate.wait()
+    assert served.call("/healthz")[0] == 200
+    assert "subnetact_generation_up 1" in served.call("/metrics")[1]
+    clock.now_ms += 1e5
+    for path in ("/healthz", "/readyz"):
+        assert served.call(path) == (503, {"status": "no step is computed"})
+    assert "subnetact_generation_up 0" in served.call("/metrics")[1]
+    gate.free.release(1000)
+    running.result(60)
+    assert served.call("/healthz")[0] == 200
+    monkeypatch.setattr(served.generator._loop, "step", lambda: 1 / 0)
+    served.generator._thread.join(60)
+    assert served.call("/healthz")[0] == 503
 
 
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "no JSON object"),
-        (b"\xff\xfe", 400, "no JSON object"),
-        (b"[" * 100_000, 400, "no JSON object"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "not JSON"),
+        (b'{"prompt": "a", "deadline_ms": Infinity}', 400, "not JSON"),
+        (b'{"prompt": "a", "deadline_ms": 1e999}', 400, "not JSON"),
         ([1], 400, "got list"),
         ({}, 400, "prompt"),
         ({"prompt": 3}, 400, "prompt"),
@@ -200,19 +261,53 @@ def test_a_client_that_leaves_in_mid_stream_ends_its_request(served: Served) -> 
         ({"prompt": ["a", "b"]}, 400, "prompt"),
         ({"prompt": [1, 2, 97]}, 400, "token 2 is 97"),
         ({"prompt": "a", "n": 2}, 400, "n: "),
-        ({"prompt": "a", "logit_bias": {}}, 400, "logit_bias"),
-        ({"prompt": "a", "max_tokens": "many"}, 400, "max_new_tokens"),
+        ({"prompt": "a", "n": True}, 400, "n: got True"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"prompt": "a", "frequency_penalty": 0.1}, 400, "frequency_penalty: got 0.1"),
+        ({"prompt": "a", "frequency_penalty": False}, 400, "frequency_penalty: got False"),
+        ({"prompt": "a", "logprobs": 0}, 400, "logprobs: got 0"),
+        ({"prompt": "a", "echo": True}, 400, "echo"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"prompt": "a", "seed": 0}, 400, "seed"),
+        ({"prompt": "a", "messages": []}, 400, "messages"),
+        ({"prompt": "a", "model": 3}, 400, "model: got 3; give a text"),
+        ({"prompt": "a", "user": ["a"]}, 400, "user"),
+        ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens: got 'many'; give a whole number"),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 2.0}, 400, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_new_tokens"),
+        ({"prompt": "a", "max_completion_tokens": []}, 400, "max_completion_tokens"),
+        ({"prompt": [True]}, 400, "prompt"),
         ({"prompt": "a", "max_tokens": 10**9}, 400, "more than 128"),
         ({"prompt": "a" * 200}, 400, "more than 128"),
-        (b'{"prompt": "a\\ud800"}', 400, "half a character"),
+        (b'{"prompt": "a\\ud800"}', 400, "not JSON"),
+        ({"prompt": "a", "temperature": False}, 400, "temperature"),
+        ({"prompt": "a", "temperature": []}, 400, "temperature"),
+        ({"prompt": "a", "top_k": True}, 400, "top_k"),
+        ({"prompt": "a", "top_k": 0}, 400, "top_k"),
+        ({"prompt": "a", "top_p": {}}, 400, "top_p"),
         ({"prompt": "a", "temperature": "high"}, 400, "temperature"),
         ({"prompt": "a", "top_p": -1}, 400, "top_p"),
         ({"prompt": "a", "stop": [""]}, 400, "stop"),
         ({"prompt": "a", "stop": {"a": 1}}, 400, "stop"),
+        ({"prompt": "a", "stop": [True]}, 400, "stop"),
+        ({"prompt": "a", "stop": False}, 400, "stop"),
         ({"prompt": "a", "stream": "yes"}, 400, "stream"),
-        ({"prompt": "a", "slo_ttft_ms": 0}, 504, "first_ms"),
-        ({"prompt": "a", "deadline_ms": -1}, 504, "deadline_ms"),
+        ({"prompt": "a", "stream": 1}, 400, "stream"),
+        ({"prompt": "a", "stream_options": []}, 400, "stream_options"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options"),
+        ({"prompt": "a", "stream_options": {"other": True}}, 400, "stream_options"),
+        ({"prompt": "a", "slo_ttft_ms": 0}, 400, "slo_ttft_ms: 0 is not a number > 0"),
+        ({"prompt": "a", "slo_ttft_ms": True}, 400, "slo_ttft_ms"),
+        ({"prompt": "a", "deadline_ms": -1}, 400, "deadline_ms"),
+        ({"prompt": "a", "deadline_ms": 1e308}, 400, "deadline_ms: 1e+308 is not a number > 0"),
+        ({"prompt": "a", "deadline_ms": 10**400}, 400, "not JSON"),
+        ({"prompt": "a", "deadline_ms": []}, 400, "deadline_ms"),
+        ({"prompt": "a", "deadline_ms": 50.0, "slo_ttft_ms": 50.0}, 400, "deadline_ms"),
         ({"prompt": "a", "min_accuracy": 99}, 400, "min_accuracy"),
+        ({"prompt": "a", "min_accuracy": []}, 400, "min_accuracy: got []; give a whole number or a number"),
+        ({"prompt": "a", "min_accuracy": False}, 400, "min_accuracy"),
+        ({"prompt": "a", "min_accuracy": -1}, 400, "min_accuracy"),
         ({"prompt": "a", "model": "other"}, 404, "tiny"),
     ],
 )
@@ -234,10 +329,16 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(
             "Hello",
             [3],
             [{"role": "user"}],
-            [{"content": [{"type": "image_url"}]}],
-            [{"content": 4}],
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            [{"role": "user", "content": [{"type": "text", "text": 4}]}],
+            [{"role": "user", "content": [{"type": "input_audio", "text": "a"}]}],
+            [{"role": "user", "content": 4}],
+            [{"role": "user", "content": "a", "name": "b"}],
+            [{"role": "tool", "content": "a"}],
+            [{"role": ["user"], "content": "a"}],
+            [{"content": "a"}],
         ),
-        [{"content": "\udc00"}],
+        [{"role": "user", "content": "\udc00"}],
     ],
 )
 def test_messages_without_text_are_refused(served: Served, messages: Any) -> None:
@@ -250,7 +351,44 @@ def test_headers_set_deadlines_and_nonsense_in_them_is_refused(served: Served) -
     assert served.call(path, body, **{"x-deadline-ms": "60000", "x-min-accuracy": "45"})[0] == 200
     assert served.call(path, body, **{"x-deadline-ms": "soon"})[0] == 400
     assert served.call(path, body, **{"x-slo-ttft-ms": "nan"})[0] == 400
-    assert served.call(path, body, **{"x-slo-ttft-ms": "-3"})[0] == 504
+    for name in ("x-slo-ttft-ms", "x-deadline-ms"):
+        for nonsense in ("-3", "0", "inf", "1e308", "1_000", "9" * 50):
+            assert served.call(path, body, **{name: nonsense})[0] == 400
+    assert served.call(path, body, **{"x-min-accuracy": "inf"})[0] == 400
+
+
+NEUTRAL = {
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "echo": False,
+    "best_of": 1,
+    "response_format": {"type": "text"},
+    "store": False,
+    "tools": [],
+    "user": "a",
+    "temperature": None,
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_parameters_that_change_nothing_are_accepted(served: Served, name: str) -> None:
+    body = {"prompt": "Hello", "max_tokens": 1, name: NEUTRAL[name], **LONG}
+    assert served.call("/v1/completions", body)[0] == 200
+
+
+def test_messages_keep_their_roles_and_parts(served: Served, alone: Callable[..., list[int]]) -> None:
+    parts = [{"type": "text", "text": "lo"}, {"type": "text", "text": "!"}]
+    messages = [
+        {"role": "developer", "content": "Hel"},
+        {"role": "assistant", "content": "so", "tool_calls": None},
+        {"role": "user", "content": parts},
+    ]
+    status, answer = served.call("/v1/chat/completions", {"messages": messages, "max_tokens": 5, **LONG})
+    plain = "developer: Hel\nassistant: so\nuser: lo!\nassistant:"
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, expected(alone, plain, 5))
 
 
 def test_other_addresses(served: Served) -> None:
@@ -275,7 +413,7 @@ def test_tokens_hosts_and_a_full_queue(make: Callable[..., Served]) -> None:
     status, answer = guarded.call("/v1/completions", body, **known)
     if not running.done:
         assert (status, answer["error"]["code"]) == (429, "QueueFull")
-    running.result(30)
+    running.result(60)
     assert guarded.call("/v1/completions", {**body, "max_tokens": 2}, **known)[0] == 200
     guarded.generator.close()
     status, answer = guarded.call("/v1/completions", body, **known)

@@ -77,10 +77,10 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(20)
+                self.process.wait(60)
         if self.process.stdout.closed:
             return ""
         self.process.stdout.close()
@@ -147,7 +147,7 @@ class Gated:
 
     def run(self, subnet, inputs, batch_size):
         self.entered.release()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         if any(x[0] < 0 for x in inputs):
             raise RuntimeError("the file /etc/passwd is negative")
         return [x.clone() for x in inputs]
@@ -163,7 +163,7 @@ def gated():
         table = LatencyTable.from_arrays(["one"], [70.0], [1], [[1.0]])
         with Batcher(runner, policy=SlackFit(table, slo_ms=FOREVER_MS), max_queue=max_queue) as batcher:
             app = build_app(batcher, runner, slo_ms=FOREVER_MS, **settings)
-            assert runner.entered.acquire(timeout=20)  # the run that finds out what the outputs are
+            assert runner.entered.acquire(timeout=60)  # the run that finds out what the outputs are
             runner.gate.clear()
             try:
                 yield app, runner, batcher

@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import types
 
 import numpy as np
@@ -24,9 +25,9 @@ from subnetact.errors import (
     QueueFull,
     ServeError,
 )
-from subnetact.serve import Limits, read_tokens
+from subnetact.serve import Limits, plain, read_tokens
 from subnetact.serve.access import Access
-from subnetact.serve.exchange import refusal_of
+from subnetact.serve.exchange import SHORT, read_json, refusal_of
 
 TOKEN = "a-token-of-many-characters"
 
@@ -35,7 +36,7 @@ def test_a_full_queue_says_when_to_come_back(gated, post, wait_for):
     async def main():
         with gated() as (app, runner, batcher):
             first = asyncio.create_task(post(app, [1, 0, 0, 0]))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
             second = asyncio.create_task(post(app, [0, 1, 0, 0]))
             await asyncio.to_thread(wait_for, lambda: batcher.stats().queued)
             status, headers, body = await post(app, [0, 0, 1, 0])
@@ -56,7 +57,7 @@ def test_a_client_that_goes_away_takes_its_request_along(gated, post, wait_for, 
     async def main():
         with gated(max_queue=9) as (app, runner, batcher):
             first = asyncio.create_task(post(app, [1, 0, 0, 0]))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
             leave = asyncio.Event()
             second = asyncio.create_task(post(app, [0, 1, 0, 0], leave, path, raw=raw))
             rows = 1 if path == "/infer" else 2
@@ -108,7 +109,7 @@ def test_the_application_finishes_what_is_queued_when_it_shuts_down(gated, post)
         with gated() as (app, runner, batcher):
             async with app.router.lifespan_context(app):
                 task = asyncio.create_task(post(app, [0, 0, 0, 1]))
-                assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+                assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
                 runner.gate.set()
             assert json.loads((await task)[2])["class"] == 3
             with pytest.raises(BatcherClosed):
@@ -233,7 +234,7 @@ def test_the_server_holds_no_more_bodies_than_it_may(gated, post, wait_for):
         with gated(max_queue=9, limits=limits) as (app, runner, _):
             body = json.dumps({"input": [0, 0, 0, 1]}).encode().ljust(60)
             first = asyncio.create_task(post(app, None, raw=body))
-            assert await asyncio.to_thread(runner.entered.acquire, timeout=20)
+            assert await asyncio.to_thread(runner.entered.acquire, timeout=60)
             status, headers, _ = await post(app, None, raw=body)
             assert (status, headers["retry-after"]) == (503, "1")
             runner.gate.set()
@@ -288,6 +289,36 @@ def test_a_slow_body_ends(gated):
             await app(scope, receive, send)
             assert sent[0]["status"] == 408
             assert app.service.bodies.held == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["json", "image"])
+def test_a_body_that_takes_long_to_read_keeps_nobody_waiting(gated, post, monkeypatch, kind):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_):
+        begun.set()
+        assert go_on.wait(60)
+        raise InvalidRequest("body: it took long")
+
+    async def main():
+        with gated() as (app, runner, _):
+            runner.gate.set()
+            if kind == "json":
+                long = b"[" + b" " * SHORT + b"]"
+                monkeypatch.setattr(
+                    plain, "read_json", lambda body: slow() if body == long else read_json(body)
+                )
+            else:
+                long = b"\x89PNG\r\n\x1a\n"
+                monkeypatch.setattr(app.service.images, "decode", slow)
+            waiting = asyncio.create_task(post(app, None, raw=long))
+            assert await asyncio.to_thread(begun.wait, 60)
+            assert (await post(app, [0, 0, 1, 0]))[0] == 200
+            assert not waiting.done()
+            go_on.set()
+            assert (await waiting)[0] == 400
 
     asyncio.run(main())
 

@@ -33,8 +33,11 @@ def guarded(request, gated):
             app.service._rows = broken
             yield app, "/infer"
     else:
-        generator = SimpleNamespace(submit=broken, stats=broken, close=lambda wait=True: None)
-        yield build_text_app(generator, list, str, **GUARDS), "/v1/completions"
+        generator = SimpleNamespace(
+            submit=broken, stats=lambda: SimpleNamespace(up=True), close=lambda wait=True: None
+        )
+        tokenizer = SimpleNamespace(encode=list, decode=broken)
+        yield build_text_app(generator, tokenizer, **GUARDS), "/v1/completions"
 
 
 def test_every_application_asks_for_a_token_and_its_own_name(guarded, post):
@@ -98,16 +101,17 @@ def test_long_prompts_keep_nobody_waiting(post):
 
     def encode(text):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return [len(text)]
 
     async def main():
-        generator = SimpleNamespace(submit=broken, close=lambda wait=True: None)
-        app = build_text_app(generator, encode, str)
+        generator = SimpleNamespace(
+            submit=broken, stats=lambda: SimpleNamespace(up=True), close=lambda wait=True: None
+        )
+        app = build_text_app(generator, SimpleNamespace(encode=encode))
         prompt = json.dumps({"prompt": "a" * 100_000}).encode()
         waiting = asyncio.create_task(post(app, None, path="/v1/completions", raw=prompt))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(begun.wait, 60)
         assert (await post(app, None, path="/healthz", method="GET"))[0] == 200
         assert not waiting.done()
         go_on.set()

@@ -42,7 +42,7 @@ def port(digits):
         start_new_session=True,
     )
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while True:
             try:
                 if call(port, "GET", "/health")[0] == 200:
@@ -56,7 +56,7 @@ def port(digits):
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=5)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
