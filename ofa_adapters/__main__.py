@@ -12,7 +12,7 @@ import sys
 import torch
 
 from ofa_adapters.checkpoint import match, read
-from ofa_adapters.registry import families, family_of, identify, language_models
+from ofa_adapters.registry import families, family_of, language_models, recognised
 from subnetact.command import run_command
 from subnetact.errors import CheckpointError, SpecError
 from subnetact.space import SubnetSpace
@@ -71,12 +71,16 @@ def inspect(path: str) -> int:
     numbers = sum(tensor.numel() for tensor in tensors.values())
     kinds = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()}))
     print(f"{path}: {len(tensors)} tensors, {numbers:,} numbers of {kinds}")
-    name = identify(tensors)
+    name = recognised(tensors)
     if name is None:
         print(f"this is none of the known families; its first names are {', '.join(list(tensors)[:5])}")
         return 1
     family = family_of(name)
-    print(f"looks like {name}, published at {family.source} ({family.licence})")
+    if family.ordinary:
+        print(f"has the names of {family.ordinary}: make it elastic with subnetact.insert_(model, example=x)")
+        print(f"if it was trained as {name}, published at {family.source} ({family.licence}):")
+    else:
+        print(f"looks like {name}, published at {family.source} ({family.licence})")
     constructor = family.infer(tensors, {}) if family.infer else {}
     try:
         with torch.device("meta"):

@@ -43,7 +43,9 @@ class Family:
         rename: maps a key of an upstream state_dict to the plain network's key.
         source: the repository that publishes the architecture.
         licence: the licence of that repository's code. This package copies none of that code.
-        recognises: tells from the names in a state_dict whether it belongs to this family.
+        recognises: tells from the names in a state_dict whether it may belong to this family.
+        ordinary: what has the same names without belonging to the family, such as "a vision transformer of
+            timm". If None, no other model has these names.
         checkpoints: names under which upstream publishes weights.
         unused: regular expression for upstream keys that the network does not use. If None, it uses all keys.
         infer: takes the tensors and the constructor arguments that were given; returns the arguments
@@ -66,6 +68,7 @@ class Family:
     source: str
     licence: str
     recognises: Callable[[Keys], bool]
+    ordinary: str | None = None
     checkpoints: tuple[str, ...] = ()
     unused: str | None = None
     infer: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None

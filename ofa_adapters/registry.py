@@ -22,7 +22,7 @@ from subnetact.supernet.insert import insert_
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["encode", "families", "family_of", "identify", "language_models", "load"]
+__all__ = ["encode", "families", "family_of", "identify", "language_models", "load", "recognised"]
 
 _MODULES = (
     "ofa_resnet50",
@@ -79,7 +79,18 @@ def identify(tensors: Mapping[str, Any]) -> str | None:
         tensors: a state_dict with upstream's names; only the names are read.
 
     Returns:
-        The name of the family, or None if the names match no family.
+        The name of the family. None if the names match no family, or if an ordinary model has the same
+        names, which is so for hydravit (any vision transformer of timm) and dynabert (any BERT).
+    """
+    found = recognised(tensors)
+    return None if found is None or family_of(found).ordinary else found
+
+
+def recognised(tensors: Mapping[str, Any]) -> str | None:
+    """Return the family whose names a state_dict has, also if an ordinary model has the same ones.
+
+    Args:
+        tensors: a state_dict with upstream's names; only the names are read.
     """
     keys = Keys(key.removeprefix("module.") for key in tensors)
     return next((name for name in (*_MODULES, *_LANGUAGE_MODELS) if family_of(name).recognises(keys)), None)
@@ -141,7 +152,7 @@ def load(
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)
     if tensors is not None:
-        hint = _hint(identify(tensors), family, _mostly(tensors, network))
+        hint = _hint(recognised(tensors), family, _mostly(tensors, network))
         fill(network, tensors, found.rename, subject, found.unused, hint, allow_nonfinite)
     supernet = insert_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
@@ -180,6 +191,12 @@ def _hint(looks_like: str | None, family: str, own_names: bool) -> str:
     if looks_like is None:
         return (
             f"It looks like none of the known families, which are {', '.join((*_MODULES, *_LANGUAGE_MODELS))}"
+        )
+    ordinary = family_of(looks_like).ordinary
+    if ordinary:
+        return (
+            f"It has the names of {ordinary}: if it was trained as {looks_like}, load it as that family; if "
+            "not, make the ordinary model elastic with subnetact.insert_(model, example=x)"
         )
     return f"It looks like {looks_like}: load it as that family"
 

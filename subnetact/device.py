@@ -14,7 +14,7 @@ import torch
 
 from subnetact.errors import DeviceError
 
-__all__ = ["find_device", "machine", "measure", "ran_out_of_memory", "synchronize"]
+__all__ = ["find_device", "machine", "measure", "raise_if_out_of_memory", "ran_out_of_memory", "synchronize"]
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -91,6 +91,12 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def raise_if_out_of_memory(error: BaseException) -> None:
+    """Raise an error again that says nothing about what was tried, only that memory was short."""
+    if ran_out_of_memory(error):
+        raise error
 
 
 def measure(

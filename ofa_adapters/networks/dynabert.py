@@ -399,6 +399,7 @@ FAMILY = Family(
     source="huawei-noah/Pretrained-Language-Model, DynaBERT",
     licence="Apache-2.0",
     recognises=recognises,
+    ordinary="a BERT or RoBERTa",
     checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
     unused=UNUSED,
     infer=infer,

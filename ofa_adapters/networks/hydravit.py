@@ -279,6 +279,7 @@ FAMILY = Family(
     source="ds-kiel/HydraViT",
     licence="MIT",
     recognises=recognises,
+    ordinary="a vision transformer of timm",
     checkpoints=("the files of doi.org/10.5281/zenodo.14300201",),
     infer=infer,
     image_sizes=(224,),

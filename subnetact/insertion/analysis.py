@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-import time
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +25,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.overrides import resolve_name
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.blocks import ADDITIONS
 from subnetact.insertion.description import Group, Member
@@ -52,8 +53,8 @@ MOST_PARTS = 512
 FEW_PARTS = 16
 """Selections of more parts than these are merged here and not by the package."""
 
-LONGEST_S = 20.0
-"""Layers that are not analysed after so many seconds stay as they are."""
+MOST_FOLLOWED = 30_000
+"""After so many tensors were followed, the layers that are left stay as they are."""
 
 WHOLE_GROUPS = ("empty_partition", "unbalanced_groups", "unbalanced_blocks", "indivisible_axis")
 """Conflicts that do not occur here: the package keeps the number of groups, operators drop whole groups."""
@@ -105,11 +106,12 @@ class TracedModel:
                     model, args=args, kwargs=dict(kwargs), operators=_rules()
                 )
         except Exception as error:
+            raise_if_out_of_memory(error)
             raise InsertError(
                 f"{type(model).__name__} cannot be traced: {_first_line(error)}; describe its elastic "
                 "modules by hand, or make its forward free of branches on values and of changes to the model"
             ) from error
-        self._model = model
+        self._followed = 0
         self._modules = dict(model.named_modules())
         self._nodes = {node.name: node for node in self._graph.fx_graph.nodes}
         self._parameters = dict(model.named_parameters())
@@ -145,15 +147,14 @@ class TracedModel:
         found: list[Group] = []
         alike: dict[str, str] = {}
         try:
-            start = time.perf_counter()
             for layer in layers:
                 if (layer, "out") in known:
                     continue
                 if layer in alike:
                     refused[layer] = alike[layer]
                     continue
-                if time.perf_counter() - start > LONGEST_S:
-                    refused[layer] = f"the analysis of the layers before it took {LONGEST_S:.0f} s; use only="
+                if self._followed > MOST_FOLLOWED:
+                    refused[layer] = f"the layers before it reach {MOST_FOLLOWED:,} tensors; use only="
                     continue
                 try:
                     group = self._group(layer)
@@ -183,22 +184,28 @@ class TracedModel:
                 raise
             return self._group_of(layer, reference.axis(axis), outputs, outputs // pieces)
 
+    def _removal(self, axis: Any, start: int, stop: int) -> Any:
+        """Return what goes with some outputs of a layer."""
+        impact = self._graph.propagate(remove=[axis.select(self._span(start, stop))])
+        self._followed += len(impact.selections)
+        return impact
+
     def _pieces(self, axis: Any, outputs: int) -> int:
         """Return how many outputs of a layer go with the last one: 2 if they are chunked and multiplied."""
-        impact = self._graph.propagate(remove=[axis.select(self._span(outputs - 1, outputs))])
+        impact = self._removal(axis, outputs - 1, outputs)
         chosen = impact.selections[axis.tensor.id]
         return len(chosen.fully_selected_indices(axis.dim))
 
     def _group_of(self, layer: str, axis: Any, outputs: int, full: int) -> Group:
         """Return the group of which the last `full` outputs of a layer are a segment."""
         kept = full // 2
-        impact = self._graph.propagate(remove=[axis.select(self._span(outputs - full + kept, outputs))])
+        impact = self._removal(axis, outputs - full + kept, outputs)
         unit = self._unit(impact)
         if unit > full // 2 or full % unit:
             raise _Refused(f"its outputs come in units of {unit}, of which it has {full / unit:g}")
         if kept % unit:
             kept = kept // unit * unit
-            impact = self._graph.propagate(remove=[axis.select(self._span(outputs - full + kept, outputs))])
+            impact = self._removal(axis, outputs - full + kept, outputs)
         try:
             removed = self._removed(impact)
         except _Refused as refused:
@@ -436,37 +443,32 @@ def _package() -> Any:
     return torch_kirigami
 
 
+_TURN = threading.RLock()
+
+
 @contextmanager
 def _few_parts() -> Iterator[None]:
     """Let the package refuse selections of many parts early, because no segments describe them.
 
     Selections with more than a few parts are merged by `_merged`, because the package compares all pairs.
+    Threads that analyse take turns, and calls of other threads are the package's own.
     """
     from torch_kirigami.dep_graph import selection
-    from torch_kirigami.settings import config
 
-    before, normalize = config.max_parts, _normalize()
+    with _TURN:
+        normalize, thread = selection.normalize, threading.get_ident()
 
-    def merged(regions: Iterable[Any]) -> tuple[Any, ...]:
-        given = list(regions)
-        found: tuple[Any, ...] = _merged(given) if len(given) > FEW_PARTS else normalize(given)
-        return found
+        def merged(regions: Iterable[Any]) -> tuple[Any, ...]:
+            given = list(regions)
+            own = len(given) > FEW_PARTS and threading.get_ident() == thread
+            found: tuple[Any, ...] = _merged(given) if own else normalize(given)
+            return found
 
-    config.update(max_parts=min(before, MOST_PARTS))
-    selection.normalize = merged
-    try:
-        yield
-    finally:
-        config.update(max_parts=before)
-        selection.normalize = normalize
-
-
-@cache
-def _normalize() -> Any:
-    """Return the function of the package, also while another thread has replaced it."""
-    from torch_kirigami.dep_graph.selection import normalize
-
-    return normalize
+        selection.normalize = merged
+        try:
+            yield
+        finally:
+            selection.normalize = normalize
 
 
 def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
@@ -476,11 +478,12 @@ def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
         regions: products of one set of indices per axis.
 
     Raises:
-        AnalysisLimitError: more regions are needed than the package permits.
+        AnalysisLimitError: more regions are needed than MOST_PARTS, or than the package permits.
     """
     from torch_kirigami.errors import AnalysisLimitError
     from torch_kirigami.settings import config
 
+    most = min(config.max_parts, MOST_PARTS)
     found: list[Any] = []
     given = sorted({region for region in regions if not region.empty}, key=_intervals)
     bounds = np.empty((0, len(given[0].axes) if given else 0, 2), int)  # start and stop per axis
@@ -490,9 +493,9 @@ def _merged(regions: Iterable[Any]) -> tuple[Any, ...]:
         near = ((bounds[:, :, 0] < box[:, 1]) & (box[:, 0] < bounds[:, :, 1])).all(1)
         for other in np.flatnonzero(near):
             pieces = [rest for piece in pieces for rest in piece.subtract(found[other])]
-            if len(pieces) + len(found) > config.max_parts:
+            if len(pieces) + len(found) > most:
                 break
-        if found and len(pieces) + len(found) > config.max_parts:
+        if found and len(pieces) + len(found) > most:
             raise AnalysisLimitError("Too many Cartesian regions")
         found += pieces
         bounds = np.concatenate([bounds, np.repeat(box[None], len(pieces), 0)])

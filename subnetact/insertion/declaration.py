@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.description import Description, Group, Member, Stage
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
@@ -177,6 +178,7 @@ class _Observation:
             with torch.no_grad():
                 call_with(model, example)
         except Exception as error:
+            raise_if_out_of_memory(error)
             raise InsertError(
                 f"{type(model).__name__} does not run on the example: {summary(model, error)}; give a batch "
                 "that the model takes"
@@ -719,6 +721,7 @@ class _Trials:
                     given, found = (x.flatten(1) for x in _Repeated(silent.float(), call).through())
                     alike = float(F.cosine_similarity(given.float(), found.float()).mean())
                 except Exception as error:
+                    raise_if_out_of_memory(error)
                     return f"{block} does not run on its own: {summary(silent, error)}"
             kind = type(module).__name__
             why = f"{kind} is not residual: without its layers, its output is another than its input"
@@ -739,6 +742,7 @@ class _Trials:
             with torch.no_grad():
                 call_with(view, map_tensors(Tensor.clone, self._example))
         except Exception as error:
+            raise_if_out_of_memory(error)
             return f"without these blocks, {summary(view, error)}"
         return ""
 
@@ -778,6 +782,7 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
         try:
             narrow = _floats(view(x))
         except Exception as error:
+            raise_if_out_of_memory(error)
             return f"with half of it, {summary(view, error)}"
         expected = _floats(masked_reference(private_copy(network), network, row, largest)(x))
     if [t.shape for t in narrow] != [t.shape for t in expected]:

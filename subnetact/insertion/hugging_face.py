@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED, number_of
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
@@ -153,6 +154,7 @@ def _built(cls: Any, config: Any) -> nn.Module:
     try:
         return heterogeneous(cls)(config)  # type: ignore[no-any-return]
     except Exception as error:
+        raise_if_out_of_memory(error)
         raise InsertError(
             f"{cls.__name__} cannot be built of layers of different sizes ({error}); choose the same size "
             "for all layers, or save the state_dict of the subnet instead"
@@ -319,11 +321,27 @@ def _told(config: Any) -> str:
     return ", ".join(f"{field}={getattr(config, field)}" for field in fields)
 
 
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield all tensors of an output; caches, which have a place per layer, are left out."""
+    parts = output.values() if isinstance(output, Mapping) else output
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(parts, tuple | list) or parts is not output:
+        for part in parts:
+            yield from _tensors(part)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max()), equal_nan=True)
+
+
 def _compare(model: nn.Module, found: nn.Module, example: Any) -> None:
     with torch.no_grad():
         pairs = [call_with(m, map_tensors(Tensor.clone, example)) for m in (model, found)]
-    a, b = (y if isinstance(y, Tensor) else next(iter(y.values())) for y in pairs)
-    if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())):
+    first, second = (list(_tensors(y)) for y in pairs)
+    if len(first) != len(second) or not all(map(_alike, first, second)):
         raise InsertError(
             f"{type(model).__name__} depends on the position of its layers: without the skipped ones it "
             "computes something else; save its state_dict instead, and load that into the same subnet"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
 from subnetact.insertion.analysis import LAYERS, TracedModel
 from subnetact.insertion.blocks import block_influences, broken_chains, skippable_blocks, stages_of
@@ -31,6 +32,8 @@ __all__ = ["describe", "insert_"]
 
 SHARES = (0.5, 0.75, 1.0)
 """The choices of every group and stage if none are given."""
+UNTRACED = "everything else"
+"""The name under which a description says why the graph was not analysed, whatever `only` selects."""
 
 
 def describe(
@@ -187,7 +190,7 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
     except (InsertError, MissingExtra) as error:
         if not groups and not blocks:
             raise
-        refused["everything else"] = str(error)
+        refused[UNTRACED] = str(error)
     else:
         graph = traced.graph()
         known = {(m.module, m.part) for group in groups for m in group.members}
@@ -256,7 +259,8 @@ def _selected(
         blocks = tuple(b for b in stage.blocks if elastic([b]) and not stays(inside[b]))
         if blocks:
             left.append(replace(stage, blocks=blocks))
-    return kept, left, {name: why for name, why in refused.items() if elastic([name]) and not stays([name])}
+    said = {n: why for n, why in refused.items() if n == UNTRACED or (elastic([n]) and not stays([n]))}
+    return kept, left, said
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -340,6 +344,7 @@ def _runs(model: nn.Module, example: Any) -> list[Tensor]:
     try:
         found = outputs_of(model, example)
     except Exception as error:
+        raise_if_out_of_memory(error)
         raise InsertError(
             f"{type(model).__name__} does not run on the example: {error}; give what you would give to the "
             "model: a tensor, a tuple of arguments or a dictionary of named arguments"

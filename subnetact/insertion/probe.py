@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
 from subnetact.insertion.channel_groups import Group, Part, extracted, flat, parts_of, weight_axis
 from subnetact.operators import ElasticKernel, LayerNormSlice, Operator, SubnetNorm, WeightSlice
@@ -300,6 +301,7 @@ class Probe:
             with torch.set_grad_enabled(replaced is None):
                 outputs = call_with(self.copy, tree_map(_cloned, self.x))
         except Exception as error:
+            raise_if_out_of_memory(error)
             raise InsertError(
                 f"the largest subnet does not run on the example: {summary(self.copy, error)}; give a batch "
                 "that the network takes"

@@ -8,9 +8,8 @@ put into the copy.
 3. Subnets equal the model in which everything that they do not use is zero and skipped blocks are identities.
    A slice of the wrong rows passes the first two tests and not this one.
 
-A subnet and its extraction are equal bit for bit if the parameters of the extraction are frozen, as those of
-views are. If a weight requires gradients, torch multiplies inputs that are not contiguous by another kernel,
-and the last digits may differ.
+Outputs are compared within a tolerance: a slice and a copy of it have other strides, so that torch may
+compute with another kernel, whose last digits differ.
 
 For the second and the third test, the weights are disturbed: small random numbers are added to all vectors,
 and matrices are scaled up to the gain of one. Otherwise a scale that training begins at zero, such as that of
@@ -22,7 +21,6 @@ networks amplify, is not taken for a mistake.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
 from subnetact.operators import LayerNormSlice, LayerSelect
 from subnetact.operators.view_module import owned
@@ -59,10 +58,8 @@ SHORT = 5e-2
 """The same for all outputs of 16 bits."""
 RANDOM = ", whose output differs from run to run; make it deterministic in evaluation mode"
 RANDOM_SUBNETS = 2
-ENOUGH_S = 1.5
-"""After so many seconds no further random subnets are tried."""
-LONGEST_S = 20.0
-"""After so many seconds, groups that are wrong together are not told apart any more."""
+MOST_TRIALS = 100
+"""After so many subnets were tried, groups that are wrong together are not told apart any more."""
 
 
 def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
@@ -99,16 +96,17 @@ class Proof:
         self.is_largest_right = False
         self._failed = self.space.smallest()
         self._failed_because: str | None = None
+        self._trials = 0
         self._weights: tuple[nn.Module, nn.Module] | None = None
         self._exact: tuple[nn.Module, nn.Module] | None = None
 
     def failure(self) -> str | None:
         """Run all tests and return what is wrong with the description; if nothing is, None."""
-        start = time.perf_counter()
         view = shared_view(self.network, self.largest)
         try:
             full = outputs_of(view, self.x)
         except Exception as error:
+            raise_if_out_of_memory(error)
             return f"the largest subnet does not run: {summary(view, error)}"
         if not _close(full, self.expected, EXACT):
             again = _close(outputs_of(self.model, self.x), self.expected, EXACT)
@@ -118,8 +116,6 @@ class Proof:
         drawn = [self.space.sample(rng) for _ in range(RANDOM_SUBNETS)]
         every_block = self._narrowed(n for n in self.description.slots if n not in self.description.stages)
         for spec in dict.fromkeys([self.space.smallest(), every_block, *drawn]):
-            if spec in drawn and time.perf_counter() - start > ENOUGH_S:
-                break
             wrong = self._wrong(spec)
             if wrong is not None:
                 self._failed, self._failed_because = spec, wrong
@@ -129,18 +125,18 @@ class Proof:
     def culprits(self) -> dict[str, str]:
         """Return the groups and stages that make the failed subnet wrong, each with what is wrong with it."""
         found: dict[str, str] = {}
-        self._search(
-            list(self.description.slots), found, time.perf_counter() + LONGEST_S, self._failed_because
-        )
+        self._trials = 0
+        self._search(list(self.description.slots), found, self._failed_because)
         return found
 
     # -- inner parts -------------------------------------------------------------------------------
 
-    def _search(self, slots: Sequence[str], found: dict[str, str], until: float, known: str | None) -> None:
+    def _search(self, slots: Sequence[str], found: dict[str, str], known: str | None) -> None:
         """Note the culprits among some slots; `known` is what is wrong with all of them, if that is known."""
-        last = len(slots) == 1 or time.perf_counter() > until
+        last = len(slots) == 1 or self._trials >= MOST_TRIALS
         wrong = known
         if known is None or len(slots) == 1:
+            self._trials += 1
             wrong = self._wrong(self._narrowed(slots, self._failed), located=last)
         if wrong is None:
             return
@@ -148,9 +144,9 @@ class Proof:
             found.update(dict.fromkeys(slots, wrong))
             return
         before = len(found)
-        self._search(slots[: len(slots) // 2], found, until, None)
+        self._search(slots[: len(slots) // 2], found, None)
         # If nothing is wrong with the first half, something is wrong with the second one.
-        self._search(slots[len(slots) // 2 :], found, until, wrong if len(found) == before else None)
+        self._search(slots[len(slots) // 2 :], found, wrong if len(found) == before else None)
         if len(found) == before:
             found.update(dict.fromkeys(slots, wrong))
 
@@ -181,8 +177,8 @@ class Proof:
         try:
             exact = private_copy(network).double(), private_copy(spare).double()
             again = self._compared(*exact, row, map_tensors(_as_double, self.x), located)
-        except Exception:
-            pass
+        except Exception as error:
+            raise_if_out_of_memory(error)
         if again is not None and "does not run" in again:  # The network computes in a precision of its own.
             return self._compared(network, spare, row, self.x, located) if located else wrong
         self._exact = exact if again is not None else None  # The search for culprits goes on with it.
@@ -196,6 +192,7 @@ class Proof:
         try:
             extracted = outputs_of(plain, x)
         except Exception as error:
+            raise_if_out_of_memory(error)
             return f"a subnet does not run: {summary(plain, error)}"
         fill_unused_(spare, network, row, float("nan"))
         if not _close(outputs_of(shared_view(spare, row), x), extracted, EXACT):
@@ -206,6 +203,7 @@ class Proof:
         try:
             masked = outputs_of(reference, x)
         except Exception as error:
+            raise_if_out_of_memory(error)
             return f"the model does not run with unused weights at zero: {summary(reference, error)}"
         if not _close(masked, extracted, COMPARED):
             wrong = "a subnet differs from the model with unused weights at zero"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.base import Elastic, Operator
 from subnetact.operators.segments import Segments, cut
 from subnetact.operators.view_module import view_module
@@ -130,8 +131,9 @@ def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]
             found = _sliced(norm, weight[:kept])(x)
         expected = x / x.square().mean(1, keepdim=True).sqrt() * gain
         return found.shape == x.shape and bool(torch.allclose(found, expected, rtol=1e-4))
-    except Exception:
-        return False  # the module takes other inputs
+    except Exception as error:  # the module takes other inputs
+        raise_if_out_of_memory(error)
+        return False
 
 
 def _sliced(norm: LayerNormSlice, weight: Tensor) -> nn.Module:

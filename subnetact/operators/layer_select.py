@@ -75,7 +75,14 @@ class LayerSelect(Operator):
                     f"layer {name} ({type(layer).__name__}) stores keys and values that later layers read, "
                     "so no subnet can skip it; keep it in every subnet"
                 )
-            if layer is not None and returns_tuple(layer):
+            tuples = layer is not None and returns_tuple(layer)
+            if tuples is None:
+                raise self.refuse(
+                    f"the code of layer {name} ({type(layer).__name__}) cannot be read, so it is not known "
+                    "whether it returns a tuple, for which no identity can stand; define its class in a "
+                    "file, or keep the layer in every subnet"
+                )
+            if tuples:
                 raise self.refuse(
                     f"layer {name} ({type(layer).__name__}) returns a tuple, and the identity in its place "
                     "would return a tensor; let the layer return one tensor, or keep it in every subnet"

@@ -100,16 +100,19 @@ def skipped(layer: nn.Module) -> SkippedLayer:
     return (SkippedUnary if one else SkippedLayer)(layer)
 
 
-def returns_tuple(layer: nn.Module) -> bool:
+def returns_tuple(layer: nn.Module) -> bool | None:
     """Tell whether the code of a layer returns a tuple, so that no identity can stand for the layer.
 
     Args:
         layer: the layer. Its return statements decide, because annotations are often wrong.
+
+    Returns:
+        None if the code cannot be read, so that it is not known.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward))))
     except (OSError, TypeError, SyntaxError):
-        return False
+        return None
     tuples = {
         target.id
         for node in ast.walk(tree)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SpecError
 from subnetact.operators import LayerSelect, ModuleSwitch
 from subnetact.space import SizeRow, SubnetSpace
@@ -99,6 +100,7 @@ def check_precisions(space: SubnetSpace, x: Any, bind: Callable[[SubnetSpec], nn
             try:
                 outputs = _run_visible_outputs(view, x)
             except Exception as error:
+                raise_if_out_of_memory(error)
                 raise InsertError(
                     f"check: {low} does not run: {summary(view, error)}; at float32 it does; leave the "
                     "module at float32 with enable_precision(..., keep=[name])"
@@ -147,6 +149,7 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
     try:
         x = _run_visible(view, x)
     except Exception as error:
+        raise_if_out_of_memory(error)
         raise SpecError(
             f"check: {full} does not run on {describe_input(x)}: {summary(view, error)}; give a batch "
             "that the network takes, with a batch dimension, (N, C, H, W) for images"
@@ -162,6 +165,7 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
         try:
             outputs = _outputs(view, x)
         except Exception as error:
+            raise_if_out_of_memory(error)
             raise InsertError(
                 f"check: {spec} does not run on {describe_input(x)}: {summary(view, error)}; the largest "
                 f"subnet does run: {missing_entry(view, error)}"
@@ -319,8 +323,8 @@ def _run_visible(view: nn.Module, x: Any) -> Any:
         try:
             _outputs(view, visible)
             return visible
-        except Exception:
-            pass  # The network takes other numbers only, indices for example.
+        except Exception as error:  # The network takes other numbers only, indices for example.
+            raise_if_out_of_memory(error)
     _outputs(view, x)
     return x
 
@@ -364,6 +368,7 @@ def _compare(
     try:
         expected = _outputs(reference, x)
     except Exception as error:
+        raise_if_out_of_memory(error)
         return f"because the reference does not run: {summary(reference, error)}"
     resized = _resized(outputs, expected)
     if resized is not None:

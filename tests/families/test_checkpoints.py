@@ -87,14 +87,18 @@ def test_another_familys_checkpoint_is_refused_by_name(
     family: str, other: str, constructor_of: Any, golden_state: Any
 ) -> None:
     state = golden_state(other)
-    assert identify(state) == other
+    assert identify(state) == (None if other == "dynabert" else other)
     if family == other:
         return
     with pytest.raises(CheckpointError) as error:
         load(family, state, **({} if family == "dynabert" else constructor_of(family)))
     message = str(error.value)
     assert message.startswith(f"{family}: state_dict does not fit: ")
-    assert f"It looks like {other}: load it as that" in message
+    if other == "dynabert":
+        assert "It has the names of a BERT or RoBERTa: if it was trained as dynabert, load it" in message
+        assert "subnetact.insert_(model, example=x)" in message
+    else:
+        assert f"It looks like {other}: load it as that" in message
     assert "missing: " in message or "extra: " in message or "of another shape: " in message
 
 
@@ -170,13 +174,27 @@ def test_inspect(family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     path = str(GOLDEN / family / "state_dict.safetensors")
     assert main(["inspect", path]) == 0
     text = capsys.readouterr().out
-    assert f"looks like {family}, published at {family_of(family).source}" in text
+    said = f"trained as {family}" if family == "dynabert" else f"looks like {family}"
+    assert f"{said}, published at {family_of(family).source}" in text
     assert "constructor arguments" in text
     torch.save(
         {"state_dict": {f"module.{k}": v for k, v in golden_state(family).items()}}, tmp_path / "c.pth"
     )
     assert main(["inspect", str(tmp_path / "c.pth")]) == 0
-    assert f"looks like {family}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert said in text
+    assert ("has the names of a BERT or RoBERTa: make it elastic with" in text) == (family == "dynabert")
+
+
+def test_ordinary_models_are_no_family() -> None:
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+    transformers = pytest.importorskip("transformers")
+    vit = timm.create_model("vit_tiny_patch16_224").state_dict()
+    config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    bert = transformers.BertForSequenceClassification(config).state_dict()
+    assert identify(vit) is identify(bert) is None
+    with pytest.raises(CheckpointError, match=r"names of a vision transformer of timm: if it was trained as"):
+        load("ofa_resnet50", vit)
 
 
 def test_inspect_of_a_published_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

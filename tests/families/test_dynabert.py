@@ -103,7 +103,7 @@ def test_heads_round_like_python(heads: int, expected: dict[float, int]) -> None
 def test_other_hugging_face_names_load(change: Any) -> None:
     renamed = {change(key): tensor for key, tensor in state().items()}
     renamed["bert.embeddings.position_ids"] = torch.arange(32)[None]
-    assert identify(renamed) == "dynabert"
+    assert identify(renamed) is None  # any BERT has these names
     other = load("dynabert", renamed, **CONFIG)
     assert other.fingerprint() == load("dynabert", state(), **CONFIG).fingerprint()
 

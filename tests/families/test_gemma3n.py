@@ -121,15 +121,31 @@ def logits(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
     return model(tokens, use_cache=False).logits  # type: ignore[no-any-return]
 
 
+TOLERANCE = 5e-5
+"""The most that two kernels may round differently, as a share of the largest logit."""
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected number."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 def test_random_subnets_equal_the_model_of_the_sliced_configuration(supernet: subnetact.Supernet) -> None:
+    """A slice in the middle of a tensor and a copy of it are multiplied by kernels that round differently."""
     space, rng = supernet.space, random.Random(0)
     full = plain(supernet.network)
     assert torch.equal(logits(supernet.subnet(space.largest())), logits(full))
     for spec in (space.smallest(), *(space.sample(rng) for _ in range(19))):
         row = space.format(spec)
-        expected = logits(sliced(full, row, TINY))
-        assert torch.equal(logits(supernet.subnet(spec)), expected), str(spec)
-        assert torch.equal(logits(supernet.extract(spec)), expected)
+        model = sliced(full, row, TINY)
+        expected = logits(model)
+        assert distance(logits(supernet.subnet(spec)), expected) < TOLERANCE, str(spec)
+        assert distance(logits(supernet.extract(spec)), expected) < TOLERANCE
+        with torch.no_grad():  # One wrong row in one layer is far outside of the tolerance.
+            up = model.model.layers[-1].mlp.up_proj.weight
+            up[0] = up[1]
+        assert distance(logits(model), expected) > 100 * TOLERANCE, str(spec)
         assert space.parse(row) == space.parse(json.loads(json.dumps(row))) == spec
         assert space.parse({DIMS: str(row[DIMS]), SKIPPED: str(row[SKIPPED])}) == spec
 
@@ -160,7 +176,8 @@ def test_random_configurations(data: Any) -> None:
         row = supernet.space.format(spec)
         if {types[i] for i in range(count) if i not in row[SKIPPED]} != set(types):
             continue  # transformers builds no model without a layer of a kind.
-        assert torch.equal(logits(supernet.subnet(spec)), logits(sliced(full, row, config)))
+        expected = logits(sliced(full, row, config))
+        assert distance(logits(supernet.subnet(spec)), expected) < TOLERANCE
 
 
 @torch.no_grad()
@@ -242,7 +259,7 @@ def test_a_subnet_is_saved_as_a_model_of_its_own(supernet: subnetact.Supernet, t
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config.intermediate_size == [8, 24, 12, 24, 8, 12, 24]
     assert (loaded.config.num_hidden_layers, loaded.config.num_kv_shared_layers) == (7, 2)
-    assert torch.equal(logits(loaded), logits(supernet.subnet(spec)))
+    assert distance(logits(loaded), logits(supernet.subnet(spec))) < TOLERANCE
 
 
 def test_checkpoints_of_the_language_model_and_of_the_whole_model(

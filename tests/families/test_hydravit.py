@@ -110,7 +110,7 @@ def test_sizes_are_read_from_the_tensors() -> None:
             "init_values": 1e-5,
         },
     }
-    assert identify(state()) == "hydravit"
+    assert identify(state()) is None  # any vision transformer of timm has these names
 
 
 def test_the_largest_subnet_is_timms_vision_transformer() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,10 +19,11 @@ from torch import nn
 
 import subnetact
 from subnetact.errors import InsertError, MissingExtra
-from subnetact.insertion.analysis import TracedModel, _merged
+from subnetact.insertion.analysis import TracedModel, _few_parts, _merged
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import WeightSlice
+from subnetact.spec import SubnetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
@@ -527,6 +530,70 @@ def test_it_works_without_the_package_only_if_something_is_described(monkeypatch
     assert "first" in supernet.report.elastic
 
 
+def test_a_description_says_that_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if patterns select a part of the model, which the reason does not match by name."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    x = torch.randn(2, 4, 8)
+    monkeypatch.setitem(sys.modules, "torch_kirigami", None)
+    for options in ({}, {"only": "1"}, {"fixed": "0"}):
+        found = subnetact.describe(model, x, **options)
+        assert "subnetact[auto]" in found.refused["everything else"]
+        assert "subnetact[auto]" in str(found)
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_lack_of_memory_is_no_answer(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    description = subnetact.describe(Hidden(torch.relu).eval(), X)
+    calls: list[int] = []
+    forward = Hidden.forward
+
+    def failing(self: Any, x: Any) -> Any:
+        calls.append(0)
+        if len(calls) == fatal[0]:
+            raise error
+        return forward(self, x)
+
+    monkeypatch.setattr(Hidden, "forward", failing)
+    fatal = [0]
+    subnetact.insert_(Hidden(torch.relu).eval(), description, example=X)
+    for fatal[0] in range(1, len(calls) + 1):
+        calls.clear()
+        model = Hidden(torch.relu).eval()
+        with pytest.raises(type(error)):
+            subnetact.insert_(model, description, example=X)
+        assert type(model.first) is nn.Conv2d
+
+
+def test_what_is_found_and_proven_does_not_depend_on_the_speed_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[SubnetSpec] = []
+    wrong = Proof._wrong
+
+    def noting(self: Proof, spec: SubnetSpec, located: bool = True) -> str | None:
+        tried.append(spec)
+        return wrong(self, spec, located)
+
+    monkeypatch.setattr(Proof, "_wrong", noting)
+    model = Hidden(lambda t: t.flip(1)).eval()
+    expected = subnetact.describe(model, X)
+    subnets = list(tried)
+    tried.clear()
+    seconds = itertools.count(0, 1000)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    assert str(subnetact.describe(model, X)) == str(expected)
+    assert tried == subnets
+
+
+def test_groups_that_are_wrong_are_told_apart_for_a_number_of_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Hidden(torch.relu).eval()
+    description = subnetact.describe(model, X)
+    proof = Proof(model, description, X, outputs_of(model, X))
+    monkeypatch.setattr(Proof, "_wrong", lambda *_, **__: "wrong")
+    monkeypatch.setattr("subnetact.insertion.proof.MOST_TRIALS", 0)
+    assert proof.culprits().keys() == description.slots.keys()
+
+
 class Gated(nn.Module):
     """The two halves of one convolution are multiplied; a scale belongs to the network itself."""
 
@@ -823,6 +890,38 @@ def test_regions_are_merged_as_the_package_merges_them() -> None:
             _merged(apart)
     finally:
         config.update(max_parts=before)
+
+
+def test_the_package_stays_as_it_is_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_kirigami.dep_graph import selection
+    from torch_kirigami.settings import config
+
+    normalize, before, used = selection.normalize, config.as_dict(), []
+    monkeypatch.setattr(
+        "subnetact.insertion.analysis._merged", lambda regions: used.append(0) or tuple(regions)
+    )
+    regions = [selection.Region((selection.IndexSet(((2 * i, 2 * i + 1),)),)) for i in range(20)]
+    found: list[Any] = []
+    with _few_parts():
+        assert config.as_dict() == before
+        thread = threading.Thread(target=lambda: found.append(selection.normalize(regions)))
+        thread.start()
+        thread.join(60)
+        assert found == [normalize(regions)]
+        assert used == []
+        selection.normalize(regions)
+        assert used == [0]
+        waiting = threading.Thread(target=_enter)
+        waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert selection.normalize is normalize
+    assert config.as_dict() == before
+
+
+def _enter() -> None:
+    with _few_parts():
+        pass
 
 
 class Flipping(nn.Module):

@@ -177,6 +177,18 @@ class CentredRMSNorm(nn.Module):
         return F.layer_norm(x, x.shape[-1:], self.weight)
 
 
+class Hungry(CentredRMSNorm):
+    """Finds no memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def test_a_norm_that_finds_no_memory_is_not_called_another_norm() -> None:
+    with pytest.raises(MemoryError):
+        supernet_of(Hungry(), LayerNormSlice.on(features="n"), n=[4, 8])
+
+
 class FullWidthRMSNorm(CentredRMSNorm):
     """It divides by the width of the full network."""
 

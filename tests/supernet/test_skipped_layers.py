@@ -207,3 +207,14 @@ def test_a_layer_that_returns_a_tuple_cannot_be_skipped(layer: type[nn.Module]) 
     network = nn.Sequential(nn.ModuleList([layer(), layer()]))
     with pytest.raises(InsertError, match=rf"0: .* layer 1 \({layer.__name__}\) returns a tuple"):
         insert_(network, space, {"0": LayerSelect.on(**{"1": "keep"})})
+
+
+def test_a_layer_whose_code_cannot_be_read_is_not_skipped() -> None:
+    names: dict[str, Any] = {"nn": nn}
+    exec("class Pair(nn.Module):\n    def forward(self, x):\n        return x, x\n", names)
+    stack = nn.Sequential(nn.Identity(), names["Pair"]())
+    space = SubnetSpace("own", [Axis.uniform("keep", ["1"], [0, 1])], lambda v: {"keep": v["keep"][0]})
+    with pytest.raises(
+        InsertError, match=r"code of layer 1 \(Pair\) cannot be read.*define its class in a file"
+    ):
+        insert_(nn.Sequential(stack), space, {"0": LayerSelect.on(**{"1": "keep"})})
