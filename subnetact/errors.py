@@ -9,7 +9,7 @@ Users catch `SubnetActError` for everything, or one of its classes:
     │   └── UserCodeError                 A function that a command line names raised; the cause is chained
     ├── InsertError (ValueError)          An elastic description does not fit its network
     ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
-    │   └── CacheMismatch                 A subnet cannot continue on a cache of another one, or of other weights
+    │   └── CacheMismatch                 A subnet cannot continue on this key-value cache
     ├── StaleWeights (RuntimeError)       Copies or statistics belong to other weights than the present ones
     ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
     ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
