@@ -9,8 +9,8 @@ Users catch `SubnetActError` for everything, or one of its classes:
     │   └── UserCodeError                 A function that a command line names raised; the cause is chained
     ├── InsertError (ValueError)          An elastic description does not fit its network
     ├── ViewError (RuntimeError)          An operation on a view would change the shared weights
-    │   └── CacheMismatch                 A subnet cannot continue on the key-value cache of another one
-    ├── StaleWeights (RuntimeError)       Copies of weights differ from the weights that they were made of
+    │   └── CacheMismatch                 A subnet cannot continue on this key-value cache
+    ├── StaleWeights (RuntimeError)       Copies or statistics belong to other weights than the present ones
     ├── CheckpointError (ValueError)      Weights are unreadable, or do not fit their family
     ├── FileFormatError (ValueError)      A file is damaged, of another kind, or of a newer schema
     │   └── MissingFile (FileNotFoundError)  A file, or the folder that it belongs in, does not exist
@@ -112,11 +112,11 @@ class ViewError(SubnetActError, RuntimeError):
 
 
 class CacheMismatch(ViewError):
-    """A subnet cannot continue on the key-value cache of another one."""
+    """A subnet cannot continue on a key-value cache of another one, or of other weights."""
 
 
 class StaleWeights(SubnetActError, RuntimeError):
-    """Copies of weights differ from the weights that they were made of."""
+    """Copies or statistics belong to other weights than the present ones."""
 
 
 class CheckpointError(SubnetActError, ValueError):

@@ -175,7 +175,7 @@ class PackedCopy:
 
     def _at(self, place: tuple[Any, ...]) -> Any:
         tensors, known = self.tensors, self._frozen
-        found = known.get(place)
+        found: Any = known.get(place)
         if found is None:
             name, size, stride, offset, buffer = place
             with torch.inference_mode(False), torch.no_grad():

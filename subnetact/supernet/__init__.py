@@ -4,6 +4,7 @@ Which file answers which question:
 
 - `supernet.py`: how a subnet is run, extracted or trained (`Supernet`).
 - `insert.py`: how an ordinary network becomes a supernet (`insert_`).
+- `generation.py`: whether the weights have changed, for everything that outlives such a change.
 - `original_statistics.py`: whether the statistics are still those that the network came with.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.

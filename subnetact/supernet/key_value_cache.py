@@ -241,7 +241,7 @@ class _Claiming:
             cache = _pages_of(kwargs)
         if cache is None or torch.compiler.is_compiling():
             return
-        written = getattr(cache, _WRITERS, None)
+        written: Any = getattr(cache, _WRITERS, None)
         runs: Any = getattr(written, "runs", ())
         if (
             len(runs) != 1

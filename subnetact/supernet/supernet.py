@@ -824,7 +824,7 @@ class Supernet(nn.Module):
             self.generation.weights.close()
             self._forget()  # Packed copies must not follow weights that are half loaded.
             moved = [] if assign else renew_storage_(self.network)
-            modules = list(self.network.modules()) if assign else []
+            modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             loaded = False
             try:
