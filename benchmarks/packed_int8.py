@@ -37,7 +37,8 @@ def layers_of(network: nn.Module, x: Any) -> Counter[tuple[Any, ...]]:
             ] += 1
         elif module.groups == 1:
             settings = (module.out_channels, module.kernel_size, module.stride, module.padding)
-            found[("convolution", tuple(args[0].shape), *settings)] += 1
+            layer = ("convolution", tuple(args[0].shape), *settings)
+            found[layer] += 1
 
     hooks = [
         module.register_forward_hook(note)
