@@ -37,7 +37,8 @@ def layers_of(network: nn.Module, x: Any) -> Counter[tuple[Any, ...]]:
             ] += 1
         elif module.groups == 1:
             settings = (module.out_channels, module.kernel_size, module.stride, module.padding)
-            found["convolution", tuple(args[0].shape), *settings] += 1
+            layer = ("convolution", tuple(args[0].shape), *settings)
+            found[layer] += 1
 
     hooks = [
         module.register_forward_hook(note)
@@ -96,7 +97,7 @@ def linear(
     def strided(rounded: Tensor) -> Tensor:
         return torch._int_mm(rounded.to(torch.int8), short.t()).float()
 
-    runs = {
+    runs: dict[str, Callable[[], Tensor]] = {
         BASE: lambda: F.linear(x, full, bias),
         "kept": partial(run, partial(onednn, lambda: kept), ZERO),
         "in_the_call": partial(run, partial(onednn, lambda: pack_linear(short.clone())), ZERO),
@@ -145,7 +146,7 @@ def convolution(
             ]
         )
 
-    runs = {
+    runs: dict[str, Callable[[], Tensor]] = {
         BASE: lambda: torch.ops.mkldnn._convolution_pointwise(x, plain, None, *settings, "none", [], ""),
         "kept": lambda: run(lambda: kept),
         "in_the_call": lambda: run(lambda: pack(short.clone())),

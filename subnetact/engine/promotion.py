@@ -258,7 +258,7 @@ class Promoter:
             output, expected = program(x), call_with(view, x)
             if spec.precision == FLOAT32:
                 equal = agree(output, expected, *tolerance)
-            else:  # The program quantises other tensors than the view, so float32 is what both are near to.
+            else:  # A number may round to another int8 number than in the view, and float32 is between.
                 exact, _ = self._supernet.private_view(self._supernet.space.at_precision(spec, FLOAT32))
                 equal = is_as_near(output, expected, call_with(exact, x), FARTHER)
             if not equal:

@@ -26,7 +26,14 @@ __all__ = [
     "machine_facts",
 ]
 
-STRIDED, CUBLAS, REFERENCE, NATIVE = "strided", "cublas", "reference", "native"
+STRIDED = "strided"
+"""`torch._int_mm`, which reads slices of the one int8 copy where they are."""
+CUBLAS = "cublas"
+"""`torch._int_mm` of sizes that cuBLAS takes."""
+REFERENCE = "reference"
+"""Products in float64: exact and slow, on every machine."""
+NATIVE = "native"
+"""The products that torch has for a dtype."""
 _UNITS = frozenset(("vnni", "bf16", "amx"))
 _SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
 _LIMITS: dict[str, frozenset[str]] = {

@@ -174,7 +174,7 @@ def convolution(conv: Any, x: Tensor) -> Tensor:
     if x.device.type != "cpu" or _is_traced():
         return _int8_convolution(conv, x)
     at_once = max(1, WINDOWS // max(1, x[:1].numel() * weight[0, 0].numel()))
-    parts = [_int8_convolution(conv, part) for part in x.split(at_once)]
+    parts = [_int8_convolution(conv, part) for part in torch.split(x, at_once)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

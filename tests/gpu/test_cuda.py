@@ -190,3 +190,14 @@ def test_two_workers_stage_through_their_own_page_locked_memory(digits: Supernet
         for i, future in enumerate(futures):
             answer = future.result(60)
             torch.testing.assert_close(answer.output, expected[answer.subnet][i], atol=1e-3, rtol=1e-3)
+
+
+def test_int8_subnets_on_cuda_compute_what_they_compute_on_the_cpu(digits: Supernet) -> None:
+    space = digits.enable_precision("int8")
+    specs = [space.at_precision(spec, "int8") for spec in (space.smallest(), space.largest())]
+    x = torch.randn(3, 1, 16, 16)
+    expected = [digits(x, subnet=spec) for spec in specs]
+    digits.cuda()
+    for spec, right in zip(specs, expected, strict=True):
+        found = digits(x.cuda(), subnet=spec).cpu()
+        assert (found - right).norm() < 1e-2 * right.norm()
