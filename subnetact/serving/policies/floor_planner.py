@@ -37,7 +37,7 @@ _NEAR = 256
 _TRIES = 32
 """So many batches at most are compared with the rest of the queue, those of the greatest gain."""
 
-Waiting = list[tuple[float, float, int]]
+Sample = list[tuple[float, float, int]]
 """(deadline, class, number of requests), most urgent first."""
 
 
@@ -132,7 +132,7 @@ class FloorPlanner:
             waiting = self._look(context.queue)
         return self._rescue(context.now_ms, waiting)
 
-    def _look(self, queue: EDFQueue[object]) -> Waiting:
+    def _look(self, queue: EDFQueue[object]) -> Sample:
         """Return the most urgent requests, and a sample of the others that counts for all of them."""
         count, near = len(queue), self._near
         seen = [(deadline, floor, 1) for deadline, floor in queue.classes(0, min(count, 2 * near))]
@@ -164,7 +164,7 @@ class FloorPlanner:
                 point += 1
         return hulls.prices[point]
 
-    def _rescue(self, now_ms: float, waiting: Waiting) -> tuple[int, int]:
+    def _rescue(self, now_ms: float, waiting: Sample) -> tuple[int, int]:
         """Return the option that runs if none passes the guards.
 
         Each class offers a batch on its cheapest subnet. The offer that spends the least extra time on
@@ -191,7 +191,7 @@ class FloorPlanner:
                 best, answer = rank, (hulls.cheapest, size)
         return answer
 
-    def _learn(self, waiting: Waiting) -> None:
+    def _learn(self, waiting: Sample) -> None:
         """Update the share of each class with the present queue."""
         shares = self._shares
         weight = _FORGET if shares else 1.0
@@ -218,7 +218,7 @@ class FloorPlanner:
             mixed += share * hulls.taus[hulls.point_at(price)]
         return mixed / total
 
-    def _drains(self, now_ms: float, waiting: Waiting, others: list[float], k: int, option: Option) -> bool:
+    def _drains(self, now_ms: float, waiting: Sample, others: list[float], k: int, option: Option) -> bool:
         """Return whether all other requests can leave in time after a batch of k on `option`."""
         chunks: list[tuple[float, float]] = []
         open_chunk: dict[float, tuple[float, int]] = {}
@@ -287,12 +287,13 @@ class FloorPlanner:
         return self._classes[at] if at else NO_FLOOR
 
 
-def _eligible(waiting: Waiting, floor: float, most: int) -> tuple[float, list[float]]:
+def _eligible(waiting: Sample, floor: float, most: int) -> tuple[float, list[float]]:
     """Return the first deadline of the requests of a class or a less demanding one, and their classes.
 
     At most `most` requests are returned, the most urgent ones; there must be one.
     """
-    head, own = math.nan, []
+    head = math.nan
+    own: list[float] = []
     for deadline, one, number in waiting:
         if one <= floor:
             head = head if own else deadline

@@ -35,8 +35,8 @@ class Floors:
     """
 
     def __init__(self, table: LatencyTable, also: Iterable[float] = ()) -> None:
-        runs = (~np.isnan(table.latency_ms)).any(axis=1).tolist()
-        known = {percent for percent, run in zip(table.known_accuracy(), runs, strict=True) if run}
+        rows = zip(table.known_accuracy(), table.latency_ms.tolist(), strict=True)
+        known = {percent for percent, row in rows if any(ms == ms for ms in row)}
         self.best = max(known, default=-math.inf)
         self.accuracies = sorted(known | {percent for percent in also if percent <= self.best})
 
