@@ -142,7 +142,7 @@ class ProcessPool:
         self._batch_sizes = tuple(batch_sizes)
         self._workers, self._spares = workers, spares
         self._changed = threading.Condition()
-        self._starting: dict[WorkerProcess, float] = {}
+        self._starting: dict[WorkerProcess, tuple[float, int]] = {}
         self._ready: list[WorkerProcess] = []
         self._serving: set[WorkerProcess] = set()
         self._waiting = workers
@@ -258,9 +258,10 @@ class ProcessPool:
         with self._changed:
             missing = self._workers - len(self._ready) - len(self._serving)
             niceness = 0
-            if missing <= 0 and self._opened:  # Spares do not slow down the start of what is waited for.
-                missing, niceness = missing + self._spares, NICENESS
-            missing -= len(self._starting)
+            if missing > 0:  # A spare that is just starting gives way to others, so it is no replacement.
+                missing -= sum(not nice for _, nice in self._starting.values())
+            elif self._opened:  # Spares do not slow down the start of what is waited for.
+                missing, niceness = missing + self._spares - len(self._starting), NICENESS
             now = time.monotonic()
             if missing <= 0 or (not self._waiting and now < self._next_start):
                 return
@@ -271,7 +272,7 @@ class ProcessPool:
             except Exception as error:
                 self._failed(error)
                 return
-            self._starting[process] = time.monotonic() + START_LIMIT_S
+            self._starting[process] = time.monotonic() + START_LIMIT_S, niceness
             self._selector.register(process.pipe, selectors.EVENT_READ, process)
             if hasattr(os, "pidfd_open"):
                 self._watched[process] = os.pidfd_open(process.pid)
@@ -290,7 +291,7 @@ class ProcessPool:
         for process in everyone:
             if process.poll():
                 self._lost(process)
-        for process, limit in list(self._starting.items()):
+        for process, (limit, _) in list(self._starting.items()):
             if time.monotonic() > limit:
                 process.kill()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from subnetact.errors import BatcherClosed, BatchFailed, DeadlinePassed, Invalid
 ANSWER = Answer(output=None, subnet=1, accuracy=70.0, latency_ms=5.0, met=True, batch_size=8)
 
 
+LONG_MS = 1e7
+
+
 class Lost(Exception):
     pass
 
@@ -26,28 +28,57 @@ class Full(Exception):
 
 
 class Replicas:
-    """Answers with the next of several outcomes: a reply, an exception, or a time to wait in s."""
+    """Answers with the next of several outcomes: a reply, an exception, or an event or a time to wait for.
 
-    def __init__(self, *outcomes):
+    After the latter comes the next outcome. The time, in s, passes on the clock of the test.
+    """
+
+    def __init__(self, *outcomes, clock=None):
         self.outcomes = list(outcomes)
         self.calls = []
+        self.clock = clock
 
     async def __call__(self, **request):
         self.calls.append(request)
         outcome = self.outcomes.pop(0) if self.outcomes else None
-        if isinstance(outcome, float):
-            await asyncio.sleep(outcome)
+        if isinstance(outcome, float | threading.Event):
+            if isinstance(outcome, float):
+                self.clock.now += outcome
+            else:
+                await asyncio.to_thread(outcome.wait, 60)
             outcome = self.outcomes.pop(0) if self.outcomes else None
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome or Reply([tuple(ANSWER._replace(output=x + 1)) for x in request["xs"]])
 
 
+class Clock:
+    """Stands for the module `time` in the client and its deadlines."""
+
+    now = 1000.0
+
+    def time(self):
+        return self.now
+
+    perf_counter = monotonic = time
+
+    def time_ns(self):
+        return round(self.now * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in ("client", "deadline"):
+        monkeypatch.setattr(f"subnetact.cluster.{module}.time", clock)
+    return clock
+
+
 def client_of(call, **settings):
     return ReplicaClient(call, {0: 60.0, 1: 70.0}, died=(Lost,), full=(Full,), **settings)
 
 
-def ask(to, rows=1, deadline_ms=5000.0, **more):
+def ask(to, rows=1, deadline_ms=LONG_MS, **more):
     return asyncio.run(to.infer_rows([torch.zeros(2)] * rows, deadline_ms, **more))
 
 
@@ -57,32 +88,32 @@ def ended(client):
     return {name: stats[name] for name in names if stats[name]}
 
 
-def test_rows_are_answered_in_order_and_counted():
+def test_rows_are_answered_in_order_and_counted(clock):
     replicas = Replicas()
     client = client_of(replicas)
-    answers = ask(client, rows=3, min_accuracy=65.0, priority=2, client="someone")
+    answers = ask(client, rows=3, deadline_ms=5000.0, min_accuracy=65.0, priority=2, client="someone")
     assert [answer.output.tolist() for answer in answers] == [[1.0, 1.0]] * 3
     assert {(a.subnet, a.accuracy, a.met, a.batch_size) for a in answers} == {(1, 70.0, True, 8)}
     [call] = replicas.calls
     assert (call["min_accuracy"], call["priority"], call["client"]) == (65.0, 2, "someone")
-    assert call["deadline"][1] - call["deadline"][0] == pytest.approx(5000.0, abs=5.0)
+    assert call["deadline"][1] - call["deadline"][0] == pytest.approx(5000.0)
     stats = client.stats()
     assert (stats.met, stats.served_by, stats.mean_accuracy) == (3, {1: 3}, 70.0)
     assert "subnetact" in client.prometheus()
 
 
-def test_a_request_whose_replica_died_is_sent_once_more_with_the_time_that_is_left():
-    replicas = Replicas(0.1, Lost())
+def test_a_request_whose_replica_died_is_sent_once_more_with_the_time_that_is_left(clock):
+    replicas = Replicas(0.1, Lost(), clock=clock)
     client = client_of(replicas)
-    assert ask(client)[0].met
+    assert ask(client, deadline_ms=5000.0)[0].met
     first, second = (call["deadline"] for call in replicas.calls)
-    assert second[1] - second[0] < 4950.0
-    assert second[1] == pytest.approx(first[1], abs=10.0)  # the same absolute time
+    assert second[1] - second[0] == pytest.approx(4900.0)
+    assert second[1] == pytest.approx(first[1])  # the same absolute time
     assert ended(client) == {"met": 1, "retried": 1}
 
 
-def test_there_is_no_second_try_after_the_deadline():
-    replicas = Replicas(0.1, Lost())
+def test_there_is_no_second_try_after_the_deadline(clock):
+    replicas = Replicas(0.1, Lost(), clock=clock)
     client = client_of(replicas)
     with pytest.raises(DeadlinePassed, match="died"):
         ask(client, deadline_ms=50.0)
@@ -119,20 +150,29 @@ def test_every_error_is_typed_and_counted_once(outcome, error, counted):
 
 def test_a_replica_that_never_answers_does_not_hold_the_request(monkeypatch):
     monkeypatch.setattr("subnetact.cluster.client.LATE_MS", 20.0)
-    client = client_of(Replicas(60.0))
-    started = time.monotonic()
+    never = threading.Event()
+    client = client_of(Replicas(never))
+
+    async def wait():
+        try:
+            await client.infer_rows([torch.zeros(2)], 50.0)
+        finally:
+            never.set()  # the thread that stands for the replica must end for the loop to end
+
     with pytest.raises(DeadlinePassed):
-        ask(client, deadline_ms=50.0)
-    assert time.monotonic() - started < 5.0
+        asyncio.run(wait())
 
 
 def test_requests_beyond_the_limit_are_refused_at_the_door():
-    async def several(client):
-        return await asyncio.gather(
-            *(client.infer_rows([torch.zeros(2)] * 2, 5000.0) for _ in range(3)), return_exceptions=True
-        )
+    go = threading.Event()
 
-    replicas = Replicas(0.05, 0.05)
+    async def several(client):
+        tasks = [asyncio.ensure_future(client.infer_rows([torch.zeros(2)] * 2, LONG_MS)) for _ in range(3)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # the one that is refused
+        go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    replicas = Replicas(go, go)
     client = client_of(replicas, max_per_replica=2, replicas=lambda: (2, 2))
     found = asyncio.run(several(client))
     assert sorted(type(one).__name__ for one in found) == ["QueueFull", "list", "list"]
@@ -165,26 +205,34 @@ def test_inputs_are_checked_before_they_are_sent():
 
 def test_a_request_that_is_cancelled_is_counted():
     async def leave(client):
-        task = asyncio.ensure_future(client.infer_rows([torch.zeros(2)], 5000.0))
-        await asyncio.sleep(0.02)
+        task = asyncio.ensure_future(client.infer_rows([torch.zeros(2)], LONG_MS))
+        while not client.stats().queued:
+            await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        never.set()
 
-    client = client_of(Replicas(60.0))
+    never = threading.Event()
+    client = client_of(Replicas(never))
     asyncio.run(leave(client))
     assert ended(client) == {"cancelled": 1}
 
 
-def test_closing_waits_for_those_that_were_accepted():
-    client = client_of(Replicas(0.2))
+def test_closing_waits_for_those_that_were_accepted(wait_for):
+    go, closed = threading.Event(), []
+    client = client_of(Replicas(go))
     answers = []
-    thread = threading.Thread(target=lambda: answers.extend(ask(client)))
-    thread.start()
-    while not client.stats().queued:
-        time.sleep(0.001)
-    client.close()
-    assert ended(client) == {"met": 1}
-    thread.join()
+    asking = threading.Thread(target=lambda: answers.extend(ask(client)))
+    asking.start()
+    wait_for(lambda: client.stats().queued)
+    closing = threading.Thread(target=lambda: closed.append((client.close(), ended(client))))
+    closing.start()
+    wait_for(lambda: client._closed)
+    assert not closed
+    go.set()
+    for thread in (asking, closing):
+        thread.join()
+    assert closed == [(None, {"met": 1})]
     assert len(answers) == 1
     with pytest.raises(BatcherClosed):
         ask(client)

@@ -22,7 +22,7 @@ from subnetact.serve.source import Source
 
 @pytest.fixture(scope="module")
 def source(digits_bundle):
-    return Source(bundle=digits_bundle, slo_ms=60_000.0, policy="slackfit:2")
+    return Source(bundle=digits_bundle, slo_ms=1e7, policy="slackfit:2")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def replica(source):
 IMAGES = torch.rand(5, 1, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-def ask(replica, images=IMAGES, deadline_ms=60_000.0, sender="test", **more):
+def ask(replica, images=IMAGES, deadline_ms=1e7, sender="test", **more):
     rows = [to_arrays(image) for image in images]
     return asyncio.run(replica.answer(rows, tuple(Deadline.after(deadline_ms)), sender, **more))
 
@@ -140,13 +140,26 @@ def test_a_central_queue_retries_the_batch_of_a_replica_that_died(source):
 
     table = engine.tables["cpu"]
     runners = [RemoteRunner(engine, run, (Lost,)) for _ in range(2)]
-    policy = SlackFit(table, slo_ms=60_000.0)
+    policy = SlackFit(table, slo_ms=1e7)
     with Batcher(runners, policy=policy, check_finite=True) as batcher:
-        futures = [batcher.submit(x, 60_000.0, min_accuracy=80.0) for x in IMAGES]
+        futures = [batcher.submit(x, 1e7, min_accuracy=80.0) for x in IMAGES]
         outputs = torch.stack([future.result(30).output for future in futures])
         stats = batcher.stats()
     assert torch.allclose(outputs, engine(IMAGES, subnet=1), atol=5e-4)
     assert (stats.met, stats.retried, stats.died) == (5, lost[0], 1)
+
+
+def test_a_sender_that_was_forgotten_is_not_counted_again(replica, monkeypatch):
+    """Each of them is forgotten before its answer comes."""
+    monkeypatch.setattr("subnetact.cluster.replica.SENDERS", 2)
+    row = [to_arrays(IMAGES[0])]
+
+    async def ask_all():
+        deadline = tuple(Deadline.after(1e7))
+        return await asyncio.gather(*(replica.answer(row, deadline, f"sender {i}") for i in range(6)))
+
+    assert not any(reply.error for reply in asyncio.run(ask_all()))
+    assert set(replica._finished) <= set(replica._received)
 
 
 def test_trees_of_tensors_travel_as_arrays():

@@ -26,7 +26,7 @@ from subnetact.errors import (
 )
 from subnetact.serving.live.batcher import Batcher, close_elsewhere, monotonic_ms
 from subnetact.serving.live.histograms import MILLISECONDS, Histogram, HistogramSnapshot
-from subnetact.serving.live.repeated import Repeated
+from subnetact.serving.live.periodic_call import PeriodicCall
 from subnetact.serving.live.requests import Answer, AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.pipelines.graph import StageGraph, expected_work_ms
@@ -197,10 +197,10 @@ class Pipeline:
             raise
         self._most = {name: batcher.stats().workers for name, batcher in self._batchers.items()}
         self._missing = {name: len(feeding) for name, feeding in conditions.items()}
-        self._tuning: Repeated | None = None
+        self._tuning: PeriodicCall | None = None
         if tuner is not None:
             step = partial(self._tune, tuner)
-            self._tuning = Repeated(step, tuner.step_ms / 1e3, "subnetact-pipeline-tuner")
+            self._tuning = PeriodicCall(step, tuner.step_ms / 1e3, "subnetact-pipeline-tuner")
 
     def _open(
         self, stage: Stage, tables: Mapping[str, Any], expired: str, options: dict[str, Any]

@@ -15,7 +15,7 @@ import numpy as np
 
 from subnetact.errors import PolicyError
 from subnetact.serving.live.batcher import Answer, Batcher, close_elsewhere, monotonic_ms
-from subnetact.serving.live.repeated import Repeated
+from subnetact.serving.live.periodic_call import PeriodicCall
 from subnetact.serving.live.requests import AnswerFuture
 from subnetact.serving.live.stats import BatcherStats
 from subnetact.serving.live.turns import WorkerTurns
@@ -143,9 +143,9 @@ class TenantBatcher:
             for batcher in self._batchers.values():
                 batcher.close()
             raise
-        self._planner: Repeated | None = None
+        self._planner: PeriodicCall | None = None
         if period_ms is not None:
-            self._planner = Repeated(self.plan, period_ms / 1e3, "subnetact-tenants-planner")
+            self._planner = PeriodicCall(self.plan, period_ms / 1e3, "subnetact-tenants-planner")
 
     def submit(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> AnswerFuture:
         """Queue one input for a tenant, from any thread.

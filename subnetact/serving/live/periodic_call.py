@@ -1,4 +1,4 @@
-"""`Repeated`: a thread that calls a function again and again, and goes on when the function raises."""
+"""`PeriodicCall`: a thread that calls a function again and again, and goes on when the function raises."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from subnetact.errors import failure_text
 
-__all__ = ["Repeated"]
+__all__ = ["PeriodicCall"]
 
 _log = logging.getLogger(__name__)
 
 
-class Repeated:
+class PeriodicCall:
     """Calls a function with a pause before every call, until `stop`.
 
     Args:
