@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def test_an_interrupt_ends_a_command_quietly(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (INTERRUPTED, "")
 
 
@@ -66,7 +65,6 @@ def test_an_interrupt_at_work_leaves_no_traceback(module: str) -> None:
     process = started(["-u", "-m", module])
     assert process.stdout is not None
     assert process.stdout.readline()
-    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) in ((INTERRUPTED, ""), (0, ""))

@@ -22,11 +22,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from functools import cache
 from io import BytesIO, StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 from torchvision_operators import define_missing
 
@@ -35,7 +37,7 @@ import subnetact
 from ofa_adapters.__main__ import main as families_main
 from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import MissingExtra, SubnetActError
+from subnetact.errors import MissingExtra, QueueFull, SubnetActError
 from subnetact.export import load_exported, to_exported_programs
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
@@ -716,7 +718,23 @@ class _Served:
         return found[0]
 
 
-_served = cache(_Served)
+class _ServedText(_Served):
+    """The application of a text server whose queue is always full."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        from subnetact.serve import build_text_app
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise QueueFull("none")
+
+        generator: Any = SimpleNamespace(submit=refuse, close=lambda wait=True: None)
+        self.app = build_text_app(generator, SimpleNamespace(encode=lambda text: [*text.encode()]))
+        self.loop = asyncio.new_event_loop()
+
+
+_served, _served_text = cache(_Served), cache(_ServedText)
 
 
 def close() -> None:
@@ -725,6 +743,9 @@ def close() -> None:
         _served().batcher.close()
         _served().loop.close()
         _served.cache_clear()
+    if _served_text.cache_info().currsize:
+        _served_text().loop.close()
+        _served_text.cache_clear()
 
 
 def fuzz_http(source: random.Random, place: Path) -> None:
@@ -752,7 +773,11 @@ def fuzz_http(source: random.Random, place: Path) -> None:
             damaged(file.getvalue(), source),
             [(b"content-type", b"application/x-npy")],
         )
-    elif kind < 0.5:
+    elif kind < 0.45:
+        image = Image.new(source.choice(("1", "L", "LA", "P", "RGB", "RGBA", "I;16")), (16, 16))
+        image.save(file := BytesIO(), "PNG")
+        path, body, headers = "/infer", damaged(file.getvalue(), source), []
+    elif kind < 0.6:
         cut = source.choice((b"-1", b"0", b"10", b"99999999999", b"x", str(len(body) - 8).encode()))
         headers.append((b"inference-header-content-length", cut))
     if source.random() < 0.3:
@@ -762,6 +787,22 @@ def fuzz_http(source: random.Random, place: Path) -> None:
         headers.append((name, source.choice(WORDS).encode()))
     status = _served().status(path, body, headers)
     if status >= 500 and status not in (503, 504):
+        raise Finding(f"status {status} of {path}: {body[:200]!r} {headers}")
+
+
+def fuzz_text_http(source: random.Random, place: Path) -> None:
+    """Send hostile requests for texts and chats; the only error is a full queue."""
+    ask = {"max_tokens": 5, "temperature": 0.5, "stop": ["a"], "stream": False, "n": 1, "deadline_ms": 5e4}
+    ask |= {"min_accuracy": 10.0, "stream_options": {"include_usage": True}, "logit_bias": {}, "user": "a"}
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], **ask}
+    path, good = source.choice((("/v1/completions", {"prompt": "a", **ask}), ("/v1/chat/completions", chat)))
+    body = text(changed(good, source))
+    if source.random() < 0.2:
+        body = damaged(body, source)
+    names = (b"x-deadline-ms", b"x-min-accuracy", b"x-slo-ttft-ms")
+    headers = [(source.choice(names), source.choice(WORDS).encode())] if source.random() < 0.5 else []
+    status = _served_text().status(path, body, headers)
+    if status not in (400, 404, 413, 429):
         raise Finding(f"status {status} of {path}: {body[:200]!r} {headers}")
 
 
@@ -877,6 +918,7 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "simulate_generation": fuzz_simulate_generation,
     "slices": fuzz_slices,
     "HTTP": fuzz_http,
+    "HTTP, text": fuzz_text_http,
 }
 
 
