@@ -38,6 +38,7 @@ from subnetact.operators import (
     WeightSlice,
 )
 from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.supernet.unused_weights import structure_copy
 
 __all__ = ["TracedModel"]
 
@@ -103,7 +104,7 @@ class TracedModel:
             with _few_parts(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._graph = kirigami.DependencyGraph.build(
-                    model, args=args, kwargs=dict(kwargs), operators=_rules()
+                    _with_named_numbers(model), args=args, kwargs=dict(kwargs), operators=_rules()
                 )
         except Exception as error:
             raise_if_out_of_memory(error)
@@ -339,31 +340,16 @@ class TracedModel:
         )
 
     def _numbers(self, impact: Any, full: int) -> Iterator[Member]:
-        """Yield the numbers that a forward reads to reshape what goes: attributes that hold the full size.
-
-        The graph has the values of these numbers and not their names. The proof of the insertion shows
-        whether the right ones were found.
-        """
+        """Yield the attributes that a forward reads to reshape what goes, if they hold the full size."""
         for requirement in impact.requirements:
             if getattr(requirement, "kind", "") != "shape_arguments":
                 continue
             if requirement.tensors[0].id not in impact.selections:
                 continue
             node = self._nodes[requirement.target]
-            if full not in node.args[1:] and full not in node.kwargs.values():
-                continue
-            stack = node.meta.get("nn_module_stack") or {}
-            path = next((p for p, _ in reversed(stack.values())), "")
-            names = {
-                name
-                for cls in type(self._modules[path]).__mro__
-                for key, method in vars(cls).items()
-                if key != "__init__" and hasattr(method, "__code__")
-                for name in method.__code__.co_names
-            }
-            for name, value in vars(self._modules[path]).items():
-                if name in names and type(value) is int and value == full:
-                    yield Member(path, name, ElasticAttribute)
+            for value in (*node.args[1:], *node.kwargs.values()):
+                if isinstance(value, _Attribute) and value == full:
+                    yield Member(value.path, value.name, ElasticAttribute)
 
     def _length(self, path: str, part: str, kind: type[Operator]) -> int:
         try:
@@ -372,6 +358,28 @@ class TracedModel:
             return made.full(part)
         except InsertError as error:
             raise _Refused(str(error)) from None
+
+
+class _Attribute(int):
+    """A whole number that knows which attribute of which module it is, also in a graph."""
+
+    path: str
+    name: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attribute:
+        return self
+
+
+def _with_named_numbers(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, with its tensors, in which whole numbers of users' modules have names."""
+    copied = structure_copy(model)
+    for path, module in copied.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is int and not type(module).__module__.startswith("torch."):
+                named = _Attribute(value)
+                named.path, named.name = path, name
+                module.__dict__[name] = named
+    return copied
 
 
 def _part(module: nn.Module, path: str, name: str, axis: int) -> tuple[type[Operator], str]:

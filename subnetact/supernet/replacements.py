@@ -69,6 +69,7 @@ class Replacements:
     def __init__(self) -> None:
         self.writes = 0
         self._members: list[Callable[[], Any]] = []
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._attributes: dict[str, dict[str, Any]] = {}
 
     def note(self, network: nn.Module) -> None:
@@ -79,9 +80,11 @@ class Replacements:
                 if not isinstance(entries, _Registry) or entries.count is not self:
                     watched = _Registry(entries, self)
                     object.__setattr__(module, name, watched)
+                    self._watched.add(module)
                     template = module.template if isinstance(module, Operator) else None
                     if template is not None and template.__dict__[name] is entries:
                         object.__setattr__(template, name, watched)
+                        self._watched.add(template)
         self._members = [weakref.ref(entry) for entry in _members(network)]
         self._attributes = _attributes(network)
 
@@ -99,9 +102,9 @@ class Replacements:
             if not _same(known.get(name), present.get(path, known).get(name))
         ]
 
-    def release(self, network: nn.Module) -> None:
-        """Watch a network no longer: its modules get ordinary registries again."""
-        for module in network.modules():
+    def release(self) -> None:
+        """Watch nothing any longer: all modules, also those replaced since, get ordinary registries again."""
+        for module in list(self._watched):
             for name in _REGISTRIES:
                 entries = module.__dict__[name]
                 if isinstance(entries, _Registry) and entries.count is self:

@@ -479,7 +479,7 @@ class Supernet(nn.Module):
         if isinstance(network, Operator):
             network.template.training = network.training
             network = network.template
-        self._replacements.release(network)
+        self._replacements.release()
         self.network = _Removed()
         self.refresh()
         return network

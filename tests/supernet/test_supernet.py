@@ -450,3 +450,16 @@ def test_a_mixin_changes_one_module_until_it_is_taken_out() -> None:
     assert mix_out_(one) is one
     assert type(one) is nn.Linear
     assert torch.equal(one(x), expected[0])
+
+
+def test_removed_operators_leave_ordinary_registries_also_in_replaced_modules() -> None:
+    supernet = new_digits_supernet()
+    own = list(supernet.network.modules())
+    supernet(X)
+    first, supernet.network.classifier = supernet.network.classifier, nn.Linear(192, 10)
+    supernet(X)
+    own += [m for m in supernet.network.modules() if m not in own]
+    network = supernet.remove()
+    for module in (*own, *network.modules(), first, first.template):
+        for name in ("_parameters", "_buffers", "_modules"):
+            assert type(module.__dict__[name]) is dict, (type(module).__name__, name)
