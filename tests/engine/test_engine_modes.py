@@ -309,7 +309,7 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
     def hammer(thread: int) -> None:
         rng = random.Random(thread)
         try:
-            while not done.is_set() or served[thread] < 10:
+            while not done.is_set() or served[thread] < 3:
                 i = min(int(rng.expovariate(0.2)), 44)
                 close(engine(X, subnet=i), expected[i], folded=True)
                 served[thread] += 1
@@ -320,7 +320,7 @@ def test_threads_get_right_answers_while_subnets_come_and_go(digits: Supernet) -
     for thread in threads:
         thread.start()
     rng = random.Random(9)
-    for _ in range(60):  # ids 45 .. 49 come and go, others are pinned and unpinned
+    for _ in range(15):  # ids 45 .. 49 come and go, others are pinned and unpinned
         i = rng.randrange(45, 50)
         engine.remove(i)
         assert engine.register(specs[i]) == i
