@@ -815,8 +815,8 @@ class Supernet(nn.Module):
             if n in own and not (isinstance(t, Tensor) and t.shape == own[n].shape)
         ]
         if strict:
-            wrong = [f"{n} is missing" for n in own if n not in state_dict] + wrong
-            wrong += [f"{n} is extra" for n in state_dict if n not in own]
+            missing = [f"{n} is missing" for n in own if n not in state_dict]
+            wrong = [*missing, *(f"{n} is extra" for n in state_dict if n not in own), *wrong]
         if wrong:
             hint = prefix_hint(state_dict, own)
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")

@@ -10,6 +10,8 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from math import isfinite
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -201,6 +203,9 @@ class Batcher:
         tails: Any = getattr(policy, "tails", None)
         self._floors = Floors(table, tails.values() if tails else ())
         clock_ms = clock_ms or monotonic_ms
+        now: Any = clock_ms()
+        if not isinstance(now, Real) or not isfinite(now):
+            raise PolicyError(f"clock_ms: must return the time in ms as a finite number, got {now!r}")
         self._core = Core(
             policy,
             tables,
