@@ -95,7 +95,7 @@ def test_the_demo_runs_and_draws(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr

@@ -63,8 +63,8 @@ def test_an_engine_serves_profiles_and_saves_an_inserted_model(
         torch.testing.assert_close(engine(X, subnet=i), view, rtol=0, atol=5e-5)
     table = subnetact.profile_latency(engine, batch_sizes=[1, 2], min_time_ms=1, windows=2)
     policy = subnetact.Fixed(table.with_accuracy([1.0, 2.0, 3.0, 4.0]), subnet=1)
-    with subnetact.Batcher(engine, policy=policy, slo_ms=10_000.0) as batcher:
-        answer = batcher.submit(X[0], deadline_ms=10_000.0).result(timeout=60)
+    with subnetact.Batcher(engine, policy=policy, slo_ms=600_000.0) as batcher:
+        answer = batcher.submit(X[0], deadline_ms=600_000.0).result(timeout=600)
     torch.testing.assert_close(answer.output, supernet.extract(engine.specs[1])(X[:1])[0], rtol=0, atol=5e-5)
     engine.save(tmp_path / "bundle")
     again = subnetact.Engine.load(tmp_path / "bundle", supernet=rebuilt(supernet))

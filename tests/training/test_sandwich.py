@@ -252,7 +252,7 @@ def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for worker in workers:
-        _, errors = worker.communicate(timeout=120)
+        _, errors = worker.communicate(timeout=600)
         assert worker.returncode == 0, errors.decode()
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert results[0]["widths"] != results[1]["widths"], "the processes draw different subnets"
