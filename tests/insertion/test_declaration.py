@@ -225,7 +225,7 @@ def test_subnets_of_a_transformer_equal_the_model_pruned_by_hand(name: str) -> N
     rng = random.Random(0)
     for spec in (space.smallest(), *(space.sample(rng) for _ in range(19))):
         found = call(supernet.subnet(spec), x)
-        torch.testing.assert_close(found, call(supernet.extract(spec), x), rtol=0, atol=0)
+        torch.testing.assert_close(found, call(supernet.extract(spec), x), rtol=5e-5, atol=5e-5)
         pruned = by_hand(original, tuple(names), sizes_of(description, supernet, spec))
         torch.testing.assert_close(found, call(pruned, x), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(found, expected, atol=1e-4)

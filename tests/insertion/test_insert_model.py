@@ -86,7 +86,7 @@ def test_an_ordinary_model_becomes_a_supernet(name: str, count: int) -> None:
         assert len(specs) == count
         for spec in specs:
             view, extracted = supernet.subnet(spec), supernet.extract(spec).requires_grad_(False)
-            assert torch.equal(view(x), extracted(x))
+            torch.testing.assert_close(view(x), extracted(x), rtol=5e-5, atol=5e-5)
             copies = [p for p in view.parameters() if p.untyped_storage().data_ptr() not in storages]
             assert all(getattr(p, "packed", None) is not None for p in copies)
             assert not copies or name in PACKED

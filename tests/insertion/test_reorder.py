@@ -461,7 +461,8 @@ def test_statistics_of_shallower_subnets_move_and_those_of_narrow_ones_go() -> N
         torch.testing.assert_close(outputs(supernet.subnet(spec), IMAGES), expected, **PLAIN)
     subnetact.calibrate(supernet, [narrow], [IMAGES], progress=False)
     with torch.no_grad():
-        assert torch.equal(supernet.subnet(narrow)(IMAGES), supernet.extract(narrow)(IMAGES))
+        found = supernet.subnet(narrow)(IMAGES)
+        torch.testing.assert_close(found, supernet.extract(narrow)(IMAGES), rtol=5e-5, atol=5e-5)
 
 
 def test_a_pretrained_network_stays_what_it_was_when_it_is_calibrated() -> None:

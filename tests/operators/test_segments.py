@@ -381,9 +381,10 @@ def test_copies_follow_the_weights(make: Any, x: Tensor) -> None:
         for tensor in supernet.state_dict().values():
             if tensor.is_floating_point():
                 tensor.mul_(0.9)
-        assert torch.equal(view(x), supernet.extract(spec)(x))
+        torch.testing.assert_close(view(x), supernet.extract(spec)(x), rtol=5e-5, atol=5e-5)
         supernet.load_state_dict({n: t * 2 for n, t in supernet.state_dict().items()})
-        assert torch.equal(supernet.subnet(spec)(x), supernet.extract(spec)(x))
+        found = supernet.subnet(spec)(x)
+        torch.testing.assert_close(found, supernet.extract(spec)(x), rtol=5e-5, atol=5e-5)
         own = {p.untyped_storage().data_ptr() for p in supernet.parameters()}
         extracted = supernet.extract(spec)
         assert not own & {p.untyped_storage().data_ptr() for p in extracted.parameters()}
@@ -466,7 +467,7 @@ def test_calibrated_statistics_are_those_of_the_extracted_network() -> None:
             torch.testing.assert_close(ours.running_mean, theirs.running_mean, **PLAIN)
             torch.testing.assert_close(ours.running_var, theirs.running_var * (n - 1) / n, **PLAIN)
         with torch.no_grad():
-            assert torch.equal(supernet.subnet(spec)(IMAGES), extracted(IMAGES))
+            torch.testing.assert_close(supernet.subnet(spec)(IMAGES), extracted(IMAGES), rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize(("make", "x"), CASES)
