@@ -227,17 +227,19 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16).
 
     Args:
-        images: undistorted digits.
+        images: undistorted digits. Images (N, 1, 16, 16) of `read_digits` are distorted already, and are
+            returned as they are.
         generator: the source of the distortions; it is advanced.
 
     Raises:
-        SpecError: the images are of another size, as those that are distorted already.
+        SpecError: the images are of another size.
     """
     n = len(images)
+    if images.shape[1:] == (1, SIDE, SIDE):
+        return images
     if images.shape[1:] != (1, 8, 8):
         raise SpecError(
-            f"distort takes images (N, 1, 8, 8) of undistorted_digits(), got {tuple(images.shape)}; those of "
-            "read_digits() are distorted already"
+            f"distort takes images (N, 1, 8, 8) of undistorted_digits(), got {tuple(images.shape)}"
         )
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
