@@ -135,8 +135,9 @@ def test_a_batch_that_could_be_meant_either_way_is_refused(kind: Any, second: Te
         calibrate(supernet, specs, [(batch()[0], second)])
     with pytest.raises(SpecError, match="are the elements behind the first labels"):
         calibrate(two_inputs(), specs, [(*batch(), torch.arange(6))])
-    with pytest.raises(SpecError, match="labels: 'yes' is no truth value"):
-        calibrate(supernet, specs, [(batch()[0], second)], labels="yes")  # type: ignore[arg-type]
+    for wrong in ("yes", 0, 1.0):
+        with pytest.raises(SpecError, match=f"labels: {wrong!r} is no truth value"):
+            calibrate(supernet, specs, [(batch()[0], second)], labels=wrong)  # type: ignore[arg-type]
     assert not supernet.norms
 
 

@@ -163,7 +163,7 @@ def calibrate(
         raise SpecError(f"memory_mb: {memory_mb!r} is no number of MiB; give 0 to keep nothing")
     if not save_every_s >= 0:
         raise SpecError(f"save_every_s: {save_every_s!r} is no number of seconds; give 0 to save at once")
-    if labels not in (None, True, False):
+    if labels is not None and not isinstance(labels, bool):
         raise SpecError(f"labels: {labels!r} is no truth value; give True if batches go on with labels")
     as_supernet(supernet)
     lists: tuple[Any, ...] = specs, batches
@@ -186,18 +186,20 @@ def calibrate(
                 if not wanted:
                     supernet.adopt_statistics()
                     return CalibrationReport(adopted=adopted)
-            saved = None
-            if resume is not None:
-                saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
-            run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
+        saved = None
+        if resume is not None:
+            saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
+        run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
         require = partial(_require_same_weights, supernet, began)
-        unchecked, inputs_of = (
-            supernet if check else None,
-            partial(_inputs, network=supernet.network, labels=labels),
-        )
+        inputs_of = partial(_inputs, network=supernet.network, labels=labels)
+        unchecked = supernet if check else None
         _pass(run, batches, inputs_of, saved, save_every_s, start, progress, unchecked, require)
         found = run.rows()
     rows = {spec: found[spec] for spec in wanted}
+    require()
+    _check_finite(rows)
+    if saved is not None:
+        saved.save(run, time.perf_counter() - start)
     with supernet.exclusive():
         require()
         if adopted and adopt is None and not supernet.has_original_statistics():
@@ -205,9 +207,6 @@ def calibrate(
                 "calibration: the BatchNorm statistics that the network came with were changed meanwhile, by "
                 "training for example; nothing was written, calibrate again"
             )
-        _check_finite(rows)
-        if saved is not None:
-            saved.save(run, time.perf_counter() - start)
         supernet.norms.update(rows)
         if adopted:
             supernet.adopt_statistics()

@@ -713,13 +713,12 @@ class Engine:
             StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
                 that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
         """
-        with self._changing:
-            specs, accuracy, served = self.specs, self.accuracy, self._served
+        subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
         bundle = Bundle(
             self.supernet,
-            specs,
-            accuracy,
-            [i for i in range(len(specs)) if i not in served],
+            [subnet.spec for subnet in subnets],
+            [subnet.accuracy for subnet in subnets],
+            [subnet.id for subnet in subnets if subnet.id not in served],
             self._example if self.input_shapes is None else self.input_shapes.examples,
             self.tables,
             self._allow_uncalibrated,

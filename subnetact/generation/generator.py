@@ -45,7 +45,7 @@ IDLE_S = 0.05
 """How long the loop waits for a request before it looks for expired ones."""
 TICK_S = 0.02
 """How often the watchdog looks for expired requests and for a step that hangs."""
-PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e3, 3e4
+PATIENCE, LEAST_PATIENCE_MS, FIRST_PATIENCE_MS = 20.0, 1e4, 3e4
 """A step hangs after this multiple of its expected time, but not before these; the last is of first steps."""
 
 
@@ -150,7 +150,7 @@ class Generator:
             with `DeadlinePassed`) or `serve`.
         seed: seed of the sampling. If None, a random one.
         watchdog_ms: time after which a step is taken to hang, in ms; inf turns the watchdog off. If None, 20
-            times the expected latency, but at least 1 s, and at least 30 s if a subnet runs for the first
+            times the expected latency, but at least 10 s, and at least 30 s if a subnet runs for the first
             time.
         clock_ms: returns the time in ms. If None, the monotonic clock of the process.
 
@@ -325,7 +325,13 @@ class Generator:
             self._running[name] = running
             insort(self._waiting, running.place)
             self._counts["requests"] += 1
-            self._loop.add(name, tokens, count, set(ends), sampling)  # before `close` can cancel it
+            try:
+                self._loop.add(name, tokens, count, set(ends), sampling)  # before `close` can cancel it
+            except BaseException:
+                del self._running[name]
+                self._waiting.remove(running.place)
+                self._counts["requests"] -= 1
+                raise
         return completion
 
     def stats(self) -> GeneratorStats:

@@ -214,7 +214,7 @@ def int8_product(short: Tensor, weight: Tensor) -> Tensor:
     Raises:
         PrecisionError: the table has no kernel for this machine.
     """
-    if _is_traced() or short.is_meta:
+    if short.is_meta or (_is_traced() and short.device.type != "cuda"):
         return torch._int_mm(short, weight.t())
     return _PRODUCTS[kernel_here("int8", short.device).name](short, weight)
 

@@ -221,15 +221,15 @@ class TextApp(BaseApp):
                 answer = _Answer(self.service, ask, chat, next(self._numbers))
                 # A refusal before the first token has a status of its own.
                 first, finish = await (answer.first() if ask.stream else answer.rest())
+            if ask.stream:
+                events = StreamingResponse(answer.events(first, finish), media_type="text/event-stream")
+                await events(exchange.scope, exchange.receive, exchange.send)
+            else:
+                await send_reply(exchange.send, 200, answer.document(first, finish))
         except BaseException:
             if answer is not None:
-                answer.completion.cancel()
+                answer.completion.cancel()  # Nobody reads it.
             raise
-        if ask.stream:
-            events = StreamingResponse(answer.events(first, finish), media_type="text/event-stream")
-            await events(exchange.scope, exchange.receive, exchange.send)
-        else:
-            await send_reply(exchange.send, 200, answer.document(first, finish))
 
     async def _body(self, exchange: Exchange) -> bytes:
         service, limits = self.service, self.service.limits

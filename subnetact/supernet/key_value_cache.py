@@ -150,7 +150,7 @@ class CacheWriter:
                     "the key-value cache was filled by a network that is no subnet of a supernet; accept it "
                     f"with {_ALLOW}, or {_AGAIN}"
                 )
-            _forget_shapes(cache, all=not seen and former != [self.signature])
+            _forget_shapes(cache, all=not seen and former not in ([], [self.signature]))
             runs = [(0, _UNKNOWN), (seen, self.signature)] if seen else [(0, self.signature)]
         elif len(runs) == 1 and runs[0][1] == self.signature:
             runs = [(0, self.signature)]  # This very object, which later calls compare by identity.

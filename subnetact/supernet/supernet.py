@@ -843,7 +843,7 @@ class Supernet(nn.Module):
                 in_place = not assign and len(moved) < len(
                     {*self.network.parameters(), *self.network.buffers()}
                 )
-                self._renew(same=not loaded, beneath=loaded and in_place)
+                self._renew(same=not (loaded or in_place), beneath=in_place)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

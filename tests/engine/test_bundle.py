@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,17 @@ def test_a_bundle_of_weights_that_change_while_they_are_copied_is_not_written(
     assert (tmp_path / "b" / "bundle.json").read_text() == before
     engine.save(tmp_path / "b")
     assert subnetact.Engine.load(tmp_path / "b").fingerprint == engine.supernet.fingerprint()
+
+
+def test_a_bundle_is_written_while_a_subnet_is_registered(engine: subnetact.Engine, tmp_path: Path) -> None:
+    """Saving takes no lock that registering holds while it waits for the weights."""
+    other = engine.supernet.space.sample(1)
+    subnetact.calibrate(engine.supernet, [other], [X])
+    with engine.supernet.exclusive():
+        registering = threading.Thread(target=engine.register, args=(other,))
+        registering.start()  # It waits for the weights, with its own lock held.
+        registering.join(0.2)
+        engine.save(tmp_path / "b")
+    registering.join(60)
+    assert not registering.is_alive()
+    assert set(Engine.load(tmp_path / "b").specs) <= set(engine.specs)

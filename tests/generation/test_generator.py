@@ -387,6 +387,16 @@ def test_too_many_requests_and_a_closed_generator_are_told(make: Callable[..., G
     assert last.result().finish == "length"
 
 
+def test_a_request_that_cannot_be_added_leaves_nothing(make: Callable[..., Generator]) -> None:
+    generator = make()
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(generator._loop, "add", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generator.submit([1, 2])
+    assert (generator.stats().requests, generator.stats().active) == (0, 0)
+    generator.close()  # It waits for every request, so it would wait for ever.
+
+
 def test_subnets_whose_caches_differ_need_permission(
     llama: Supernet, widths: list[SubnetSpec], table: StepTable
 ) -> None:

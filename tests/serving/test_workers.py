@@ -650,3 +650,28 @@ def test_other_inputs_arrive_as_they_are() -> None:
     for same in (thing, "text", 3, None, torch.Size([3])):
         assert owned(same) is same
     assert not owned(torch.nn.Parameter(torch.ones(2))).requires_grad
+
+
+class EndsBetween(threading.Event):
+    """Between the planner's look at the event and what it does next, the watchdog ends."""
+
+    def __init__(self, workers: Any) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def clear(self) -> None:
+        self.workers._ended = True
+        self.set()
+        super().clear()
+
+
+def test_the_planner_ends_whenever_the_watchdog_does() -> None:
+    with Batcher(Engine(), policy=Fixed(TABLE, 0), slo_ms=FOREVER) as batcher:
+        workers = batcher._workers
+        ended = EndsBetween(workers)
+        workers._ticked, former = ended, workers._ticked
+        former.set()  # The planner waits on the new event from now on.
+        ended.set()
+        planner = next(thread for thread in workers._helpers if "planner" in thread.name)
+        planner.join(60)
+        assert not planner.is_alive()

@@ -253,8 +253,11 @@ class Workers:
 
     def _plan(self) -> None:
         core = self._core
-        while self._ticked.wait() and not self._ended:
-            self._ticked.clear()
+        while True:
+            self._ticked.wait()
+            self._ticked.clear()  # before the end is asked for, which sets both
+            if self._ended:
+                break
             try:
                 core.replan()
                 if self._log is not None:
