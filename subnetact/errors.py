@@ -112,7 +112,7 @@ class ViewError(SubnetActError, RuntimeError):
 
 
 class CacheMismatch(ViewError):
-    """A subnet cannot continue on a key-value cache of another one, or of other weights."""
+    """A subnet cannot continue on this key-value cache."""
 
 
 class StaleWeights(SubnetActError, RuntimeError):

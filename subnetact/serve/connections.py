@@ -79,21 +79,19 @@ class Guard:
     def _sweep(self) -> None:
         limits, now = self.limits, time.monotonic()
         for connection in list(self._connections):
-            if connection.transport.is_closing():
+            closing = connection.transport.is_closing()
+            if closing:  # It waits until the client has read what was written.
                 connection.stuck_since_s = connection.stuck_since_s or now
             stuck_s = connection.stuck_since_s
             if stuck_s is not None and now - stuck_s > limits.write_s:
+                self.cut_off += not closing
+                self.remove(connection)
                 connection.transport.abort()
-            elif connection.waits:
+            elif connection.waits and not closing:
                 begun = connection.head_bytes > 0 or connection.cycle is None
                 if now - connection.since_s > (limits.header_s if begun else limits.idle_s):
+                    self.cut_off += 1
                     connection.end(SLOW if connection.head_bytes else b"")
-                else:
-                    continue
-            else:
-                continue
-            self.cut_off += 1
-            self.remove(connection)
         self._timer = None
         if self._connections:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)

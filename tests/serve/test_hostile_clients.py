@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -11,9 +12,13 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from subnetact.serve.connections import Guard
+from subnetact.serve.limits import Limits
 
 ZEROS = [0.0] * 256
 LIMITS = "--name digits --max-body-mb 16 --header-s 1 --body-s 1 --idle-s 1 --write-s 1 --max-connections 400"
@@ -280,6 +285,38 @@ def test_a_client_that_never_reads_is_cut_off(strict):
             except OSError:
                 closed = True
         assert closed
+
+
+def test_an_idle_client_that_has_not_read_its_answer_is_cut_off():
+    """Closing its connection waits for it to read, so that the guard must keep the connection in sight."""
+
+    async def run():
+        guard = Guard(Limits(idle_s=0.1, write_s=0.1))
+        idle = SimpleNamespace(
+            since_s=0.0, head_bytes=0, cycle=object(), waits=True, stuck_since_s=None, transport=Transport()
+        )
+        idle.end = lambda _: idle.transport.close()
+        assert guard.add(idle)
+        await asyncio.wait_for(idle.transport.aborted.wait(), 60)
+        assert guard.cut_off == 1
+
+    asyncio.run(run())
+
+
+class Transport:
+    """A transport whose client does not read."""
+
+    def __init__(self):
+        self.closing, self.aborted = False, asyncio.Event()
+
+    def is_closing(self):
+        return self.closing
+
+    def close(self):
+        self.closing = True
+
+    def abort(self):
+        self.aborted.set()
 
 
 def test_requests_far_ahead_of_the_answers_are_not_kept(strict):

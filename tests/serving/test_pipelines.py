@@ -297,6 +297,7 @@ def test_closing_without_draining_ends_every_request() -> None:
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_closing_in_a_callback_returns_and_finishes_what_was_accepted(drain: bool, wait_for: Any) -> None:
+    before = set(threading.enumerate())
     gate, closed = threading.Event(), threading.Event()
     live = pipeline(Stage("a", lambda x: gate.wait(60) if x == "hold" else x), engine("b", after=["a"]))
     futures = [live.submit(x) for x in ("hold", "y", "z")]
@@ -309,7 +310,7 @@ def test_closing_in_a_callback_returns_and_finishes_what_was_accepted(drain: boo
     with pytest.raises(BatcherClosed):
         live.submit("x")
     live.close()
-    wait_for(lambda: not any("subnetact" in thread.name for thread in threading.enumerate()))
+    wait_for(lambda: set(threading.enumerate()) <= before, 60)
 
 
 # -- simulation ------------------------------------------------------------------------------------------
