@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,27 +291,26 @@ def test_an_idle_client_that_has_not_read_its_answer_is_cut_off():
 
     async def run():
         guard = Guard(Limits(idle_s=0.1, write_s=0.1))
-        idle = SimpleNamespace(
-            since_s=0.0, head_bytes=0, cycle=object(), waits=True, stuck_since_s=None, transport=Transport()
-        )
-        idle.end = lambda _: idle.transport.close()
+        idle = Idle()
         assert guard.add(idle)
-        await asyncio.wait_for(idle.transport.aborted.wait(), 60)
+        await asyncio.wait_for(idle.aborted.wait(), 60)
         assert guard.cut_off == 1
 
     asyncio.run(run())
 
 
-class Transport:
-    """A transport whose client does not read."""
+class Idle:
+    """A connection, and its transport, whose client waits and does not read."""
+
+    since_s, head_bytes, cycle, waits, stuck_since_s = 0.0, 0, object(), True, None
 
     def __init__(self):
-        self.closing, self.aborted = False, asyncio.Event()
+        self.transport, self.closing, self.aborted = self, False, asyncio.Event()
 
     def is_closing(self):
         return self.closing
 
-    def close(self):
+    def end(self, answer):
         self.closing = True
 
     def abort(self):
