@@ -128,7 +128,7 @@ def demonstrate_digits(
     parameters = sum(p.numel() for p in supernet.parameters())
     print(f"Supernet: {supernet.space}, {parameters:,} parameters. Machine: {_machine()}")
     training, _ = read_digits(seed)
-    pool = training.images[:600].split(200)
+    pool = torch.split(training.images[:600], 200)
     validation, test = validation_and_test(3, seed)
 
     specs = supernet.space.sample(random.Random(seed), candidates)
