@@ -267,6 +267,7 @@ def main() -> None:
         "--pixels", type=int, help="with --only: insert on images of this size, in a result of their own"
     )
     parser.add_argument("--only", default="", help="run models whose names contain this text")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="run models that are done already")
     parser.add_argument(
         "--report", action="store_true", help="write the table of the results into the README"
@@ -279,7 +280,7 @@ def main() -> None:
         print(json.dumps(coverage(source, name)))
         return
     if args.report:
-        write_section("coverage", report(known()).splitlines())
+        write_section("coverage", report(known(args.out)).splitlines())
         return
     torch.set_num_threads(1)
     packages = ("timm", "transformers")
@@ -287,22 +288,22 @@ def main() -> None:
     wanted = names()
     for name in tqdm([n for n in wanted if args.only in n], disable=None):
         place, key = ("models", name) if args.pixels is None else ("large_images", f"{name}@{args.pixels}")
-        if args.again or key not in known().get(place, {}):
+        if args.again or key not in known(args.out).get(place, {}):
             facts = {**({"name": name} if args.pixels else {}), **run(name, args.pixels)}
-            document = known()
+            document = known(args.out)
             models = {**document.get(place, {}), key: facts}
             document[place] = {
                 n: models[n] for n in sorted(models, key=lambda n: wanted.index(n.split("@")[0]))
             }
             document["machine"] = {**machine(torch.device("cpu")), **versions}
-            RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     del kept
-    print(report(known()))
+    print(report(known(args.out)))
 
 
-def known() -> dict[str, Any]:
+def known(path: Path) -> dict[str, Any]:
     """Return the results so far."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"models": {}}
     return found
 
 
