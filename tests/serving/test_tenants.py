@@ -286,6 +286,7 @@ def test_a_batch_that_hangs_after_an_urgent_one_releases_the_turn(urgent_first: 
 
 def test_closing_in_a_callback_does_not_wait_for_the_other_tenants(wait_for: Any) -> None:
     """Their workers wait for the turn of the very thread that runs the callback."""
+    before = set(threading.enumerate())
     began, go, closed = threading.Event(), threading.Event(), threading.Event()
     batcher = TenantBatcher(tenants())
     held = batcher.submit("first", lambda: (began.set(), go.wait(60)), FOREVER)
@@ -298,7 +299,7 @@ def test_closing_in_a_callback_does_not_wait_for_the_other_tenants(wait_for: Any
     with pytest.raises(BatcherClosed):
         batcher.submit("second", "z", FOREVER)
     batcher.close()
-    wait_for(lambda: not any("subnetact" in thread.name for thread in threading.enumerate()))
+    wait_for(lambda: set(threading.enumerate()) <= before, 60)
 
 
 class Crowded(StandIn):
