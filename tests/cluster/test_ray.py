@@ -379,7 +379,7 @@ def test_the_command_serves_and_leaves_nothing_behind(source):
             for line in process.stdout
             if line.startswith("listening on http://127.0.0.1:")
         )
-        status, _, text = call(port, "POST", "/infer", {"input": [0] * 256, "deadline_ms": 1e7})
+        status, _, text = call(port, "POST", "/infer", {"input": [0] * 256, "deadline_ms": 60_000})
         assert (status, json.loads(text)["met"]) == (200, True)
         assert call(port, "GET", "/healthz")[0] == 200
         descendants = children(process.pid)
