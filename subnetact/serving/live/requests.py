@@ -199,7 +199,8 @@ def owned(x: Any) -> Any:
         return own
     torch: Any = sys.modules.get("torch")  # who has a tensor has imported torch
     if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
-        return x.detach().clone()
+        # Every call of torch lets go of the interpreter's lock, for which many clients queue.
+        return (x.detach() if x.requires_grad else x).clone()
     return x
 
 
