@@ -31,7 +31,6 @@ from subnetact.serving.live.requests import (
     AnswerFuture,
     Decided,
     Runner,
-    owned,
     settle,
 )
 from subnetact.serving.live.stats import BatcherStats
@@ -262,9 +261,9 @@ class Batcher:
         already runs. Callbacks of the future are called on a worker's thread; keep them short.
 
         Args:
-            x: one input, without a batch dimension, as the engine's `check` accepts it. Tensors on the CPU
-                and arrays, also those in tuples, lists and dictionaries, are copied, so that the caller may
-                use their memory again; other objects must not change before the answer.
+            x: one input, without a batch dimension, as the engine's `check` accepts it. It is not copied:
+                who uses its memory for something else before the answer changes what is answered. Give
+                `x.clone()` of a buffer that is filled again and again.
             deadline_ms: time that the request is given from now, in ms; 1e12 ms at most, more counts as that.
             min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any
                 subnet may answer.
@@ -286,7 +285,7 @@ class Batcher:
         """
         deadline_ms, floor = self._checked(x, deadline_ms, min_accuracy, priority, client)
         future = AnswerFuture()
-        request = self._admit(owned(x), deadline_ms, floor, priority or 0, future, None, client)
+        request = self._admit(x, deadline_ms, floor, priority or 0, future, None, client)
         future.on_cancel(partial(self._core.withdraw, request))
         return future
 
@@ -302,7 +301,7 @@ class Batcher:
 
         Args:
             x: one input, without a batch dimension, as the engine's `check` accepts it. It is not copied, as
-                in `submit`: it must not change before the answer.
+                in `submit`.
             deadline_ms: time that the request is given from now, in ms.
             min_accuracy: minimum profiled accuracy of the answering subnet, in percent, as in `submit`.
             priority: as in `submit`.

@@ -5,17 +5,13 @@
 import asyncio
 import concurrent.futures
 import logging
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-__all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "Request", "Runner", "owned", "settle"]
+__all__ = ["Answer", "AnswerFuture", "Decided", "Outcome", "Request", "Runner", "settle"]
 
 
 class Runner(Protocol):
@@ -184,24 +180,6 @@ class AnswerFuture(concurrent.futures.Future[Answer]):
             withdraw: takes the request off the queue.
         """
         self.__dict__["withdraw"] = withdraw
-
-
-def owned(x: Any) -> Any:
-    """Return a copy of the arrays and CPU tensors of an input; their owner may overwrite them."""
-    if isinstance(x, np.ndarray):
-        return x.copy()
-    if type(x) in (tuple, list) or hasattr(x, "_make"):
-        parts = [owned(part) for part in x]
-        return x._make(parts) if hasattr(x, "_make") else type(x)(parts)
-    if isinstance(x, MutableMapping):
-        own = copy(x)
-        own.update((name, owned(part)) for name, part in x.items())
-        return own
-    torch: Any = sys.modules.get("torch")  # who has a tensor has imported torch
-    if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
-        # Every call of torch lets go of the interpreter's lock, for which many clients queue.
-        return (x.detach() if x.requires_grad else x).clone()
-    return x
 
 
 _log = logging.getLogger(__name__)
