@@ -37,7 +37,6 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
-from subnetact.operators.kernel_table import machine_facts
 from subnetact.operators.precision import CHUNK, _scaled, lowered, product, why_not
 from subnetact.supernet.supernet import Supernet
 
@@ -264,8 +263,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     plot_bars(times, labels, title, "eager float32", out.with_suffix(".png"), top=1.6)
     names = list(dict.fromkeys(name for cell in result["forward"] for name in cell["ratio"] if name != BASE))
     lines = [
-        f"{on['device_name']}{', ' + on['kernels'] if 'kernels' in on else ''}, {on['threads']} thread(s), "
-        f"torch {on['torch']}, largest subnets. `ms` is the "
+        f"{on['device_name']}, {on['instructions']}, {on['threads']} thread(s), torch {on['torch']}, largest "
+        "subnets. `ms` is the "
         "time of the extracted float32 network in eager mode; the other columns are times divided by that "
         "time, medians over interleaved passes.",
         "",
@@ -317,7 +316,7 @@ def main() -> None:
     if args.report:
         return report(result, args.out)
     torch.set_num_threads(args.threads)
-    result["machine"] = {**machine(CPU), "kernels": str(machine_facts("cpu"))}
+    result["machine"] = machine(CPU)
     for part in args.parts:
         PARTS[part](args, result)
     return None

@@ -6,6 +6,8 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,68 @@ import torch
 
 from subnetact.errors import DeviceError
 
-__all__ = ["find_device", "machine", "measure", "raise_if_out_of_memory", "ran_out_of_memory", "synchronize"]
+__all__ = [
+    "MachineFacts",
+    "find_device",
+    "machine",
+    "machine_facts",
+    "measure",
+    "raise_if_out_of_memory",
+    "ran_out_of_memory",
+    "synchronize",
+]
+
+_UNITS = frozenset(("vnni", "bf16", "amx"))
+_SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
+_LIMITS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE"), frozenset()),
+    "AVX512_CORE_VNNI": frozenset(("vnni",)),
+    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512", "AVX10_2_512"), _SHORT),
+}
+"""What oneDNN uses below a limit of the environment. It takes no notice of a limit that it does not know."""
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What torch and oneDNN use of a machine.
+
+    Attributes:
+        device: the type of the device: `cpu`, `cuda`, or another one.
+        architecture: that of the processor, `x86_64` or `aarch64` for example.
+        aten: the instructions that torch's own loops use, as `torch.backends.cpu.get_cpu_capability` says.
+        onednn: whether the build of torch has oneDNN.
+        limit: the value of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses; empty if none.
+        units: what the processor has: `vnni`, `bf16` and `amx`.
+        cuda: the compute capability of the CUDA device.
+        reference: whether products in float64 are asked for, which are exact on every machine; tests do so.
+    """
+
+    device: str = "cpu"
+    architecture: str = "x86_64"
+    aten: str = "AVX512"
+    onednn: bool = True
+    limit: str = ""
+    units: frozenset[str] = frozenset()
+    cuda: tuple[int, int] = (0, 0)
+    reference: bool = False
+
+    def uses(self, unit: str) -> bool:
+        """Tell whether oneDNN uses a unit of the processor: it is there, and no limit leaves it out.
+
+        Args:
+            unit: `vnni`, `bf16` or `amx`.
+        """
+        allowed = _LIMITS.get(self.limit.upper(), _UNITS)
+        return self.onednn and self.aten.startswith("AVX512") and unit in self.units & allowed
+
+    def __str__(self) -> str:
+        if self.device == "cuda":
+            return f"CUDA device of compute capability {self.cuda[0]}.{self.cuda[1]}"
+        if self.device != "cpu":
+            return f"device of type {self.device}"
+        used = ", ".join(unit for unit in sorted(_UNITS) if self.uses(unit))
+        limit = f", ONEDNN_MAX_CPU_ISA={self.limit}" if self.limit else ""
+        return f"{self.architecture} CPU, {self.aten}, {used or 'no vnni, bf16 or amx'}{limit}"
 
 
 def find_device(device: str | torch.device) -> torch.device:
@@ -40,6 +103,29 @@ def find_device(device: str | torch.device) -> torch.device:
     raise DeviceError(f"device {str(device)!r} cannot be timed, only cpu and cuda can; {here}")
 
 
+@cache
+def machine_facts(device: str) -> MachineFacts:
+    """Return what torch and oneDNN use of this machine; it is read once.
+
+    Args:
+        device: the type of a device, `cpu` or `cuda`.
+    """
+    has = {
+        "vnni": getattr(torch.cpu, "_is_vnni_supported", bool)(),
+        "bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
+        "amx": getattr(torch.cpu, "_is_amx_tile_supported", bool)(),
+    }
+    return MachineFacts(
+        device,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")),
+        frozenset(unit for unit, there in has.items() if there),
+        torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
+    )
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe the machine, the device and the versions, for the stamp of a measurement.
 
@@ -47,12 +133,14 @@ def machine(device: torch.device) -> dict[str, Any]:
         device: the device that the measurement used.
 
     Returns:
-        `device` (its type), `device_name`, `cpus` (the number this process may use), `threads` (of torch),
-        `torch`, `python`, `system` and, on CUDA devices, `cuda`.
+        `device` (its type), `device_name`, `instructions` (what torch uses of it), `cpus` (the
+        number this process may use), `threads` (of torch), `torch`, `python`, `system` and, on CUDA devices,
+        `cuda`.
     """
     described: dict[str, Any] = {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "instructions": str(machine_facts(device.type)),
         "cpus": len(_affinity()),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torchvision_operators import define_missing
 
-from subnetact.operators import kernel_table
+from subnetact import device
+from subnetact.operators import precision
+from subnetact.operators.kernel_table import kernel_for
 from subnetact.supernet.supernet import Supernet
 
 torch.set_num_threads(1)
@@ -43,15 +45,15 @@ def any_program_is_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def int8_on_every_machine() -> Iterator[None]:
     """Where int8 is refused, tests of what it means run on exact products in float64."""
-    real = kernel_table.machine_facts
-    exact = kernel_table.MachineFacts(reference=True)
+    real = device.machine_facts
+    exact = device.MachineFacts(reference=True)
 
-    def facts(device: str) -> kernel_table.MachineFacts:
-        found = real(device)
-        return found if kernel_table.kernel_for("int8", found).name or device != "cpu" else exact
+    def facts(kind: str) -> device.MachineFacts:
+        found = real(kind)
+        return found if kernel_for("int8", found).name or kind != "cpu" else exact
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_table, "machine_facts", facts)
+        patch.setattr(precision, "machine_facts", facts)
         yield
 
 

@@ -14,8 +14,8 @@ from subnetact.latency.compare import differing_facts
 
 __all__ = ["merge"]
 
-SAME = ("device", "device_name", "torch", "threads", "dtype", "input_shape", "input_dtype", "space",
-        "supernet", "mode", "statistic", "include_actuation", "include_h2d", "channels_last",
+SAME = ("device", "device_name", "instructions", "torch", "threads", "dtype", "input_shape", "input_dtype",
+        "space", "supernet", "mode", "statistic", "include_actuation", "include_h2d", "channels_last",
         "co_runner_subnet")  # fmt: skip
 """Facts of the stamps that must be equal, because latencies are not comparable otherwise."""
 OF_SUBNETS = ("out_of_memory", "subnet_dimension", "dominated")

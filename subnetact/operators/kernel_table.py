@@ -1,19 +1,17 @@
 """The table of kernels: what each kind of machine multiplies with at a precision, or why it is refused.
 
-A machine is described by what torch and oneDNN use of it (`machine_facts`), within the limits of the
-environment. `kernel_for` is a function of these facts alone: no time is measured, so the answer is the same
-on a busy machine, and every row of the table can be asked for on any machine.
+A machine is described by what torch and oneDNN use of it (`subnetact.device.machine_facts`), within the
+limits of the environment. `kernel_for` is a function of these facts alone: no time is measured, so the
+answer is the same on a busy machine, and every row of the table can be asked for on any machine.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import torch
+from subnetact.device import MachineFacts
 
 __all__ = [
     "CUBLAS",
@@ -21,9 +19,7 @@ __all__ = [
     "REFERENCE",
     "STRIDED",
     "Kernel",
-    "MachineFacts",
     "kernel_for",
-    "machine_facts",
 ]
 
 STRIDED = "strided"
@@ -34,57 +30,6 @@ REFERENCE = "reference"
 """Products in float64: exact and slow, on every machine."""
 NATIVE = "native"
 """The products that torch has for a dtype."""
-_UNITS = frozenset(("vnni", "bf16", "amx"))
-_SHORT: frozenset[str] = frozenset(("vnni", "bf16"))
-_LIMITS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE"), frozenset()),
-    "AVX512_CORE_VNNI": frozenset(("vnni",)),
-    **dict.fromkeys(("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512", "AVX10_2_512"), _SHORT),
-}
-"""What oneDNN uses below a limit of the environment. It takes no notice of a limit that it does not know."""
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """What torch and oneDNN use of a machine.
-
-    Attributes:
-        device: the type of the device: `cpu`, `cuda`, or another one.
-        architecture: that of the processor, `x86_64` or `aarch64` for example.
-        aten: the instructions that torch's own loops use, as `torch.backends.cpu.get_cpu_capability` says.
-        onednn: whether the build of torch has oneDNN.
-        limit: the value of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses; empty if none.
-        units: what the processor has: `vnni`, `bf16` and `amx`.
-        cuda: the compute capability of the CUDA device.
-        reference: whether products in float64 are asked for, which are exact on every machine; tests do so.
-    """
-
-    device: str = "cpu"
-    architecture: str = "x86_64"
-    aten: str = "AVX512"
-    onednn: bool = True
-    limit: str = ""
-    units: frozenset[str] = frozenset()
-    cuda: tuple[int, int] = (0, 0)
-    reference: bool = False
-
-    def uses(self, unit: str) -> bool:
-        """Tell whether oneDNN uses a unit of the processor: it is there, and no limit leaves it out.
-
-        Args:
-            unit: `vnni`, `bf16` or `amx`.
-        """
-        allowed = _LIMITS.get(self.limit.upper(), _UNITS)
-        return self.onednn and self.aten.startswith("AVX512") and unit in self.units & allowed
-
-    def __str__(self) -> str:
-        if self.device == "cuda":
-            return f"CUDA device of compute capability {self.cuda[0]}.{self.cuda[1]}"
-        if self.device != "cpu":
-            return f"device of type {self.device}"
-        used = ", ".join(unit for unit in sorted(_UNITS) if self.uses(unit))
-        limit = f", ONEDNN_MAX_CPU_ISA={self.limit}" if self.limit else ""
-        return f"{self.architecture} CPU, {self.aten}, {used or 'no vnni, bf16 or amx'}{limit}"
 
 
 @dataclass(frozen=True)
@@ -169,26 +114,3 @@ def kernel_for(precision: str, facts: MachineFacts) -> Kernel:
         facts: the machine.
     """
     return next(row for fits, row in _ROWS if row.precision == precision and fits(facts))
-
-
-@cache
-def machine_facts(device: str) -> MachineFacts:
-    """Return what torch and oneDNN use of this machine; it is read once.
-
-    Args:
-        device: the type of a device, `cpu` or `cuda`.
-    """
-    has = {
-        "vnni": getattr(torch.cpu, "_is_vnni_supported", bool)(),
-        "bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
-        "amx": getattr(torch.cpu, "_is_amx_tile_supported", bool)(),
-    }
-    return MachineFacts(
-        device,
-        platform.machine(),
-        torch.backends.cpu.get_cpu_capability(),
-        torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")),
-        frozenset(unit for unit, there in has.items() if there),
-        torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
-    )

@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subnetact.device import MachineFacts, machine_facts
 from subnetact.errors import PrecisionError
-from subnetact.operators import kernel_table
-from subnetact.operators.kernel_table import CUBLAS, REFERENCE, STRIDED, Kernel, MachineFacts, kernel_for
+from subnetact.operators.kernel_table import CUBLAS, REFERENCE, STRIDED, Kernel, kernel_for
 from subnetact.operators.view_module import mixed_class
 from subnetact.spec import FLOAT32, PRECISIONS
 
@@ -360,7 +360,7 @@ def kernel_here(precision: str, device: torch.device) -> Kernel:
     Raises:
         PrecisionError: there is none that is faster than float32.
     """
-    facts = kernel_table.machine_facts(device.type)
+    facts = machine_facts(device.type)
     kernel = kernel_for(precision, facts)
     if not kernel.name:
         raise PrecisionError(f"precision {precision}: {_refusal(kernel, facts)}; run the subnet at float32")
@@ -376,7 +376,7 @@ def why_not(precision: str, device: torch.device) -> str | None:
     """
     if precision == FLOAT32 or device.type == "meta":
         return None
-    facts = kernel_table.machine_facts(device.type)
+    facts = machine_facts(device.type)
     kernel = kernel_for(precision, facts)
     return _wrong(precision, facts) if kernel.name else _refusal(kernel, facts)
 

@@ -19,8 +19,7 @@ from subnetact.device import find_device, machine
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
 from subnetact.files.documents import parse_json
 from subnetact.latency.table import LatencyTable
-from subnetact.operators import kernel_table
-from subnetact.operators.precision import why_not
+from subnetact.operators.precision import kernel_here, why_not
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile
 from subnetact.profile.selection import SelectionRequest
@@ -118,13 +117,15 @@ def _set_threads(threads: int | None) -> None:
 def _machine(args: argparse.Namespace) -> int:
     device = find_device(args.device)
     _set_threads(args.threads)
-    on, facts = machine(device), kernel_table.machine_facts(device.type)
-    print(f"{on['device_name']}: {facts}; {on['cpus']} CPUs, {on['threads']} threads, torch {on['torch']}")
+    on = machine(device)
+    print(
+        f"{on['device_name']}: {on['instructions']}; {on['cpus']} CPUs, {on['threads']} threads, "
+        f"torch {on['torch']}"
+    )
     print(f"{FLOAT32}: torch's own products")
     for precision in sorted(PRECISIONS.keys() - {FLOAT32}):
         why = why_not(precision, device)
-        kernel = kernel_table.kernel_for(precision, facts)
-        print(f"{precision}: {kernel.text if why is None else f'refused, {why}'}")
+        print(f"{precision}: {kernel_here(precision, device).text if why is None else f'refused, {why}'}")
     return DONE
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from subnetact.device import MachineFacts, machine_facts
 from subnetact.errors import PrecisionError
-from subnetact.operators import kernel_table, precision
-from subnetact.operators.kernel_table import CUBLAS, NATIVE, REFERENCE, STRIDED, MachineFacts, kernel_for
+from subnetact.operators import precision
+from subnetact.operators.kernel_table import _ROWS, CUBLAS, NATIVE, REFERENCE, STRIDED, kernel_for
 from subnetact.profile.cli import main
 from subnetact.spec import PRECISIONS
 
@@ -59,14 +60,14 @@ def test_what_a_machine_has_decides_its_kernels(facts: MachineFacts, int8: str, 
 @pytest.mark.parametrize("name", ["int8", "bfloat16"])
 def test_every_row_is_some_machines(name: str) -> None:
     used = {kernel_for(name, facts) for facts, _, _ in MACHINES}
-    assert used == {row for _, row in kernel_table._ROWS if row.precision == name}
+    assert used == {row for _, row in _ROWS if row.precision == name}
 
 
 @pytest.mark.parametrize(("facts", "int8", "bfloat16"), MACHINES, ids=str)
 def test_refusals_name_the_machine_what_it_needs_and_what_it_runs(
     facts: MachineFacts, int8: str, bfloat16: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
+    monkeypatch.setattr(precision, "machine_facts", lambda device: facts)
     monkeypatch.setattr(precision, "_wrong", lambda name, facts: None)
     device = torch.device("cpu")
     for name, kernel in (("int8", int8), ("bfloat16", bfloat16)):
@@ -85,7 +86,7 @@ def test_refusals_name_the_machine_what_it_needs_and_what_it_runs(
 
 def test_announced_matrix_units_that_no_process_may_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = MachineFacts(units=SAPPHIRE_RAPIDS, limit="AVX512_CORE_AMX")
-    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
+    monkeypatch.setattr(precision, "machine_facts", lambda device: facts)
     monkeypatch.setattr(precision, "_tiles_work", lambda: False)
     precision._wrong.cache_clear()
     try:
@@ -119,7 +120,7 @@ def read_facts(device: str = "cpu") -> MachineFacts:
     return REAL.__wrapped__(device)
 
 
-REAL: Any = kernel_table.machine_facts
+REAL: Any = machine_facts
 """The function of the module, taken before the first fixture runs."""
 
 
@@ -187,7 +188,8 @@ def test_the_command_prints_what_the_machine_gets(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
+    for place in ("subnetact.device", "subnetact.operators.precision"):
+        monkeypatch.setattr(f"{place}.machine_facts", lambda device: facts)
     monkeypatch.setattr(precision, "_wrong", lambda name, facts: None)
     assert main(["--machine", "--device", "cpu"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()

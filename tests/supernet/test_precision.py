@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
+from subnetact.device import MachineFacts
 from subnetact.digits import load_digits_supernet
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
@@ -28,7 +29,6 @@ from subnetact.errors import (
 )
 from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_table
 from subnetact.operators import precision as kernels
-from subnetact.operators.kernel_table import MachineFacts
 from subnetact.operators.tensor_version import storage_id
 from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.supernet import Supernet
@@ -70,7 +70,7 @@ def onednn_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
         pytest.skip("this build of torch has no int8 convolutions")
-    if not kernel_table.machine_facts("cpu").uses("vnni"):
+    if not kernels.machine_facts("cpu").uses("vnni"):
         monkeypatch.setattr(kernels, "LARGEST", 63)
         monkeypatch.setattr(
             kernel_table, "machine_facts", lambda device: MachineFacts(device, units=frozenset({"vnni"}))
@@ -510,7 +510,7 @@ def test_a_network_without_matrix_products_is_refused() -> None:
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, facts: MachineFacts) -> None:
-    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
+    monkeypatch.setattr(kernels, "machine_facts", lambda device: facts)
 
 
 def test_a_build_without_int8_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
