@@ -120,7 +120,7 @@ def machine_facts(device: str) -> MachineFacts:
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
         torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-        os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")),
+        os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", ""),
         frozenset(unit for unit, there in has.items() if there),
         torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
     )

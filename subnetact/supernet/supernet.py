@@ -608,6 +608,10 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.largest() if spec is None else self.space.check(spec)
+        self._norms.update({spec: self._shared_statistics(spec)})
+
+    def _shared_statistics(self, spec: SubnetSpec) -> NormRow:
+        """Copy what the network's own statistics are for a subnet."""
         row = self.space.resolve(spec)
         found: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -617,7 +621,16 @@ class Supernet(nn.Module):
 
         with torch.inference_mode(False), torch.no_grad():
             bind(self.network, row, shared)
-            self._norms.update({spec: NormRow.of(found)})
+            return NormRow.of(found)
+
+    def _has_adopted(self) -> bool:
+        """Tell whether the largest subnet's statistics row holds the network's own statistics."""
+        largest = self.space.largest()
+        row = self._norms.get(largest)
+        if row is None:
+            return False
+        shared = self._shared_statistics(largest).flat
+        return torch.equal(row.flat.to(shared), shared)
 
     def has_original_statistics(self) -> bool:
         """Tell whether the largest subnet is the pretrained network that `insert_` was given.
@@ -789,14 +802,16 @@ class Supernet(nn.Module):
             assign: whether to use the given tensors themselves instead of copying them, as in
                 `nn.Module.load_state_dict`.
             norms: the statistics rows that belong to these weights; they replace those of `norms` at the same
-                moment. If None, the statistics rows of subnets stay.
+                moment. Without it only the row that `adopt_statistics` gave the largest subnet follows the
+                network's own statistics, and a supernet that has further rows refuses other weights.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
 
         Raises:
             CheckpointError: a tensor has another shape; `strict` is True, and tensors are missing or extra;
-                or the state_dict is no mapping. Nothing is then loaded.
+                the state_dict is no mapping; or subnets have statistics of the former weights, and `norms`
+                does not say what becomes of them. Nothing is then loaded.
             ForeignSpec: the norm table is of another space.
         """
         table = None if norms is None else self._own(norms)
@@ -821,6 +836,9 @@ class Supernet(nn.Module):
             hint = prefix_hint(state_dict, own)
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
+            adopted = table is None and self._has_adopted()
+            if table is None and len(self._norms) > adopted:
+                self._check_same(state_dict, own, len(self._norms) - adopted)
             self.generation.weights.close()
             self._forget()  # Packed copies must not follow weights that are half loaded.
             moved = [] if assign else renew_storage_(self.network)
@@ -832,6 +850,8 @@ class Supernet(nn.Module):
                 loaded = True
                 if table is not None:
                     self._norms = table
+                elif adopted:
+                    self.adopt_statistics()
                 return result
             except BaseException:
                 for tensor, former in moved:
@@ -844,6 +864,17 @@ class Supernet(nn.Module):
                     {*self.network.parameters(), *self.network.buffers()}
                 )
                 self._renew(same=not (loaded or in_place), beneath=in_place)
+
+    @staticmethod
+    def _check_same(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor], rows: int) -> None:
+        """Refuse weights other than the present ones, which the statistics of subnets were made with."""
+        known = ((own[name], tensor) for name, tensor in state_dict.items() if name in own)
+        if not all(torch.equal(tensor.to(present), present) for present, tensor in known):
+            raise CheckpointError(
+                f"state_dict: BatchNorm statistics of {rows} subnet(s) belong to the former weights; give "
+                "norms= those of the new weights, NormTable(supernet.space.id) to drop all and calibrate again, "
+                "or supernet.norms to keep them"
+            )
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

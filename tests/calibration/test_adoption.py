@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from subnetact import Axis, SubnetSpace, Supernet, calibrate, insert_
-from subnetact.errors import StaleWeights
+from subnetact import Axis, NormTable, SubnetSpace, Supernet, calibrate, insert_
+from subnetact.errors import CheckpointError, StaleWeights
 from subnetact.operators import SubnetNorm, WeightSlice
 
 BATCHES = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
 
-def pretrained() -> nn.Module:
-    torch.manual_seed(0)
+def pretrained(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
     nn.init.normal_(network[1].running_mean)
     nn.init.uniform_(network[1].running_var, 0.5, 2)
@@ -144,3 +144,29 @@ def test_statistics_that_training_changes_meanwhile_are_not_adopted() -> None:
         calibrate(supernet, specs, batches(), progress=False)
     assert len(supernet.norms) == 0
     assert not calibrate(supernet, specs, batches(), progress=False).adopted  # It changes no weights.
+
+
+def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
+    supernet, other = supernet_of(pretrained()), supernet_of(pretrained(seed=1))
+    supernet.adopt_statistics()
+    supernet.load_state_dict(other.state_dict())
+    x = torch.cat(BATCHES)
+    torch.testing.assert_close(
+        supernet(x, subnet=supernet.space.largest()), other.network(x), rtol=0, atol=5e-5
+    )
+
+
+def test_statistics_of_former_weights_are_not_kept_unasked() -> None:
+    supernet, other = supernet_of(pretrained()), supernet_of(pretrained(seed=1))
+    calibrate(supernet, [supernet.space.smallest()], BATCHES, progress=False)
+    before, state = supernet.fingerprint(), other.state_dict()
+    supernet.load_state_dict(supernet.state_dict())
+    with pytest.raises(
+        CheckpointError, match=r"1 subnet\(s\) belong to the former weights; give norms= those"
+    ):
+        supernet.load_state_dict(state)
+    assert supernet.fingerprint() == before
+    supernet.load_state_dict(state, norms=supernet.norms)
+    assert len(supernet.norms) == 1
+    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=NormTable(supernet.space.id))
+    assert not len(supernet.norms)

@@ -99,7 +99,11 @@ def test_announced_matrix_units_that_no_process_may_use_are_refused(monkeypatch:
 
 @pytest.mark.parametrize(
     ("set_to", "found"),
-    [({}, ""), ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2"), ({"DNNL_MAX_CPU_ISA": "AVX"}, "AVX")],
+    [
+        ({}, ""),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, "AVX2"),
+        ({"DNNL_MAX_CPU_ISA": "AVX", "ONEDNN_MAX_CPU_ISA": ""}, "AVX"),
+    ],
 )
 def test_facts_are_read_with_the_limits_of_the_environment(
     set_to: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
