@@ -872,8 +872,8 @@ class Supernet(nn.Module):
         if not all(torch.equal(tensor.to(present), present) for present, tensor in known):
             raise CheckpointError(
                 f"state_dict: BatchNorm statistics of {rows} subnet(s) belong to the former weights; give "
-                "norms= those of the new weights, NormTable(supernet.space.id) to drop all and calibrate again, "
-                "or supernet.norms to keep them"
+                "norms= those of the new weights, NormTable(supernet.space.id) to calibrate all again, or "
+                "supernet.norms to keep them"
             )
 
     @contextmanager
