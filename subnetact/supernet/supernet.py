@@ -839,13 +839,14 @@ class Supernet(nn.Module):
             adopted = table is None and self._has_adopted()
             if table is None and len(self._norms) > adopted:
                 self._check_same(state_dict, own, len(self._norms) - adopted)
-            self.generation.weights.close()
-            self._forget()  # Packed copies must not follow weights that are half loaded.
-            moved = [] if assign else renew_storage_(self.network)
             modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
+            moved: list[tuple[Tensor, Tensor]] = []
             loaded = False
             try:
+                self.generation.weights.close()
+                self._forget()  # Packed copies must not follow weights that are half loaded.
+                moved = [] if assign else renew_storage_(self.network)
                 result = self.network.load_state_dict(state_dict, strict, assign)
                 loaded = True
                 if table is not None:
@@ -919,10 +920,12 @@ class Supernet(nn.Module):
             storages: the new storage by the `storage_id` of the former one; other tensors stay.
         """
         with self._exchange:
-            self.generation.weights.close()
-            self._forget()
-            exchange_storage_(self.tensors(), storages)
-            self._renew(same=True)
+            try:
+                self.generation.weights.close()
+                self._forget()
+                exchange_storage_(self.tensors(), storages)
+            finally:
+                self._renew(same=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
         with self._exchange:

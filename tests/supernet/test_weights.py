@@ -184,6 +184,26 @@ def test_a_load_that_fails_half_way_changes_nothing(supernet: Supernet, assign: 
     assert all(parameter is tensors[name] for name, parameter in supernet.named_parameters())
 
 
+@pytest.mark.parametrize("door", ["load_state_dict", "exchange_storage"])
+def test_a_load_that_finds_no_room_leaves_nothing_behind(
+    supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is then loaded in place, as the documentation advises, reaches every copy."""
+    spec = supernet.enable_precision("int8").at_precision(supernet.space.base.largest(), "int8")
+    supernet(X, subnet=spec)
+    name = {"load_state_dict": "renew_storage_", "exchange_storage": "exchange_storage_"}[door]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"subnetact.supernet.supernet.{name}", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            supernet.load_state_dict(checkpoints(supernet)[0]) if door == "load_state_dict" else (
+                supernet.exchange_storage({})
+            )
+    before = supernet.generation.moment()
+    supernet.network.load_state_dict(checkpoints(supernet)[0])
+    assert not supernet.generation.moment().same_weights(before)
+    torch.testing.assert_close(supernet(X, subnet=spec), supernet.extract(spec)(X), rtol=0, atol=5e-5)
+
+
 def test_a_load_in_place_that_fails_moves_the_generation(supernet: Supernet) -> None:
     """Tensors in shared memory are loaded where they are, so a failure behind them leaves other weights."""
     supernet.network.narrow[0].weight.share_memory_()
