@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,6 +144,13 @@ def test_replays_never_overlap(digits: Supernet) -> None:
     assert recorder.overlaps == 0
 
 
+@pytest.fixture
+def two_recompiles() -> Iterator[None]:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+
+
+@pytest.mark.usefixtures("two_recompiles")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(digits: Supernet) -> None:
     built: list[int] = []
@@ -153,7 +160,7 @@ def test_more_subnets_than_the_recompile_limit_are_compiled_and_none_falls_back(
         return graph.forward
 
     torch._dynamo.register_backend(counting, name="subnetact_counting")
-    specs = digits.space.sample(0, 12)
+    specs = digits.space.sample(0, 3)
     subnetact.calibrate(digits, specs, [X], progress=False)
     engine = subnetact.Engine(digits, specs, example=EXAMPLE, compile="subnetact_counting")
     assert len(specs) > torch._dynamo.config.recompile_limit

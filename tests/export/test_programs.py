@@ -253,16 +253,3 @@ def test_a_missing_compiler_is_said(engine: subnetact.Engine, tmp_path: Path) ->
     absent = config.patch({"cpp.cxx": ("a-compiler-that-is-not-installed",)})
     with absent, pytest.raises(ExportError, match="needs a C\\+\\+ compiler"):
         to_exported_programs(engine, tmp_path / "p", compile="aoti", progress=False)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler: install g++")
-def test_compiled_packages_share_the_weights(engine: subnetact.Engine, tmp_path: Path) -> None:
-    path = to_exported_programs(engine, tmp_path / "p", compile="aoti", subnets=[0], progress=False)
-    assert (path / "program-0.pt2").stat().st_size < 3_000_000
-    loaded = load_exported(path, trusted=True)
-    for x in (IMAGES[:1], IMAGES, IMAGES.transpose(2, 3)):
-        want = engine.supernet(x, subnet=engine.specs[0])
-        torch.testing.assert_close(loaded(x, subnet=0), want, atol=1e-4, rtol=1e-3)
-    rewrite(path, capability="another")
-    with pytest.raises(FileFormatError, match="for another, this is torch"):
-        load_exported(path, trusted=True)

@@ -58,10 +58,10 @@ def both() -> Callable[[str], tuple[Any, Supernet]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fifty_random_subnets_at_full_size(both: Any, family: str) -> None:
+def test_random_subnets_at_full_size(both: Any, family: str) -> None:
     upstream, supernet = both(family)
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))
-    specs = supernet.space.sample(4, 52)
+    specs = supernet.space.sample(4, 12)
     spread = []
     for spec in specs:
         upstream.set_active_subnet(**supernet.space.format(spec))

@@ -45,7 +45,7 @@ def test_bytes_give_the_same_numbers_again_and_never_run_out() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_hostile_inputs_raise_errors_of_the_library(name: str) -> None:
     @settings(
-        max_examples=8 if name in SLOW else 40,
+        max_examples=4 if name in SLOW else 20,
         derandomize=True,
         database=None,
         deadline=None,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_families import small_supernet
+from torch import nn
 
 import subnetact
 from subnetact.digits import digits_space, load_digits_supernet, new_digits_supernet
@@ -74,7 +75,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("method", ["evolution", "random", "exhaustive"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(after=st.integers(0, 150))
 def test_a_killed_search_resumes_to_the_same_result(
     made_up: tuple[Supernet, Any, Any],
@@ -195,12 +196,26 @@ def test_a_random_search_keeps_its_budget_and_seed(digits: Supernet) -> None:
     assert first == run()
 
 
-def test_a_budget_near_the_space_is_spent(made_up: tuple[Supernet, Any, Any]) -> None:
-    supernet, accuracy, latency = made_up
-    found = subnetact.search(
-        supernet, accuracy, latency, evaluations=860, population=100, method="evolution", progress=False
+def test_a_budget_near_the_space_is_spent() -> None:
+    choices = (1, 2, 3, 4)
+    space = SubnetSpace(
+        "small",
+        [subnetact.Axis.uniform("width", ["a", "b", "c"], choices)],
+        lambda v: dict(zip("abc", v["width"], strict=True)),
     )
-    assert len({c.spec for c in found.evaluated}) == 860
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    supernet = subnetact.insert_(network.eval(), space, {})
+    found = subnetact.search(
+        supernet,
+        lambda spec: float(sum(space.resolve(spec))),
+        lambda spec: float(space.resolve(spec)[0]),
+        evaluations=62,
+        population=10,
+        method="evolution",
+        progress=False,
+    )
+    assert space.size() == 64
+    assert len({c.spec for c in found.evaluated}) == 62
 
 
 def test_several_batch_sizes_are_objectives_together(made_up: tuple[Supernet, Any, Any]) -> None:

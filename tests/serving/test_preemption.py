@@ -529,7 +529,7 @@ def test_a_request_that_the_watchdog_took_in_is_looked_at_between_blocks() -> No
     assert "urgent" in [request.x for request in urgent.part]
 
 
-@pytest.mark.parametrize(("look_ms", "seconds", "within"), [(0.0, 1.5, 1e-9), (1.0, 2.5, 0.02)])
+@pytest.mark.parametrize(("look_ms", "seconds", "within"), [(0.0, 1.0, 1e-9), (1.0, 2.5, 0.02)])
 def test_the_simulator_predicts_the_live_batcher(look_ms: float, seconds: float, within: float) -> None:
     """Attainment is the same, with policy and rule shared; looks cost a block somewhat different times."""
     rng = np.random.default_rng(3)

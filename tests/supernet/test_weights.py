@@ -131,7 +131,7 @@ def test_every_answer_is_of_one_checkpoint(supernet: Supernet, how: str, assign:
         if how == "fused":
             assert all(engine.pin(i) for i in range(2))
 
-    wrong, seen = answers_of_neither(run, expected, exchange, 8 if how == "fused" else 60)
+    wrong, seen = answers_of_neither(run, expected, exchange, 4 if how == "fused" else 30)
     assert wrong == 0, (wrong, seen)
 
 

@@ -405,8 +405,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("how", "sent"),
     [
-        pytest.param("kill", signal.SIGKILL, id="kill -9"),
-        pytest.param("fork", signal.SIGKILL, id="kill -9 after a fork", marks=pytest.mark.slow),
+        pytest.param("fork", signal.SIGKILL, id="kill -9 after a fork"),
         pytest.param("term", signal.SIGTERM, id="SIGTERM", marks=pytest.mark.slow),
         pytest.param("interrupt", signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),
     ],
