@@ -105,14 +105,14 @@ class States:
         self.fingerprints: list[str] = []
         x = torch.stack(self.inputs)
         for w, state in enumerate(self.weights):
-            self.supernet.load_state_dict(state)
+            self.supernet.load_state_dict(state, norms=self.supernet.norms)
             self.fingerprints.append(self.supernet.fingerprint())
             for c, batches in enumerate(self.batches):
                 calibrate(self.supernet, self.specs, batches, progress=False)
                 self.rows[w, c] = self.supernet.norms
                 self.supernet.norms = NormTable(space.id)
         for w, state in enumerate(self.weights):
-            self.supernet.load_state_dict(state)
+            self.supernet.load_state_dict(state, norms=self.supernet.norms)
             for (cw, c), rows in self.rows.items():
                 self.supernet.norms = rows
                 for s, spec in enumerate(self.specs):
@@ -121,7 +121,7 @@ class States:
                     self.expected[w, self._number(cw, c), s] = list(y)
         self._check_apart()
         self.now = (0, 0)
-        self.supernet.load_state_dict(self.weights[0])
+        self.supernet.load_state_dict(self.weights[0], norms=self.supernet.norms)
         self.supernet.norms = self.rows[0, 0]
         self._lock = threading.Lock()
         self._history: deque[tuple[float, float, tuple[int, int]]] = deque(maxlen=4096)
@@ -151,7 +151,7 @@ class States:
         with self._lock:
             before = self.now
             self._open(start, spec_numbers[0])
-        self.supernet.load_state_dict(self.weights[weights])
+        self.supernet.load_state_dict(self.weights[weights], norms=self.supernet.norms)
         if calibration is not None:
             after = (weights, self._number(weights, calibration))
             with self._lock:

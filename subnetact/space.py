@@ -791,6 +791,12 @@ class SubnetSpace:
             flags = [choice for choice in slot.choices if isinstance(choice, bool)]
             if flags:
                 raise SpecError(f"{where}: {flags[0]} is a truth value; use the choices 0 and 1")
+            texts = [str(choice) for choice in slot.choices]
+            if len(set(texts)) < len(texts) or any("," in text or " " in text for text in texts):
+                raise SpecError(
+                    f"{where}: choices must be told apart by their text, without commas and blanks, which "
+                    f"stand between choices in the key of a subnet; got {slot.choices}"
+                )
             when = slot.used_when
             if when and (when.axis, when.slot) not in gates:
                 raise SpecError(f"{where}: depends on {when.axis}[{when.slot}], which is not unconditional")

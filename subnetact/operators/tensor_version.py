@@ -1,8 +1,11 @@
 """The version counter of a tensor, which tells whether the tensor has changed in place, and its storage."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 __all__ = ["changes_of", "storage_id", "tensor_version"]
 
@@ -23,3 +26,13 @@ def changes_of(tensors: Iterable[Tensor]) -> int:
 def storage_id(tensor: Tensor) -> int:
     """Return a number that tells storages apart; it exists for tensors on the meta device as well."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _count_fused_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    """Count a step of an optimizer with `fused=True`, which changes parameters without counting it."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version(group["params"])
+
+
+register_optimizer_step_post_hook(_count_fused_step)

@@ -25,6 +25,7 @@ from subnetact.errors import (
     SpecError,
     StaleWeights,
     UncalibratedSubnetWarning,
+    ViewError,
 )
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
@@ -147,6 +148,12 @@ class Supernet(nn.Module):
         unshared = {"_lock": None, "_exchange": None, "_replacements": None, "_generation": None}
         original = self._original.carried(self.network, self.generation.moment())
         return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}, "_original": original}
+
+    def __copy__(self) -> Supernet:
+        raise ViewError(
+            "a shallow copy of a supernet does not notice when the weights that both share are exchanged; "
+            "use the supernet itself, or copy.deepcopy(supernet)"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -306,9 +313,11 @@ class Supernet(nn.Module):
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+            StaleWeights: `functional_call` runs on the supernet, whose tensors a view must not keep.
         """
         spec = self.space.check(spec)
         with self._exchange:
+            self._require_own_weights()
             statistics = self._norms.get(spec)
             view = self._bind(spec, statistics)
         if statistics is None:
@@ -888,9 +897,11 @@ class Supernet(nn.Module):
         """Return a context in which weights and statistics can be copied: all copies are of one moment.
 
         Raises:
-            StaleWeights: weights were changed in place by another thread meanwhile.
+            StaleWeights: weights were changed in place by another thread meanwhile, or `functional_call` runs
+                on the supernet.
         """
         with self._exchange:
+            self._require_own_weights()
             before = self.generation.moment()
             yield
             if self.generation.moment() != before:
@@ -964,6 +975,14 @@ class Supernet(nn.Module):
         self._replacements = Replacements()
         self._replacements.note(self)
         self._noticed = self._replacements.writes
+
+    def _require_own_weights(self) -> None:
+        """Refuse to take what lasts while `functional_call` runs: other tensors stand for the parameters."""
+        if self._replacements.writes != self._noticed and self._substituted():
+            raise StaleWeights(
+                "torch.func.functional_call runs on the supernet, and its tensors stand for the parameters; "
+                "make engines and bundles before or after it, or let it have a copy.deepcopy(supernet)"
+            )
 
     def _substituted(self) -> bool:
         """Find out what the writes into registries did, and drop cached views if something was replaced.

@@ -183,7 +183,7 @@ def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
     ):
         with pytest.raises(ResumeMismatch, match=message):
             subnetact.calibrate(digits, chosen, batches, False, resume=path, **options)
-    digits.load_state_dict({name: t * 1.5 for name, t in digits.state_dict().items()})
+    digits.load_state_dict({name: t * 1.5 for name, t in digits.state_dict().items()}, norms=digits.norms)
     with pytest.raises(ResumeMismatch, match="other weights"):
         subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), before)

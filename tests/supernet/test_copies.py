@@ -93,6 +93,8 @@ def test_views_and_engines_are_not_pickled(digits: Supernet) -> None:
             pickle.dumps(module)
     with pytest.raises(ViewError, match="cannot be pickled"):
         torch.save(view, io.BytesIO())
+    with pytest.raises(ViewError, match=r"copy\.deepcopy\(supernet\)"):
+        copy.copy(digits)
     for take in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(EngineError, match=r"Engine\.load"):
             take(engine)

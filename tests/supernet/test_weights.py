@@ -7,13 +7,15 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import subnetact
-from subnetact.errors import CheckpointError, ForeignSpec
+from subnetact.errors import CheckpointError, ForeignSpec, StaleWeights
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet
@@ -291,6 +293,28 @@ def test_functional_call_uses_the_given_weights_and_leaves_no_trace(
     assert torch.equal(engine(X, 1), before[1])
     for spec in specs:
         torch.testing.assert_close(supernet(X, subnet=spec), supernet.extract(spec)(X), rtol=0, atol=1e-6)
+
+
+def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_path: Path) -> None:
+    """Who serves or saves while the call runs gets an error, and afterwards the weights of the supernet."""
+    spec = supernet.space.smallest()
+    engine = subnetact.Engine(supernet, [spec], example=X[0], allow_uncalibrated=True)
+    given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
+    for outside in (lambda: engine(X, 0), lambda: engine.save(tmp_path / "bundle")):
+        supernet.refresh()
+        expected, seen = supernet.extract(spec)(X), list[bool]()
+
+        def meanwhile(*_: Any, outside: Callable[[], object] = outside, seen: list[bool] = seen) -> None:
+            with pytest.raises(StaleWeights, match="functional_call runs"):
+                outside()
+            seen.append(True)
+
+        hook = supernet.network.head.register_forward_hook(meanwhile)
+        supernet.refresh()
+        torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
+        hook.remove()
+        assert seen
+        torch.testing.assert_close(engine(X, 0), expected, rtol=0, atol=5e-5)
 
 
 def test_functional_call_carries_gradients(supernet: Supernet) -> None:

@@ -265,7 +265,7 @@ def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -
         for name, tensor in other.items():
             if name.endswith("weight"):
                 tensor.mul_(1.25)
-        digits.load_state_dict(other)
+        digits.load_state_dict(other, norms=digits.norms)
         assert not torch.equal(engine(IMAGES, subnet=0), before)
         assert same(pool, engine, 0)
 
@@ -323,7 +323,7 @@ def test_batches_see_former_or_new_weights_and_no_mixture(digits: Supernet) -> N
     try:
         allowed = []
         for state in states:
-            digits.load_state_dict(state)
+            digits.load_state_dict(state, norms=digits.norms)
             allowed.append(torch.stack(pool.runners[0].run(0, list(IMAGES), 12)))
         assert not torch.equal(*allowed)
         stop = threading.Event()
@@ -332,7 +332,7 @@ def test_batches_see_former_or_new_weights_and_no_mixture(digits: Supernet) -> N
             i = 0
             while not stop.is_set():
                 i += 1
-                digits.load_state_dict(states[i % 2])
+                digits.load_state_dict(states[i % 2], norms=digits.norms)
 
         loader = threading.Thread(target=load)
         loader.start()
