@@ -663,9 +663,10 @@ class Supernet(nn.Module):
 
         Call this method after `parameter.data = ...`, after values were changed through `parameter.data`,
         through NumPy, or in tensors that were made in inference mode, and after plain attributes of modules
-        were changed (`supernet.network.scale = 2.0`); `verify` finds such changes. Other
-        changes in place, replaced modules and parameters, `supernet.load_state_dict` and `supernet.to` need
-        no call.
+        were changed (`supernet.network.scale = 2.0`). `verify` finds such changes where a copy or a view no
+        longer matches the weights; key-value caches and statistics that were adopted learn of them from this
+        method only. Other changes in place, replaced modules and parameters, `supernet.load_state_dict` and
+        `supernet.to` need no call.
         """
         self._renew(beneath=True)
 
