@@ -438,15 +438,16 @@ class Engine:
         batch, size = self._staged(inputs, batch_size)
         if isinstance(batch, Tensor) and batch.dim() == 4:
             batch = batch.contiguous(memory_format=torch.channels_last)
-        calls, blocks = self._calls(self.ready(subnet), batch)
-        return BlockRun(subnet, batch, len(inputs), size, calls, blocks)
+        calls, blocks, generation = self._calls(self.ready(subnet), batch)
+        return BlockRun(subnet, batch, len(inputs), size, calls, blocks, generation)
 
     def continue_on(self, run: BlockRun, subnet: int) -> bool:
         """Let a run continue on the remaining blocks of another subnet, for example a shorter one.
 
         That is possible where both subnets have a layer of the same name and hand a tensor of the same shape
         to it. What comes out is a mixture of two subnets, whose accuracy is that of neither: measure it
-        before you use it.
+        before you use it. A run stays where it is if weights were exchanged since it began
+        (`load_state_dict`), and ends on the former ones.
 
         Args:
             run: a run that `start` returned, of which at least one block has run.
@@ -458,19 +459,19 @@ class Engine:
         Raises:
             SpecError: there is no such id, or the subnet was removed.
         """
-        calls, blocks = self._calls(self.ready(subnet), None)
-        return run.continue_on(subnet, calls, blocks)
+        return run.continue_on(subnet, *self._calls(self.ready(subnet), None))
 
-    def _calls(self, ready: ReadySubnet, batch: Any) -> tuple[list[Any], list[Block]]:
+    def _calls(self, ready: ReadySubnet, batch: Any) -> tuple[list[Any], list[Block], int]:
         bound, blocks = self._blocks_of(ready, batch)
         graphs = self._graphs
         if graphs is None or len(blocks) == 1:
-            return [block.quickest for block in blocks], blocks
+            return [block.quickest for block in blocks], blocks, bound.weights_generation
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
-        return [
+        calls = [
             partial(graphs.run, ready.id, bound, block, part=part)
             for part, block in enumerate(blocks, start=1)
-        ], blocks
+        ]
+        return calls, blocks, bound.weights_generation
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
         bound = self._bound(ready)
