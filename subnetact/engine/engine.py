@@ -429,7 +429,8 @@ class Engine:
             batch_size: as in `run`.
 
         Returns:
-            The run, of which no block has run yet.
+            The run, of which no block has run yet. A fused program runs a batch with NaN, infinite or huge
+            values as one block.
 
         Raises:
             SpecError: there is no such id, or the subnet was removed.
@@ -481,10 +482,9 @@ class Engine:
         promoted = None
         if self._promoter is not None:
             promoted = self._promoter.program(ready, bound, self._example)
-        if promoted is not None and promoted.program.dtype is None:
-            if batch is None or promoted.program.accepts(batch):
+        if promoted is not None:
+            if promoted.program.dtype is None and (batch is None or promoted.program.accepts(batch)):
                 return bound, self._blocks.of_program(promoted.program)
-        elif promoted is not None:
             return bound, [Block("", promoted)]
         own, blocks = self._blocks.of_view(ready.spec)
         return own, blocks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from subnetact.device import ran_out_of_memory, synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.outputs import agree, is_as_near
+from subnetact.engine.outputs import agree, is_as_near, replaced_samples
 from subnetact.engine.packed_linear import can_pack_linear
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.operators.tensor_version import changes_of
@@ -75,7 +75,19 @@ class _Promoted:
     sums: list[int]
 
     def __call__(self, x: Any) -> Any:
-        return self.program(x) if self.program.accepts(x) else call_with(self.bound.view, x)
+        """Run a batch; the view answers samples that the program would answer wrongly, and no others."""
+        if self.program.accepts(x):
+            return self.program(x)
+        strange = self.program.strange(x) if x.numel() and x.dim() else None
+        if strange is None or len(strange) == len(x):
+            return call_with(self.bound.view, x)
+        if not len(strange):
+            return self.program(x)
+        # The batch keeps its size, on which rounding may depend.
+        answers = self.program(x.index_fill(0, strange, 0))
+        part = x[strange].contiguous(memory_format=_layout(x))
+        joined = replaced_samples(answers, call_with(self.bound.view, part), strange, len(x))
+        return call_with(self.bound.view, x) if joined is None else joined
 
     def fresh(self, bound: Bound) -> bool:
         """Tell whether the program was made from the current weights and statistics."""
@@ -282,12 +294,17 @@ class Promoter:
         return None
 
 
+def _layout(x: Tensor) -> torch.memory_format:
+    """Return the memory format in which engines run a batch of single tensors."""
+    return torch.channels_last if x.dim() == 4 else torch.contiguous_format
+
+
 def _probe(example: Any, device: torch.device) -> Any:
     """Return a batch of two inputs. A single tensor is random, other inputs are the example twice."""
     if isinstance(example, Tensor) and example.is_floating_point():
         shape, generator = (2, *example.shape), torch.Generator().manual_seed(0)
         x = torch.randn(shape, generator=generator, dtype=example.dtype).to(device)
-        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        return x.contiguous(memory_format=_layout(x))
     return map_tensors(lambda t: torch.stack([t] * 2).to(device), example)
 
 
