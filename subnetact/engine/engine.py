@@ -106,7 +106,6 @@ class Engine:
     Attributes:
         supernet: the supernet.
         device: where subnets run.
-        fingerprint: the hash of the weights at the time the engine was made.
         input_shapes: the shapes that are served, if `example` was a list; otherwise None.
         options: the arguments that the engine was made with, except the supernet, the subnets and `check`.
         prepared: the batch sizes of the last call of `prepare`.
@@ -298,7 +297,7 @@ class Engine:
         self._refuse_uncalibrated([spec])
         percent = percentage(accuracy, spec)
         with self._changing:
-            known = next((s for s in self._subnets if s.spec == spec), None)
+            known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
             subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
             if accuracy is not None:
                 subnet.accuracy = percent

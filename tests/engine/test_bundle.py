@@ -313,3 +313,18 @@ def test_a_bundle_is_written_while_a_subnet_is_registered(engine: subnetact.Engi
     registering.join(60)
     assert not registering.is_alive()
     assert set(Engine.load(tmp_path / "b").specs) <= set(engine.specs)
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_subnet_keeps_its_id_when_precisions_are_enabled_and_the_bundle_loads(tmp_path: Path) -> None:
+    supernet = load_digits_supernet()
+    space = supernet.space
+    specs = [space.largest(), space.smallest()]
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE, allow_uncalibrated=True)
+    extended = supernet.enable_precision("int8")
+    same = extended.at_precision(space.smallest(), "float32")
+    assert [engine.register(spec) for spec in (space.smallest(), same)] == [1, 1]
+    assert engine.register(extended.at_precision(space.smallest(), "int8")) == 2
+    assert len(set(engine.keys)) == len(engine) == 3
+    engine.save(tmp_path / "bundle")
+    assert subnetact.Engine.load(tmp_path / "bundle").keys == engine.keys
