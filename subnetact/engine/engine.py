@@ -48,6 +48,7 @@ from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch
+from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet, stale_weights
 
 __all__ = ["Engine"]
@@ -177,7 +178,7 @@ class Engine:
         if self.device != home:
             supernet.to(self.device)
         self.tables: dict[str, LatencyTable] = {}
-        self.fingerprint = supernet.fingerprint()
+        self._fingerprint: tuple[Moment | None, str] = (None, "")
         for one in example if isinstance(example, list) else [] if example is None else [example]:
             check_input(one, None, self.device, where="example")
         self.input_shapes = InputShapes(example, padding) if isinstance(example, list) else None
@@ -247,6 +248,15 @@ class Engine:
     def ids(self) -> tuple[int, ...]:
         """The ids of the subnets that are served, in ascending order."""
         return tuple(sorted(self._served))
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of the weights that the supernet has now; it is computed once for the same weights."""
+        with self.supernet.exclusive():
+            moment = self.supernet.generation.moment()
+            if self._fingerprint[0] != moment:
+                self._fingerprint = moment, self.supernet.fingerprint()
+            return self._fingerprint[1]
 
     @property
     def example(self) -> Any:
