@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.command import computing
 from subnetact.device import ran_out_of_memory, synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
@@ -203,7 +204,8 @@ class Promoter:
         try:
             # A program that was used while this subnet collected its uses is worth as much, so it stays.
             pinned = subnet.id in self._pinned
-            self._make(subnet, bound, example, math.inf if pinned else since)
+            with computing():
+                self._make(subnet, bound, example, math.inf if pinned else since)
         finally:
             self._working.release()
 
