@@ -96,7 +96,7 @@ def replaced_samples(output: Any, others: Any, places: Tensor, size: int) -> Any
     (parts, structure), (new, other) = tree_flatten(output), tree_flatten(others)
     if structure != other:
         return None
-    joined = []
+    joined: list[Tensor | None] = []
     for one, rows in zip(parts, new, strict=True):
         if isinstance(one, Tensor) and isinstance(rows, Tensor):
             if (one.shape[:1], rows.shape) != ((size,), (len(places), *one.shape[1:])):
