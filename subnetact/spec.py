@@ -97,6 +97,12 @@ class SubnetSpec:
             return self
         return SubnetSpec(space, tuple((name, slots) for name, slots in self.values if name != PRECISION))
 
+    def same_subnet(self, other: SubnetSpec) -> bool:
+        """Tell whether two specifications mean one subnet; one may be without the axis of precisions."""
+        if self.space == other.space:
+            return self == other
+        return self.precision == other.precision == FLOAT32 and self.base == other.base
+
     @cached_property
     def key(self) -> str:
         """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot.

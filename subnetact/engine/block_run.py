@@ -96,6 +96,15 @@ class BlockRun:
 
     Nothing that the run needs is shared, so other batches may run between two steps, on any thread.
 
+    Args:
+        subnet: the id of the subnet.
+        batch: the batch.
+        count: how many samples of the batch are inputs; the rest is padding.
+        size: the size of the batch.
+        blocks: the blocks as functions.
+        names: the same, as `Block`.
+        weights_generation: that of the supernet when the blocks were bound.
+
     Attributes:
         subnet: the id of the subnet whose blocks run now.
         blocks: how many blocks there are.
@@ -110,6 +119,7 @@ class BlockRun:
         size: int,
         blocks: Sequence[Callable[[Any], Any]],
         names: Sequence[Block],
+        weights_generation: int,
     ) -> None:
         self.subnet = subnet
         self.position = 0
@@ -118,6 +128,7 @@ class BlockRun:
         self._size = size
         self._calls = list(blocks)
         self._names = list(names)
+        self._weights_generation = weights_generation
 
     @property
     def blocks(self) -> int:
@@ -150,18 +161,28 @@ class BlockRun:
                     break
         return self.done
 
-    def continue_on(self, subnet: int, calls: Sequence[Callable[[Any], Any]], names: Sequence[Block]) -> bool:
+    def continue_on(
+        self,
+        subnet: int,
+        calls: Sequence[Callable[[Any], Any]],
+        names: Sequence[Block],
+        weights_generation: int,
+    ) -> bool:
         """Continue on the remaining blocks of another subnet, if one begins with what this run has reached.
 
         Args:
             subnet: the id of the other subnet.
             calls: its blocks.
             names: the same, as `Block`.
+            weights_generation: that of the supernet when these blocks were bound.
 
         Returns:
             Whether the run continues there. If not, nothing has changed. The first block that both have must
-            have the same name and take a tensor of the same shape.
+            have the same name and take a tensor of the same shape, and the weights must be those that the run
+            began with.
         """
+        if weights_generation != self._weights_generation:
+            return False
         if self.done or not self.position or not isinstance(self._state, Tensor):
             return False
         here = self._names[self.position].name

@@ -48,6 +48,7 @@ from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch
+from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet, stale_weights
 
 __all__ = ["Engine"]
@@ -106,7 +107,6 @@ class Engine:
     Attributes:
         supernet: the supernet.
         device: where subnets run.
-        fingerprint: the hash of the weights at the time the engine was made.
         input_shapes: the shapes that are served, if `example` was a list; otherwise None.
         options: the arguments that the engine was made with, except the supernet, the subnets and `check`.
         prepared: the batch sizes of the last call of `prepare`.
@@ -178,7 +178,7 @@ class Engine:
         if self.device != home:
             supernet.to(self.device)
         self.tables: dict[str, LatencyTable] = {}
-        self.fingerprint = supernet.fingerprint()
+        self._fingerprint: tuple[Moment | None, str] = (None, "")
         for one in example if isinstance(example, list) else [] if example is None else [example]:
             check_input(one, None, self.device, where="example")
         self.input_shapes = InputShapes(example, padding) if isinstance(example, list) else None
@@ -250,6 +250,15 @@ class Engine:
         return tuple(sorted(self._served))
 
     @property
+    def fingerprint(self) -> str:
+        """The hash of the weights that the supernet has now; it is computed once for the same weights."""
+        with self.supernet.exclusive():
+            moment = self.supernet.generation.moment()
+            if self._fingerprint[0] != moment:
+                self._fingerprint = moment, self.supernet.fingerprint()
+            return self._fingerprint[1]
+
+    @property
     def example(self) -> Any:
         """One input without a batch dimension, on the CPU: a tensor, or a tuple or dictionary of tensors.
 
@@ -298,7 +307,7 @@ class Engine:
         self._refuse_uncalibrated([spec])
         percent = percentage(accuracy, spec)
         with self._changing:
-            known = next((s for s in self._subnets if s.spec == spec), None)
+            known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
             subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
             if accuracy is not None:
                 subnet.accuracy = percent
@@ -429,7 +438,8 @@ class Engine:
             batch_size: as in `run`.
 
         Returns:
-            The run, of which no block has run yet.
+            The run, of which no block has run yet. A fused program runs a batch with NaN, infinite or huge
+            values as one block.
 
         Raises:
             SpecError: there is no such id, or the subnet was removed.
@@ -438,15 +448,16 @@ class Engine:
         batch, size = self._staged(inputs, batch_size)
         if isinstance(batch, Tensor) and batch.dim() == 4:
             batch = batch.contiguous(memory_format=torch.channels_last)
-        calls, blocks = self._calls(self.ready(subnet), batch)
-        return BlockRun(subnet, batch, len(inputs), size, calls, blocks)
+        calls, blocks, generation = self._calls(self.ready(subnet), batch)
+        return BlockRun(subnet, batch, len(inputs), size, calls, blocks, generation)
 
     def continue_on(self, run: BlockRun, subnet: int) -> bool:
         """Let a run continue on the remaining blocks of another subnet, for example a shorter one.
 
         That is possible where both subnets have a layer of the same name and hand a tensor of the same shape
         to it. What comes out is a mixture of two subnets, whose accuracy is that of neither: measure it
-        before you use it.
+        before you use it. A run stays where it is if weights were exchanged since it began
+        (`load_state_dict`), and ends on the former ones.
 
         Args:
             run: a run that `start` returned, of which at least one block has run.
@@ -458,19 +469,19 @@ class Engine:
         Raises:
             SpecError: there is no such id, or the subnet was removed.
         """
-        calls, blocks = self._calls(self.ready(subnet), None)
-        return run.continue_on(subnet, calls, blocks)
+        return run.continue_on(subnet, *self._calls(self.ready(subnet), None))
 
-    def _calls(self, ready: ReadySubnet, batch: Any) -> tuple[list[Any], list[Block]]:
+    def _calls(self, ready: ReadySubnet, batch: Any) -> tuple[list[Any], list[Block], int]:
         bound, blocks = self._blocks_of(ready, batch)
         graphs = self._graphs
         if graphs is None or len(blocks) == 1:
-            return [block.quickest for block in blocks], blocks
+            return [block.quickest for block in blocks], blocks, bound.weights_generation
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
-        return [
+        calls = [
             partial(graphs.run, ready.id, bound, block, part=part)
             for part, block in enumerate(blocks, start=1)
-        ], blocks
+        ]
+        return calls, blocks, bound.weights_generation
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
         bound = self._bound(ready)
@@ -480,10 +491,9 @@ class Engine:
         promoted = None
         if self._promoter is not None:
             promoted = self._promoter.program(ready, bound, self._example)
-        if promoted is not None and promoted.program.dtype is None:
-            if batch is None or promoted.program.accepts(batch):
+        if promoted is not None:
+            if promoted.program.dtype is None and (batch is None or promoted.program.accepts(batch)):
                 return bound, self._blocks.of_program(promoted.program)
-        elif promoted is not None:
             return bound, [Block("", promoted)]
         own, blocks = self._blocks.of_view(ready.spec)
         return own, blocks

@@ -190,6 +190,18 @@ class FusedProgram:
         flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(-1)
         return bool(torch.dot(flat, flat) <= LIMIT**2)  # False for NaN.
 
+    def strange(self, x: Tensor) -> Tensor:
+        """Return which samples of a batch `accepts` would refuse if each of them came alone.
+
+        Args:
+            x: a batch that is not accepted, of shape (N, ...).
+
+        Returns:
+            Their positions, in ascending order.
+        """
+        squares = x.reshape(len(x), -1).double().square_().sum(1)
+        return (~(squares <= LIMIT**2)).nonzero()[:, 0]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that belong to this program alone. New input shapes can add to them."""

@@ -1,4 +1,4 @@
-"""Outputs of a batch: whether two agree up to rounding, and how one is split into single outputs."""
+"""Outputs of a batch: whether two agree up to rounding, and how they are split and put together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from subnetact.errors import EngineError
 
-__all__ = ["agree", "is_as_near", "unstack"]
+__all__ = ["agree", "is_as_near", "replaced_samples", "unstack"]
 
 
 def agree(output: Any, expected: Any, rtol: float = 1e-3, atol: float = 1e-4) -> bool:
@@ -79,6 +79,34 @@ def is_as_near(output: Any, other: Any, exact: Any, times: float) -> bool:
         if not bool((mine - right).norm() <= times * (others - right).norm() + 0.01 * right.norm()):
             return False
     return True
+
+
+def replaced_samples(output: Any, others: Any, places: Tensor, size: int) -> Any:
+    """Return the output of a batch with other answers for some of its samples.
+
+    Args:
+        output: a tensor of shape (size, ...), or a tuple, list or dictionary of such outputs.
+        others: the answers, of shape (len(places), ...), in the same structure.
+        places: the positions of these samples in the batch.
+        size: the size of the batch.
+
+    Returns:
+        The output, or None if it cannot be split into samples.
+    """
+    (parts, structure), (new, other) = tree_flatten(output), tree_flatten(others)
+    if structure != other:
+        return None
+    joined: list[Tensor | None] = []
+    for one, rows in zip(parts, new, strict=True):
+        if isinstance(one, Tensor) and isinstance(rows, Tensor):
+            if (one.shape[:1], rows.shape) != ((size,), (len(places), *one.shape[1:])):
+                return None
+            joined.append(one.index_copy(0, places, rows.to(one.dtype)))
+        elif one is None and rows is None:
+            joined.append(None)
+        else:
+            return None
+    return tree_unflatten(joined, structure)
 
 
 def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
@@ -18,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.command import computing
 from subnetact.device import ran_out_of_memory, synchronize
 from subnetact.engine.cache import ByteCache
 from subnetact.engine.fused_program import FusedProgram
-from subnetact.engine.outputs import agree, is_as_near
+from subnetact.engine.outputs import agree, is_as_near, replaced_samples
 from subnetact.engine.packed_linear import can_pack_linear
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
+from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
+from subnetact.supernet.generation import weights_of
 from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
 
@@ -72,7 +76,19 @@ class _Promoted:
     sums: list[int]
 
     def __call__(self, x: Any) -> Any:
-        return self.program(x) if self.program.accepts(x) else call_with(self.bound.view, x)
+        """Run a batch; the view answers samples that the program would answer wrongly, and no others."""
+        if self.program.accepts(x):
+            return self.program(x)
+        strange = self.program.strange(x) if x.numel() and x.dim() else None
+        if strange is None or len(strange) == len(x):
+            return call_with(self.bound.view, x)
+        if not len(strange):
+            return self.program(x)
+        # The batch keeps its size, on which rounding may depend.
+        answers = self.program(x.index_fill(0, strange, 0))
+        part = x[strange].contiguous(memory_format=_layout(x))
+        joined = replaced_samples(answers, call_with(self.bound.view, part), strange, len(x))
+        return call_with(self.bound.view, x) if joined is None else joined
 
     def fresh(self, bound: Bound) -> bool:
         """Tell whether the program was made from the current weights and statistics."""
@@ -188,7 +204,8 @@ class Promoter:
         try:
             # A program that was used while this subnet collected its uses is worth as much, so it stays.
             pinned = subnet.id in self._pinned
-            self._make(subnet, bound, example, math.inf if pinned else since)
+            with computing():
+                self._make(subnet, bound, example, math.inf if pinned else since)
         finally:
             self._working.release()
 
@@ -202,33 +219,38 @@ class Promoter:
             return False
         self._cache.put(place, _Reservation(), nbytes, self.KIND, before, pinned=True)
         try:
-            sums = checksum(bound.read)
-            program = self._program(subnet, bound, example)
+            versions, sums = bound.versions(), checksum(bound.read)
+            program = self._program(subnet, bound, example, versions)
         finally:
             self._cache.drop(place)
         if program is None:
             return False
         program.limit(partial(self._cache.grow, key))
-        promoted, pinned = _Promoted(program, bound, bound.versions(), sums), subnet.id in self._pinned
+        promoted, pinned = _Promoted(program, bound, versions, sums), subnet.id in self._pinned
         kept = self._cache.put(key, promoted, program.nbytes, self.KIND, before, pinned)
         if subnet.bound is None:  # It was removed in the meantime.
             self._cache.drop(key)
         return kept
 
-    def _program(self, subnet: ReadySubnet, bound: Bound, example: Any) -> FusedProgram | None:
-        versions = bound.versions()
+    def _program(
+        self, subnet: ReadySubnet, bound: Bound, example: Any, versions: list[int]
+    ) -> FusedProgram | None:
+        program, why = None, ""
         try:
             program = self._checked(subnet, bound, example)
         except Exception as error:
-            current = bound.current(self._supernet, subnet.spec) and bound.versions() == versions
-            if not current or ran_out_of_memory(error):
-                return None  # The next use tries again: weights changed meanwhile, or there may be room then.
-            subnet.refused = " ".join(str(error).split()) or type(error).__name__
+            if ran_out_of_memory(error) or not bound.current(self._supernet, subnet.spec):
+                return None  # The next use tries again: there may be room then, or weights were exchanged.
+            why = " ".join(str(error).split()) or type(error).__name__
+        if bound.versions() != versions:  # They changed meanwhile, so the next use tries again.
+            changing = _changes_its_buffers(bound.view, example)
+            program, why = None, "its forward changes its own buffers" if changing else ""
+        if why:
+            subnet.refused = why
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
-            _log.log(level, "%s runs as a view, not as a fused program: %s", subnet, subnet.refused)
-            return None
-        return program if bound.versions() == versions else None
+            _log.log(level, "%s runs as a view, not as a fused program: %s", subnet, why)
+        return program
 
     def _checked(self, subnet: ReadySubnet, bound: Bound, example: Any) -> FusedProgram:
         """Make a program, and compare its output and its time with the view's on two random inputs."""
@@ -274,13 +296,28 @@ class Promoter:
         return None
 
 
+def _layout(x: Tensor) -> torch.memory_format:
+    """Return the memory format in which engines run a batch of single tensors."""
+    return torch.channels_last if x.dim() == 4 else torch.contiguous_format
+
+
 def _probe(example: Any, device: torch.device) -> Any:
     """Return a batch of two inputs. A single tensor is random, other inputs are the example twice."""
     if isinstance(example, Tensor) and example.is_floating_point():
         shape, generator = (2, *example.shape), torch.Generator().manual_seed(0)
         x = torch.randn(shape, generator=generator, dtype=example.dtype).to(device)
-        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        return x.contiguous(memory_format=_layout(x))
     return map_tensors(lambda t: torch.stack([t] * 2).to(device), example)
+
+
+def _changes_its_buffers(view: nn.Module, example: Any) -> bool:
+    """Run a view and tell whether that changes its ordinary buffers."""
+    weights, _ = weights_of(view)
+    buffers = [t for t in weights if not isinstance(t, nn.Parameter)]
+    before = changes_of(buffers)
+    with torch.inference_mode(), suppress(Exception):
+        call_with(view, _probe(example, next(view.parameters()).device))
+    return changes_of(buffers) != before
 
 
 def taken(functions: Sequence[Callable[[Any], Any]], x: Any) -> list[list[float]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
+from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
 
@@ -48,15 +50,16 @@ class Bound:
         use_fast_convs_(view)
         # A packed copy is refreshed only when a module reads it, so watch the tensors that it is made of.
         sources: list[Tensor] = []
-        for parameter in view.parameters():
-            packed = getattr(parameter, "packed", None)
-            sources += [parameter] if packed is None else packed.sources
+        for tensor in _read_by(view):
+            packed = getattr(tensor, "packed", None)
+            sources += [tensor] if packed is None else packed.sources
         if statistics_row is not None:
             sources.append(statistics_row.flat)
         else:
+            # Training writes the means and variances without counting versions, and counts the batch.
             norms = supernet.norm_operators().values()
-            sources += [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
-        read = tuple(sources)
+            sources += [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        read = tuple({id(source): source for source in sources}.values())
         counting = tuple(source for source in read if not source.is_inference())
         return cls(view, statistics_row, generation, read if len(counting) == len(read) else counting, read)
 
@@ -68,6 +71,14 @@ class Bound:
     def versions(self) -> list[int]:
         """Return the version counters of all sources; they differ after any in-place change."""
         return [tensor._version for tensor in self.sources]
+
+
+def _read_by(view: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a view, apart from the statistics of its BatchNorms."""
+    yield from view.parameters()
+    for module in view.modules():
+        if not isinstance(module, BATCH_NORMS):
+            yield from (b for b in module._buffers.values() if b is not None and not is_counter(b))
 
 
 class ReadySubnet:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from subnetact.command import computing
 from subnetact.errors import (
     BatcherClosed,
     BatchFailed,
@@ -380,11 +381,12 @@ class Generator:
     def _run(self) -> None:
         try:
             while True:
-                self._drop_cancelled()
-                if self._drop:
-                    self._drop_expired()
-                self._begin_step(set(), FIRST_PATIENCE_MS)
-                worked = self._loop.step()
+                with computing():
+                    self._drop_cancelled()
+                    if self._drop:
+                        self._drop_expired()
+                    self._begin_step(set(), FIRST_PATIENCE_MS)
+                    worked = self._loop.step()
                 self._step_limit_ms = None
                 if not worked:
                     with self._lock:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["Generation", "Moment", "Weights"]
+__all__ = ["Generation", "Moment", "Weights", "is_counter", "weights_of"]
 
 _numbers = itertools.count(1)
 _version = attrgetter("_version")
@@ -151,9 +151,14 @@ def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     for name, buffer in _buffers(network):
         if name.startswith(_STATISTICS):
             statistics[id(buffer)] = buffer
-        elif buffer.is_floating_point() or buffer.is_complex() or buffer.numel() > 1:
+        elif not is_counter(buffer):
             weights[id(buffer)] = buffer
     return list(weights.values()), list(statistics.values())
+
+
+def is_counter(buffer: Tensor) -> bool:
+    """Tell whether a buffer is one integer, which networks count something with."""
+    return not (buffer.is_floating_point() or buffer.is_complex() or buffer.numel() > 1)
 
 
 def _buffers(network: nn.Module) -> Iterable[tuple[str, Tensor]]:

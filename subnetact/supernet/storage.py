@@ -77,12 +77,13 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
     position within the row, so that a permutation of channels changes the number, too.
 
     Args:
-        tensors: dense tensors of any dtype. All values are read twice.
+        tensors: tensors of any dtype and layout. All values are read twice.
     """
     sums = []
     with torch.no_grad():
         for tensor in tensors:
-            real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+            real = torch.view_as_real(dense) if dense.is_complex() else dense
             bits = real.view(_INTEGERS[real.element_size()])
             bits = bits[None] if bits.dim() == 0 else bits
             rows = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()

@@ -186,3 +186,23 @@ def test_a_run_continues_on_a_tail_that_fits(x: Tensor) -> None:
     run = engine.start(0, list(x), 5)
     run.step(8)
     assert not engine.continue_on(run, 1)  # the shorter subnet has no such layer
+
+
+@pytest.mark.parametrize("budget", [0.0, 256.0])
+def test_a_run_never_joins_two_checkpoints(x: Tensor, budget: float) -> None:
+    engine = digits_engine(1, memory_budget_mb=budget)
+    shorter = engine.register(
+        engine.supernet.space.parse({"depth": [3, 3, 1], "expand": [0.5, 0.5, 0.25], "width": [1.0]})
+    )
+    for subnet in engine.ids:
+        assert bool(engine.pin(subnet)) == (budget > 0)
+        engine.start(subnet, list(x), 5).step(99)
+    expected = engine(x, 0)
+    run = engine.start(0, list(x), 5)
+    run.step(7)
+    engine.supernet.load_state_dict({n: 2 * t for n, t in engine.supernet.state_dict().items()})
+    engine.start(shorter, list(x), 5).step(99)
+    assert not engine.continue_on(run, shorter)
+    assert (run.subnet, run.position) == (0, 7)
+    run.step(99)
+    assert torch.equal(torch.stack(list(run.outputs())), expected)

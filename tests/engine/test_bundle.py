@@ -15,7 +15,7 @@ import subnetact
 from ofa_adapters import load
 from subnetact import Engine, calibrate
 from subnetact.digits import load_digits_supernet
-from subnetact.errors import FileFormatError, ForeignSpec, InsertError, StaleWeights
+from subnetact.errors import FileFormatError, ForeignSpec, InsertError, ProfileMismatch, StaleWeights
 from subnetact.files.documents import checksum
 from subnetact.supernet.norm_table import NormTable
 from subnetact.supernet.supernet import Supernet
@@ -313,3 +313,42 @@ def test_a_bundle_is_written_while_a_subnet_is_registered(engine: subnetact.Engi
     registering.join(60)
     assert not registering.is_alive()
     assert set(Engine.load(tmp_path / "b").specs) <= set(engine.specs)
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_a_subnet_keeps_its_id_when_precisions_are_enabled_and_the_bundle_loads(tmp_path: Path) -> None:
+    supernet = load_digits_supernet()
+    space = supernet.space
+    specs = [space.largest(), space.smallest()]
+    engine = subnetact.Engine(supernet, specs, example=EXAMPLE, allow_uncalibrated=True)
+    extended = supernet.enable_precision("int8")
+    same = extended.at_precision(space.smallest(), "float32")
+    assert [engine.register(spec) for spec in (space.smallest(), same)] == [1, 1]
+    assert engine.register(extended.at_precision(space.smallest(), "int8")) == 2
+    assert len(set(engine.keys)) == len(engine) == 3
+    engine.save(tmp_path / "bundle")
+    assert subnetact.Engine.load(tmp_path / "bundle").keys == engine.keys
+
+
+def test_the_fingerprint_follows_the_weights(
+    engine: subnetact.Engine, digits: Supernet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def table() -> subnetact.LatencyTable:
+        stamp = {"supernet": engine.fingerprint}
+        return subnetact.LatencyTable.from_arrays(engine.keys, [1, 2, 3], [1], [[1], [2], [3]], stamp=stamp)
+
+    former = table()
+    other = {name: 2 * t if t.is_floating_point() else t for name, t in digits.state_dict().items()}
+    digits.load_state_dict(other, norms=digits.norms)
+    with pytest.raises(ProfileMismatch, match="measured on supernet"):
+        subnetact.Batcher(engine, table=former, slo_ms=1000)
+    assert engine.fingerprint == digits.fingerprint() != former.stamp["supernet"]
+    engine.tables["cpu"] = table()
+    engine.save(tmp_path / "bundle")
+    loaded = subnetact.Engine.load(tmp_path / "bundle")
+    subnetact.Batcher(loaded, table=loaded.tables["cpu"], slo_ms=1000).close()
+    with torch.no_grad():
+        next(digits.parameters()).mul_(2)
+    assert engine.fingerprint == digits.fingerprint() != loaded.fingerprint
+    monkeypatch.setattr(Supernet, "fingerprint", lambda _: "computed again")
+    assert engine.fingerprint != "computed again"

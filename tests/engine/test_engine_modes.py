@@ -202,6 +202,20 @@ def test_shared_statistics_that_change_are_followed(digits: Supernet) -> None:
     close(engine(X, subnet=0), digits(X, subnet=spec), folded=True)
 
 
+def test_statistics_that_training_writes_are_followed(digits: Supernet) -> None:
+    spec = digits.space.smallest()
+    with pytest.warns(subnetact.errors.UncalibratedSubnetWarning):
+        engine = subnetact.Engine(
+            digits, [spec], example=EXAMPLE, memory_budget_mb=64, allow_uncalibrated=True
+        )
+    assert engine.pin(0)
+    digits.train()
+    with torch.no_grad():
+        digits(3 * X, subnet=spec)  # No weight changes, and the means and variances count no versions.
+    digits.eval()
+    close(engine(X, subnet=0), digits(X, subnet=spec), folded=True)
+
+
 def test_use_promotes_a_subnet(digits: Supernet, wait_for: Callable[..., None]) -> None:
     engine = engine_of(digits, 64)
 

@@ -206,6 +206,15 @@ def test_state_that_the_network_changes_is_no_constant() -> None:
     torch.testing.assert_close(second - first, torch.full((1, WIDTH), 2.0))
 
 
+def test_a_network_that_changes_its_buffers_runs_as_a_view() -> None:
+    engine = engine_of(Counting(), torch.zeros(WIDTH), check=False)
+    pinned = engine.pin(0)
+    assert not pinned
+    assert pinned.reason == "its forward changes its own buffers"
+    first, second = (engine(torch.zeros(1, WIDTH), 0) for _ in range(2))
+    torch.testing.assert_close(second - first, torch.full((1, WIDTH), 2.0))
+
+
 def test_a_program_that_is_slower_than_the_view_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotion, "SLOWER", 1.03)
     monkeypatch.setattr(promotion, "taken", lambda functions, x: [[0.0025, 0.003], [0.002, 0.0029]])

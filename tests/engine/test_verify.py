@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import subnetact
+from subnetact.engine.fused_program import FusedProgram
 from subnetact.errors import StaleWeights
 from subnetact.operators import ElasticKernel, KernelConv2d
 from subnetact.supernet.supernet import Supernet
@@ -121,3 +122,61 @@ def test_changes_that_are_followed_are_no_findings() -> None:
     supernet.load_state_dict({name: t * 1.1 for name, t in supernet.state_dict().items()})
     supernet.network[1] = nn.Conv2d(4, 2, 1)
     assert engine.verify() == supernet.verify() == ()
+
+
+class Buffered(nn.Module):
+    """Reads buffers, from which a fused program computes a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 128), nn.Linear(128, 128), nn.Linear(128, 8)
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("index", torch.zeros(128, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x))) + self.table[self.index]))
+
+
+def buffered() -> tuple[Supernet, subnetact.Engine]:
+    torch.manual_seed(0)
+    axis = subnetact.Axis.uniform("w", ["all"], (32, 128))
+    space = subnetact.SubnetSpace("buffered", [axis], lambda v: {"w": v["w"][0]})
+    elastic = {"a": subnetact.WeightSlice.on(out="w"), "b": subnetact.WeightSlice.on(in_="w")}
+    supernet = subnetact.insert_(Buffered().eval(), space, elastic)
+    engine = subnetact.Engine(supernet, [space.largest()], example=torch.zeros(16), memory_budget_mb=64)
+    return supernet, engine
+
+
+def test_fused_programs_follow_buffers() -> None:
+    supernet, engine = buffered()
+    spec, x = engine.specs[0], torch.randn(4, 16)
+    for name, value in (("table", 2.0), ("index", 3)):
+        assert engine.pin(0)
+        with torch.no_grad():
+            supernet.network.table[3] = 5.0
+            supernet.network.get_buffer(name).fill_(value)
+        torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
+    assert engine.pin(0)
+    supernet.network.table.data.add_(1.0)
+    with pytest.raises(StaleWeights, match="fused program"):
+        engine.verify()
+    engine.verify(refresh=True)
+    torch.testing.assert_close(engine(x, 0), supernet.extract(spec)(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_change_while_a_program_is_kept_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, engine = buffered()
+    limit, x = FusedProgram.limit, torch.randn(4, 16)
+
+    def training(*args: object) -> None:
+        """Stand for another thread that trains when the program is complete and not kept yet."""
+        with torch.no_grad():
+            for parameter in supernet.parameters():
+                parameter.mul_(1.5)
+        limit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedProgram, "limit", training)
+        engine.pin(0)
+    expected = supernet.extract(engine.specs[0])(x)
+    torch.testing.assert_close(engine(x, 0), expected, rtol=1e-4, atol=1e-4)

@@ -173,10 +173,16 @@ def test_outputs_whose_width_is_the_subnets_and_weights_that_changed(
     changed = load_digits_supernet()
     subnetact.calibrate(changed, engine.specs, [IMAGES], progress=False)
     trained = subnetact.Engine(changed, engine.specs, example=IMAGES[0])
+    stamp = {"supernet": trained.fingerprint}
+    measured = subnetact.LatencyTable.from_arrays(trained.keys, [1.0, 2.0], [1], [[1.0], [2.0]], stamp=stamp)
+    weight = next(changed.parameters())
+    weight.data.mul_(2)  # leaves no trace
+    with pytest.raises(ProfileMismatch, match="weights have changed since it was measured"):
+        to_triton(trained, tmp_path, "python", name="stale", table=measured, slo_ms=SLO_MS)
     with torch.no_grad():
-        next(changed.parameters()).mul_(2)
-    with pytest.raises(ProfileMismatch, match="weights have changed since it was made"):
-        to_triton(trained, tmp_path, "python", name="stale", table=table, slo_ms=SLO_MS)
+        weight.mul_(2)
+    with pytest.raises(ProfileMismatch, match="measured on supernet"):
+        to_triton(trained, tmp_path, "python", name="stale", table=measured, slo_ms=SLO_MS)
 
 
 # -- model.py without a server ---------------------------------------------------------------------

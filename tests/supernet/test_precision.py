@@ -597,6 +597,37 @@ def test_fused_int8_programs_compute_what_views_and_extracted_networks_compute(
     torch.testing.assert_close(engine(x, 0)[1:], view[1:], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.usefixtures("onednn_convolutions")
+def test_an_answer_of_a_fused_int8_program_does_not_depend_on_strange_mates(
+    digits: Supernet, blocks: bool
+) -> None:
+    space, x = digits.space, torch.randn(5, 1, 16, 16)
+    low = space.at_precision(space.largest(), "int8")
+    engine = subnetact.Engine(
+        digits, [low], example=torch.zeros(1, 16, 16), allow_uncalibrated=True, memory_budget_mb=256
+    )
+    assert engine.pin(0), engine.pin(0).reason
+
+    def answers(x: Tensor) -> Tensor:
+        run = engine.start(0, list(x), len(x))
+        while blocks and not run.step():
+            pass
+        return torch.stack(list(run.outputs() if blocks else engine.run(0, list(x), len(x))))
+
+    ordinary = answers(x)
+    assert not torch.equal(ordinary, engine.ready(0).bound.view(x))
+    x[1, 0, 3, 3], x[2], x[4, 0, 0, 0] = float("nan"), 1e9, float("inf")
+    found = answers(x)
+    assert torch.equal(found[[0, 3]], ordinary[[0, 3]])
+    alone = torch.cat([answers(one[None]) for one in x])
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[1].isnan().all()
+    x[[1, 2, 4]] = x[0].clone()
+    x[[1, 2, 4]] *= 7e7 / x[0].norm()  # Each of them is not huge, but the batch is.
+    assert torch.equal(answers(x)[[0, 3]], ordinary[[0, 3]])
+
+
 @pytest.mark.usefixtures("onednn_convolutions")
 def test_an_empty_batch_is_refused_by_programs_as_by_views(digits: Supernet) -> None:
     space = digits.space

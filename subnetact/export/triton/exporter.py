@@ -256,10 +256,9 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: fl
             "choose flavour='libtorch'"
         )
     with engine.supernet.exclusive():
-        if engine.fingerprint != engine.supernet.fingerprint():
+        if table.stamp.get("supernet") not in (None, engine.supernet.fingerprint()):
             raise ProfileMismatch(
-                "engine: its weights have changed since it was made, so the table belongs to other weights; "
-                "make a new Engine and profile it"
+                "table: the weights have changed since it was measured; profile the engine again"
             )
         engine.save(version / "bundle")
     table.save(version / "table.json")

@@ -16,6 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from subnetact.command import computing
 from subnetact.errors import WorkerDied, failure_text
 from subnetact.serving.live.batch_job import BatchJob
 from subnetact.serving.live.core import Core
@@ -133,7 +134,6 @@ class Workers:
                 enter(self._threads_each)
             core.entered(worker)
             while self._turns is None or core.wait_for_work(worker):
-                job = None
                 turn = None if self._turns is None else self._turns[0].take(worker, self._turns[1])
                 if turn is not None:
                     self._held[worker] = turn
@@ -141,16 +141,20 @@ class Workers:
                     job, outcomes = core.next_job(worker, wait=turn is None)
                     if job is None and not outcomes and turn is None:
                         return
-                    self._deliver(outcomes)
-                    if job is not None:
-                        self._run(job)
+                    nothing = job is None and not outcomes
+                    with computing():
+                        self._deliver(outcomes)
+                        if job is not None:
+                            self._run(job)
+                        if job is None or not job.abandoned:
+                            job, outcomes = None, []  # frees tensors here, which is a computation
                 finally:
                     if turn is not None and self._turns is not None:
                         self._turns[0].end(turn)
-                if job is not None and job.abandoned:
+                if job is not None:
                     core.returned(job)
                     return
-                if job is None and not outcomes:  # another worker was quicker, or the policy waits
+                if nothing:  # another worker was quicker, or the policy waits
                     time.sleep(1e-3)
         except BaseException as error:  # for example SystemExit from an engine; the worker is started again
             self._deliver(core.died(worker, job, error))
