@@ -175,7 +175,7 @@ def test_weights_and_statistics_that_change_are_followed(
     close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
     digits.norms.get(spec).flat.mul_(1.1)
     close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
-    digits.load_state_dict({k: v * 0.5 for k, v in digits.state_dict().items()})
+    digits.load_state_dict({k: v * 0.5 for k, v in digits.state_dict().items()}, norms=digits.norms)
     close(engine(x, subnet=1), digits(x, subnet=spec), folded=pinned)
     if pinned:
         wait_for(lambda: engine(x, subnet=1) is not None and engine.is_fused(1), 60)

@@ -8,6 +8,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,20 @@ def open_batcher(clock: Clock, **options: Any) -> Batcher:
     return Batcher(Engine(), policy=Fixed(TABLE, 0), clock_ms=clock, **options)
 
 
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Threads that other tests have left behind are not counted."""
+    OTHERS.update(threading.enumerate())
+    yield
+    OTHERS.clear()
+
+
+OTHERS: set[threading.Thread] = set()
+
+
 def threads_of_batchers() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("subnetact-batcher")]
+    own = (thread for thread in threading.enumerate() if thread not in OTHERS)
+    return [thread.name for thread in own if thread.name.startswith("subnetact-batcher")]
 
 
 def test_a_hung_worker_is_replaced_and_what_it_returns_is_discarded(wait_for: Any) -> None:
