@@ -1,4 +1,7 @@
-"""Compares `python -m subnetact.serve` with LitServe running one fixed subnet, with the same client."""
+"""Compares `python -m subnetact.serve` with LitServe running one fixed subnet, with the same client.
+
+All servers are started, and those that are not measured are stopped (SIGSTOP): some poll while they wait.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +49,20 @@ def http_section(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         bundle = str(Path(folder) / "bundle")
         engine.save(bundle)
-        urls = _start(stack, bundle, fixed)
-        for url in urls.values():  # the first requests of a server also pay for lazy loading
-            asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4, body="json"))
+        servers = _start(stack, bundle, fixed)
+        for url, pid in servers.values():  # the first requests of a server also pay for lazy loading
+            with _awake(pid):
+                asyncio.run(ask_server(url, images, trace("poisson", 50, 1.0).tolist(), 1e4, body="json"))
         for qps, seed in tqdm([(q, s) for q in rates for s in seeds], desc="over HTTP"):
             arrivals = trace("bursty", qps, seconds, CV2, seed).tolist()
-            order = list(urls)
+            order = list(servers)
             rng.shuffle(order)
             for name in order:
-                sent = asyncio.run(
-                    ask_server(urls[name], images, arrivals, SLO_MS, reserve_ms=RESERVE_MS, body="json")
-                )
+                url, pid = servers[name]
+                with _awake(pid):
+                    sent = asyncio.run(
+                        ask_server(url, images, arrivals, SLO_MS, reserve_ms=RESERVE_MS, body="json")
+                    )
                 found = summary(sent, labels, SLO_MS)
                 runs.setdefault(f"{qps:g}", {}).setdefault(name, []).append(found)
     return {
@@ -70,8 +76,8 @@ def http_section(
     }
 
 
-def _start(stack: ExitStack, bundle: str, fixed: Sequence[int]) -> dict[str, str]:
-    """Start every server and wait until all answer; return the address by name."""
+def _start(stack: ExitStack, bundle: str, fixed: Sequence[int]) -> dict[str, tuple[str, int]]:
+    """Start every server, wait until it answers, and stop it; return address and process group by name."""
     commands: dict[str, list[str]] = {}
     for where, options in (("threads", []), ("processes", ["--worker-processes"])):
         policies = ["slackfit:4", "hullfit"]
@@ -82,15 +88,24 @@ def _start(stack: ExitStack, bundle: str, fixed: Sequence[int]) -> dict[str, str
             commands[f"ours in {where}, {policy}"] = [*server, "--slo-ms", f"{SLO_MS - RESERVE_MS:g}"]
     for i in fixed:
         commands[f"LitServe, fixed {i}"] = [str(HERE / "litserve_server.py"), "--subnet", str(i)]
-    urls, health = {}, []
+    servers = {}
     for name, command in commands.items():
         port = _free_port()
-        stack.enter_context(_running([*command, "--bundle", bundle, "--port", str(port)]))
-        urls[name] = f"http://127.0.0.1:{port}/infer"
-        health.append(f"http://127.0.0.1:{port}/health" + ("z" if name.startswith("ours") else ""))
-    for url in health:
-        _wait_for(url)
-    return urls
+        pid = stack.enter_context(_running([*command, "--bundle", bundle, "--port", str(port)]))
+        servers[name] = f"http://127.0.0.1:{port}/infer", pid
+        _wait_for(f"http://127.0.0.1:{port}/health" + ("z" if name.startswith("ours") else ""))
+        os.killpg(pid, signal.SIGSTOP)
+    return servers
+
+
+@contextmanager
+def _awake(pid: int) -> Iterator[None]:
+    """Let a server that is stopped go on."""
+    os.killpg(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(pid, signal.SIGSTOP)
 
 
 def _free_port() -> int:
@@ -100,14 +115,15 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[None]:
+def _running(command: list[str]) -> Iterator[int]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True, **quiet)
     try:
-        yield
+        yield process.pid
     finally:
         os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGCONT)
         try:
             process.wait(5)
         except subprocess.TimeoutExpired:
