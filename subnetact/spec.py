@@ -98,7 +98,7 @@ class SubnetSpec:
         return SubnetSpec(space, tuple((name, slots) for name, slots in self.values if name != PRECISION))
 
     def same_subnet(self, other: SubnetSpec) -> bool:
-        """Tell whether two specifications mean one subnet; one may be without the axis of precisions."""
+        """Tell whether this and `other` mean one subnet; one may be without the axis of precisions."""
         if self.space == other.space:
             return self == other
         return self.precision == other.precision == FLOAT32 and self.base == other.base

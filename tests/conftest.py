@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torchvision_operators import define_missing
 
 from subnetact import device
@@ -26,6 +27,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 define_missing()
+
+# An example may take as long as it takes: the machine may be busy.
+settings.register_profile("subnetact", deadline=None)
+settings.load_profile("subnetact")
 
 
 @pytest.fixture(autouse=True)

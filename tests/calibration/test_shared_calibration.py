@@ -74,7 +74,7 @@ def one_by_one() -> Callable[[int], tuple[Supernet, SubnetSpec, torch.Tensor]]:
     return get
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seeds=st.lists(st.integers(0, 30), min_size=1, max_size=12),
     memory_mb=st.sampled_from([0.0, 0.01, 0.05, 0.3, 1024.0]),

@@ -437,7 +437,7 @@ def test_the_file_decides_like_the_policy(digits: Supernet, tmp_path: Path) -> N
             assert loaded.choose(slack, queued) == policy.decide(context), (slack, queued)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(st.one_of(st.floats(0.1, 40), st.none()), min_size=3, max_size=3), min_size=1, max_size=6

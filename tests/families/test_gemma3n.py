@@ -150,7 +150,7 @@ def test_random_subnets_equal_the_model_of_the_sliced_configuration(supernet: su
         assert space.parse({DIMS: str(row[DIMS]), SKIPPED: str(row[SKIPPED])}) == spec
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.data())
 def test_random_configurations(data: Any) -> None:
     count = data.draw(st.integers(4, 8))

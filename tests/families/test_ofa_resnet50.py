@@ -164,7 +164,7 @@ def test_live_upstream_statistics() -> None:
 SPACE = family_of("ofa_resnet50").build()[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6))
 def test_any_configuration_round_trips_at_full_size(seed: int) -> None:
     space = SPACE

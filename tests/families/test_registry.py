@@ -161,7 +161,7 @@ def published(family: str) -> SubnetSpace:
 
 
 @pytest.mark.parametrize("family", families())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_random_configurations_round_trip(family: str, seed: int) -> None:
     space = published(family)
@@ -222,7 +222,7 @@ def legal_values(family: str, space: SubnetSpace, key: str, axis: str, i: int, c
 
 
 @pytest.mark.parametrize("family", families())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_illegal_values_are_refused_by_axis_and_choices(family: str, data: st.DataObject) -> None:
     space = published(family)

@@ -48,7 +48,6 @@ def test_hostile_inputs_raise_errors_of_the_library(name: str) -> None:
         max_examples=4 if name in SLOW else 20,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.integers(0, 2**32))

@@ -37,7 +37,7 @@ def spaces() -> dict[str, SubnetSpace]:
 
 
 @pytest.mark.parametrize("name", ["digits", *SMALL_FAMILIES])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6))
 def test_every_variation_is_legal_and_canonical(spaces: dict[str, SubnetSpace], name: str, seed: int) -> None:
     space = spaces[name]
@@ -75,7 +75,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("method", ["evolution", "random", "exhaustive"])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(after=st.integers(0, 150))
 def test_a_killed_search_resumes_to_the_same_result(
     made_up: tuple[Supernet, Any, Any],

@@ -34,7 +34,7 @@ def by_exhaustion(arrivals, table, slo_ms, workers):
     return rest(tuple(range(len(arrivals))), (0.0,) * workers)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     gaps=st.lists(st.floats(0, 4), min_size=1, max_size=4),
     slo=st.lists(st.floats(4, 14), min_size=4, max_size=4),
@@ -48,7 +48,7 @@ def test_the_optimum_is_that_of_exhaustive_search(a40, gaps, slo, workers):
     assert exact_optimum(arrivals, table, slos, workers) == pytest.approx(expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     gaps=st.lists(st.floats(0, 5), min_size=1, max_size=8), slo=st.floats(10, 40), workers=st.integers(1, 2)
 )

@@ -40,7 +40,7 @@ def serve(gate_, queue, now_ms, k=1):
     return items
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
     st.integers(0, 10**6),
@@ -72,7 +72,7 @@ def test_clients_that_always_have_requests_get_time_by_their_weights(weights, se
         )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6))
 def test_a_client_within_its_share_is_never_held_back(seed):
     rng = random.Random(seed)
@@ -88,7 +88,7 @@ def test_a_client_within_its_share_is_never_held_back(seed):
         now += max(sum(item.cost_ms for item in serve(gate_, queue, now)), 0.1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6))
 def test_every_request_comes_out_once_and_no_client_stays(seed):
     rng = random.Random(seed)
@@ -122,7 +122,7 @@ def test_every_request_comes_out_once_and_no_client_stays(seed):
     assert gate_.clients == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=60))
 def test_a_client_that_is_alone_sees_the_plain_queue(deadlines):
     gate_, queue = gate(FairShares(burst_ms=0.1))

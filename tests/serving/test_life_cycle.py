@@ -298,7 +298,7 @@ class LifeCycle(RuleBasedStateMachine):
 
 
 TestLifeCycle = LifeCycle.TestCase
-TestLifeCycle.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLifeCycle.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def tables_without_memory(draw):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tables_without_memory(), st.floats(0.2, 3.0), st.sampled_from(["serve", "drop"]), st.booleans())
 def test_no_policy_chooses_a_cell_without_memory(table, load, rule, floors):
     arrivals = poisson(1000 * load, 0.2, seed=1)

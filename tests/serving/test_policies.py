@@ -99,7 +99,7 @@ def slackfit_by_the_book(table, slo, buckets, slack, queued):
     return chosen[2], chosen[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     table=tables(),
     slo=st.integers(41, 60),
@@ -130,7 +130,7 @@ def test_slackfit_serves_a_light_load_with_accurate_subnets(a40):
     assert result.mean_accuracy > 79.5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(table=tables(), slack=st.floats(0, 60), queued=st.integers(1, 12))
 def test_greedy_policies_are_their_definitions(table, slack, queued):
     latency, sizes = table.latency_ms, table.batch_sizes
@@ -166,7 +166,7 @@ def test_greedy_policies_are_their_definitions(table, slack, queued):
     assert taus[subnet] == min(tau for tau, a in zip(taus, table.accuracy, strict=True) if a >= floor)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(table=tables(), data=st.data())
 def test_every_policy_meets_the_floor_it_is_asked_for(table, data):
     floor = data.draw(st.sampled_from(table.accuracy))
@@ -177,7 +177,7 @@ def test_every_policy_meets_the_floor_it_is_asked_for(table, data):
         assert size in table.batch_sizes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(points=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=12))
 def test_the_hull_is_concave_and_above_every_point(points):
     hull = upper_hull([(x, y, i) for i, (x, y) in enumerate(points)])
@@ -191,7 +191,7 @@ def test_the_hull_is_concave_and_above_every_point(points):
         assert np.interp(x, xs, ys) >= y - 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(table=tables())
 def test_fronts_hold_exactly_what_is_not_dominated(table):
     for column in range(4):

@@ -258,7 +258,7 @@ def test_the_cheapest_subnet_need_not_be_the_least_accurate():
     assert result.effective_accuracy > 79.5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     share=st.floats(0.1, 0.95),
     subnets=st.integers(2, 12),

@@ -82,7 +82,7 @@ class QueueModel(RuleBasedStateMachine):
 
 
 TestQueueModel = QueueModel.TestCase
-TestQueueModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestQueueModel.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_equal_deadlines_leave_in_order_of_arrival():

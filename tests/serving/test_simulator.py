@@ -34,7 +34,7 @@ def arrivals(draw, most=60):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "fixed:5", "flex:0"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(times=arrivals(), data=st.data())
 def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times, data):
     slo = data.draw(st.lists(st.floats(6, 50), min_size=len(times), max_size=len(times)))
@@ -82,7 +82,7 @@ def test_every_request_has_one_fate_and_batches_obey_the_rules(a40, name, times,
             assert all(a.finish_ms <= b.t_ms for a, b in pairwise(mine))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(times=arrivals(), workers=st.integers(1, 3), size=st.integers(0, 5))
 def test_work_is_conserved_and_leaves_in_order_of_deadline(a40, times, workers, size):
     result = simulate(

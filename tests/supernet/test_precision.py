@@ -27,7 +27,7 @@ from subnetact.errors import (
     ProfileMismatch,
     SpecError,
 )
-from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_table
+from subnetact.operators import AttentionSlice, Segments, WeightSlice
 from subnetact.operators import precision as kernels
 from subnetact.operators.tensor_version import storage_id
 from subnetact.space import Axis, SubnetSpace
@@ -73,7 +73,7 @@ def onednn_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.machine_facts("cpu").uses("vnni"):
         monkeypatch.setattr(kernels, "LARGEST", 63)
         monkeypatch.setattr(
-            kernel_table, "machine_facts", lambda device: MachineFacts(device, units=frozenset({"vnni"}))
+            kernels, "machine_facts", lambda device: MachineFacts(device, units=frozenset({"vnni"}))
         )
 
 
