@@ -1,8 +1,8 @@
 """How processes end: commands quietly, if the user or the reader of their output has had enough.
 
-A daemon thread that is inside torch when the interpreter ends aborts the process (SIGABRT). So every such
-thread computes in `computing()`. When the interpreter ends, no thread begins to compute any more, and those
-that compute are waited for, but not for ever.
+A daemon thread that is inside torch when the interpreter ends aborts the process (SIGABRT). So the threads
+of the library run networks in `computing()`. When the interpreter ends, no thread begins to compute any more,
+and those that compute are waited for, but not for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOBODY_READS = 141
 WAIT_S = 10.0
 """The longest time that the end of the interpreter waits for threads that compute."""
 HELD_S = 30.0
-"""So long after the end has begun, a thread may compute again: something waits for it, as `close` does."""
+"""Seconds after the end began at which held threads may compute again, so that a later `close` returns."""
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
@@ -57,7 +57,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 class _Computing:
-    """The threads that compute now; they are held weakly: as numbers."""
+    """The threads that compute now, by their identifiers."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -90,7 +90,7 @@ _now = _Computing()
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Return a context in which a daemon thread may compute: the interpreter does not end within it."""
+    """Return a context in which a daemon thread may compute: the end of the interpreter waits for it."""
     now, thread = _now, threading.get_ident()
     if thread in now.threads:
         yield

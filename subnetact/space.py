@@ -792,7 +792,7 @@ class SubnetSpace:
             if flags:
                 raise SpecError(f"{where}: {flags[0]} is a truth value; use the choices 0 and 1")
             texts = [str(choice) for choice in slot.choices]
-            if len(set(texts)) < len(texts) or any("," in text or " " in text for text in texts):
+            if len(set(texts)) < len(texts) or any(c == "," or c.isspace() for c in "".join(texts)):
                 raise SpecError(
                     f"{where}: choices must be told apart by their text, without commas and blanks, which "
                     f"stand between choices in the key of a subnet; got {slot.choices}"

@@ -241,7 +241,7 @@ def test_axes_that_cannot_be_meant_are_refused() -> None:
         SpecError, match=r"keep\[0\] \(stage1\): False is a truth value; use the choices 0 and 1"
     ):
         SubnetSpace("own", [Axis.uniform("keep", ["stage1"], [False, True])], lambda _: {"keep": 1})
-    for alike in (["1", 1], ["x", "x,y"], ["x", "x y"]):
+    for alike in (["1", 1], ["x", "x,y"], ["x", "x y"], ["x\t", "y\n"]):
         with pytest.raises(SpecError, match=r"kind\[0\] \(a\): choices must be told apart by their text"):
             SubnetSpace("own", [Axis.uniform("kind", ["a"], alike)], lambda _: {"kind": 1})
 

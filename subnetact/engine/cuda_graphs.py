@@ -146,6 +146,8 @@ class Graphs:
             output: Any = captured.output
             if not isinstance(output, Tensor) or output.shape[:1] != (size,):
                 raise TypeError("the output is not one tensor of the batch's size")
+            if bound.versions() != versions and bound.changes_itself(padded):
+                raise TypeError("its forward changes its own buffers")
         except Exception as error:
             self._failed.add(key)
             level = logging.DEBUG if self._warned else logging.WARNING

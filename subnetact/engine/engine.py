@@ -556,6 +556,7 @@ class Engine:
         Raises:
             InvalidRequest: the engine has no example yet.
             SpecError: there is no such id, or the subnet was removed.
+            StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
         """
         chosen = self.ready(subnet)
         bound = self._bound(chosen)

@@ -199,7 +199,7 @@ class FusedProgram:
         Returns:
             Their positions, in ascending order.
         """
-        squares = x.reshape(len(x), -1).double().square_().sum(1)
+        squares = x.reshape(len(x), -1).double().square().sum(1)
         return (~(squares <= LIMIT**2)).nonzero()[:, 0]
 
     @property

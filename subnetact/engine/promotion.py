@@ -26,10 +26,9 @@ from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.outputs import agree, is_as_near, replaced_samples
 from subnetact.engine.packed_linear import can_pack_linear
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
-from subnetact.operators.tensor_version import changes_of
+from subnetact.errors import StaleWeights
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors, tensors_of
-from subnetact.supernet.generation import weights_of
 from subnetact.supernet.storage import checksum
 from subnetact.supernet.supernet import Supernet
 
@@ -160,6 +159,9 @@ class Promoter:
         Returns:
             Whether the subnet has a fused program now. If it has none, the reason is that the network cannot
             be fused, or that the budget is too small.
+
+        Raises:
+            StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
         """
         with self._working:
             self._pinned.add(subnet.id)
@@ -167,9 +169,14 @@ class Promoter:
             if promoted is not None and promoted.fresh(bound):
                 self._cache.pin((self.KIND, subnet.id), True)
                 return PinResult(True)
-            if self._make(subnet, bound, example, math.inf):
+            made = False
+            try:
+                made = self._make(subnet, bound, example, math.inf)
+            finally:
+                if not made:
+                    self._pinned.discard(subnet.id)
+            if made:
                 return PinResult(True)
-            self._pinned.discard(subnet.id)
             mib = self._cache.budget / 2**20
             small = f"it does not fit in the budget of {mib:.4g} MiB beside the programs that are pinned"
             return PinResult(False, subnet.refused or small)
@@ -204,7 +211,7 @@ class Promoter:
         try:
             # A program that was used while this subnet collected its uses is worth as much, so it stays.
             pinned = subnet.id in self._pinned
-            with computing():
+            with computing(), suppress(StaleWeights):  # During `functional_call`; a later use tries again.
                 self._make(subnet, bound, example, math.inf if pinned else since)
         finally:
             self._working.release()
@@ -238,12 +245,14 @@ class Promoter:
         program, why = None, ""
         try:
             program = self._checked(subnet, bound, example)
+        except StaleWeights:
+            raise
         except Exception as error:
             if ran_out_of_memory(error) or not bound.current(self._supernet, subnet.spec):
                 return None  # The next use tries again: there may be room then, or weights were exchanged.
             why = " ".join(str(error).split()) or type(error).__name__
         if bound.versions() != versions:  # They changed meanwhile, so the next use tries again.
-            changing = _changes_its_buffers(bound.view, example)
+            changing = bound.changes_itself(_probe(example, next(bound.view.parameters()).device))
             program, why = None, "its forward changes its own buffers" if changing else ""
         if why:
             subnet.refused = why
@@ -308,16 +317,6 @@ def _probe(example: Any, device: torch.device) -> Any:
         x = torch.randn(shape, generator=generator, dtype=example.dtype).to(device)
         return x.contiguous(memory_format=_layout(x))
     return map_tensors(lambda t: torch.stack([t] * 2).to(device), example)
-
-
-def _changes_its_buffers(view: nn.Module, example: Any) -> bool:
-    """Run a view and tell whether that changes its ordinary buffers."""
-    weights, _ = weights_of(view)
-    buffers = [t for t in weights if not isinstance(t, nn.Parameter)]
-    before = changes_of(buffers)
-    with torch.inference_mode(), suppress(Exception):
-        call_with(view, _probe(example, next(view.parameters()).device))
-    return changes_of(buffers) != before
 
 
 def taken(functions: Sequence[Callable[[Any], Any]], x: Any) -> list[list[float]]:

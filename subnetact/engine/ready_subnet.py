@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import call_with
 from subnetact.supernet.generation import is_counter
 from subnetact.supernet.norm_table import NormRow
 from subnetact.supernet.supernet import Supernet
@@ -71,6 +75,14 @@ class Bound:
     def versions(self) -> list[int]:
         """Return the version counters of all sources; they differ after any in-place change."""
         return [tensor._version for tensor in self.sources]
+
+    def changes_itself(self, x: Any) -> bool:
+        """Run a batch and tell whether the network's own forward changes buffers that it reads."""
+        buffers = [source for source in self.sources if not isinstance(source, nn.Parameter)]
+        before = changes_of(buffers)
+        with torch.inference_mode(), suppress(Exception):
+            call_with(self.view, x)
+        return changes_of(buffers) != before
 
 
 def _read_by(view: nn.Module) -> Iterator[Tensor]:

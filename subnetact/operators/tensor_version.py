@@ -32,7 +32,7 @@ def _count_fused_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     """Count a step of an optimizer with `fused=True`, which changes parameters without counting it."""
     for group in optimizer.param_groups:
         if group.get("fused"):
-            increment_version(group["params"])
+            increment_version([p for p in group["params"] if p.grad is not None])
 
 
 register_optimizer_step_post_hook(_count_fused_step)

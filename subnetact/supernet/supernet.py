@@ -45,7 +45,7 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.storage import elsewhere, exchange_storage_, renew_storage_
+from subnetact.supernet.storage import checksum, elsewhere, exchange_storage_, renew_storage_
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
@@ -296,7 +296,7 @@ class Supernet(nn.Module):
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
-        if self._replacements.writes != self._noticed and self._substituted():
+        if self._substituted():
             with self._exchange:
                 return self._bind(spec, self._norms.get(spec), fresh=True)
         return self._ready(spec) or self._build(self.space.check(spec))
@@ -313,11 +313,10 @@ class Supernet(nn.Module):
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
-            StaleWeights: `functional_call` runs on the supernet, whose tensors a view must not keep.
+            StaleWeights: `functional_call` ran on the supernet, whose tensors a view must not keep.
         """
         spec = self.space.check(spec)
-        with self._exchange:
-            self._require_own_weights()
+        with self._exchange, self._own_weights():
             statistics = self._norms.get(spec)
             view = self._bind(spec, statistics)
         if statistics is None:
@@ -327,8 +326,7 @@ class Supernet(nn.Module):
     @property
     def generation(self) -> Generation:
         """Tells everything that outlives a change of the weights whether they have changed."""
-        if self._replacements.writes != self._noticed:
-            self._substituted()
+        self._substituted()
         return self._generation
 
     @property
@@ -848,7 +846,7 @@ class Supernet(nn.Module):
         with self._exchange:
             adopted = table is None and self._has_adopted()
             if table is None and len(self._norms) > adopted:
-                self._check_same(state_dict, own, len(self._norms) - adopted)
+                self._check_same(state_dict, len(self._norms) - adopted)
             modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             moved: list[tuple[Tensor, Tensor]] = []
@@ -876,11 +874,12 @@ class Supernet(nn.Module):
                 )
                 self._renew(same=not (loaded or in_place), beneath=in_place)
 
-    @staticmethod
-    def _check_same(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor], rows: int) -> None:
+    def _check_same(self, state_dict: Mapping[str, Tensor], rows: int) -> None:
         """Refuse weights other than the present ones, which the statistics of subnets were made with."""
-        known = ((own[name], tensor) for name, tensor in state_dict.items() if name in own)
-        if not all(torch.equal(tensor.to(present), present) for present, tensor in known):
+        present = self.network.state_dict()
+        named = [name for name in state_dict if name in present]
+        given = (state_dict[name].detach().to(present[name]) for name in named)
+        if checksum(given) != checksum(present[name] for name in named):
             raise CheckpointError(
                 f"state_dict: BatchNorm statistics of {rows} subnet(s) belong to the former weights; give "
                 "norms= those of the new weights, NormTable(supernet.space.id) to calibrate all again, or "
@@ -898,11 +897,10 @@ class Supernet(nn.Module):
         """Return a context in which weights and statistics can be copied: all copies are of one moment.
 
         Raises:
-            StaleWeights: weights were changed in place by another thread meanwhile, or `functional_call` runs
+            StaleWeights: weights were changed in place by another thread meanwhile, or `functional_call` ran
                 on the supernet.
         """
-        with self._exchange:
-            self._require_own_weights()
+        with self._exchange, self._own_weights():
             before = self.generation.moment()
             yield
             if self.generation.moment() != before:
@@ -977,9 +975,13 @@ class Supernet(nn.Module):
         self._replacements.note(self)
         self._noticed = self._replacements.writes
 
-    def _require_own_weights(self) -> None:
-        """Refuse to take what lasts while `functional_call` runs: other tensors stand for the parameters."""
-        if self._replacements.writes != self._noticed and self._substituted():
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """Refuse that something lasting is taken while `functional_call` puts tensors for the parameters."""
+        writes, foreign = self._replacements.writes, self._substituted()
+        if not foreign:
+            yield
+        if foreign or self._replacements.writes != writes:
             raise StaleWeights(
                 "torch.func.functional_call runs on the supernet, and its tensors stand for the parameters; "
                 "make engines and bundles before or after it, or let it have a copy.deepcopy(supernet)"
@@ -991,6 +993,9 @@ class Supernet(nn.Module):
         Returns:
             True while `functional_call` runs: given tensors stand in for the parameters.
         """
+        writes = self._replacements.writes
+        if writes == self._noticed:
+            return False
         with self._exchange:
             writes = self._replacements.writes
             if self._replacements.replaced(self):

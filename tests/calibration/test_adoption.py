@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -158,12 +160,28 @@ def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
 def test_statistics_of_former_weights_are_not_kept_unasked() -> None:
     supernet, state = supernet_of(pretrained()), pretrained(seed=1).state_dict()
     calibrate(supernet, [supernet.space.smallest()], BATCHES, progress=False)
-    before = supernet.fingerprint()
+    before, former = supernet.fingerprint(), copy.deepcopy(supernet.state_dict())
+    supernet.network.register_buffer("sparse", torch.eye(3).to_sparse())
+    with torch.no_grad():
+        supernet.network[0].weight[0] = math.nan
     supernet.load_state_dict(supernet.state_dict())
+    del supernet.network.sparse
     with pytest.raises(
         CheckpointError, match=r"1 subnet\(s\) belong to the former weights; give norms= those"
     ):
         supernet.load_state_dict(state)
+
+    class Late(dict[str, torch.Tensor]):
+        """Its tensors are looked at while another thread loads these weights with their statistics."""
+
+        def items(self) -> Any:
+            rows = supernet.norms
+            supernet.load_state_dict(state, norms=rows)
+            return super().items()
+
+    with pytest.raises(CheckpointError, match="belong to the former weights"):
+        supernet.load_state_dict(Late(supernet.state_dict()))
+    supernet.load_state_dict(former, norms=supernet.norms)
     assert supernet.fingerprint() == before
     supernet.load_state_dict(state, norms=supernet.norms)
     assert len(supernet.norms) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import subnetact
 from subnetact.engine.cuda_graphs import Captured
@@ -56,6 +56,19 @@ def engine_of(digits: Supernet, **options: Any) -> subnetact.Engine:
     return subnetact.Engine(digits, specs, example=EXAMPLE, **options)
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.last(self.first(x))
+
+
 def close(output: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
 
@@ -79,6 +92,21 @@ def test_batches_are_padded_to_the_next_graph_and_outputs_are_copies(digits: Sup
     assert recorder.sizes == [4, 8, 1]
     engine.remove(1)
     assert engine.stats().graphs == 0
+
+
+def test_a_network_that_changes_its_own_buffers_is_captured_once_and_runs_eagerly() -> None:
+    space = subnetact.SubnetSpace(
+        "counting", [subnetact.Axis.uniform("w", ["all"], [4, 8])], lambda v: {"w": v["w"][0]}
+    )
+    on = subnetact.WeightSlice.on
+    supernet = subnetact.insert_(Counting().eval(), space, {"first": on(out="w"), "last": on(in_="w")})
+    recorder = Recorder()
+    engine = subnetact.Engine(
+        supernet, [space.smallest()], example=torch.zeros(4), memory_budget_mb=16, graph_backend=recorder
+    )
+    for _ in range(3):
+        close(engine(X[:1, 0, 0, :4], 0), supernet(X[:1, 0, 0, :4], subnet=space.smallest()))
+    assert recorder.sizes == [1]
 
 
 def test_graphs_are_used_without_programs(digits: Supernet) -> None:

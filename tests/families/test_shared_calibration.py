@@ -36,12 +36,14 @@ def neighbours(supernet: Supernet, count: int) -> list[SubnetSpec]:
     rng, found = random.Random(0), list[SubnetSpec]()
     space = supernet.space
     for _ in range(count):
-        spec = space.sample(rng)
-        values = {axis: list(slots) for axis, slots in spec.values}
-        axis = rng.choice(space.axes)
-        position = rng.randrange(len(axis.slots))
-        values[axis.name][position] = rng.choice(axis.slots[position].choices)
-        found += [spec, space.spec(**completed(supernet, values))]
+        spec = other = space.sample(rng)
+        while other == spec:
+            values = {axis: list(slots) for axis, slots in spec.values}
+            axis = rng.choice(space.axes)
+            position = rng.randrange(len(axis.slots))
+            values[axis.name][position] = rng.choice(axis.slots[position].choices)
+            other = space.spec(**completed(supernet, values))
+        found += [spec, other]
     return found
 
 

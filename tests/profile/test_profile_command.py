@@ -579,7 +579,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bundle(
 
 def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path) -> None:
     folder, journal = tmp_path, tmp_path / "t.json.work" / "journal.jsonl"
-    process = start(folder, "--min-time-ms", "300")
+    process = start(folder, "--min-time-ms", "3000")
     while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
         time.sleep(0.01)
     process.terminate()

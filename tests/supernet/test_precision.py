@@ -628,6 +628,16 @@ def test_an_answer_of_a_fused_int8_program_does_not_depend_on_strange_mates(
     assert torch.equal(answers(x)[[0, 3]], ordinary[[0, 3]])
 
 
+def test_strange_samples_are_found_without_a_change_of_the_batch() -> None:
+    for dtype in (torch.float32, torch.float64):
+        program = FusedProgram(nn.Sequential(nn.Conv2d(1, 4, 3)).to(dtype).eval())
+        x = torch.randn(4, 1, 5, 5, dtype=dtype)
+        x[1, 0, 0, 0], x[3] = float("nan"), 1e9
+        before = x.clone()
+        assert program.strange(x).tolist() == [1, 3]
+        torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.usefixtures("onednn_convolutions")
 def test_an_empty_batch_is_refused_by_programs_as_by_views(digits: Supernet) -> None:
     space = digits.space

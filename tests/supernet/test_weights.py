@@ -317,6 +317,42 @@ def test_nothing_keeps_the_tensors_of_a_functional_call(supernet: Supernet, tmp_
         torch.testing.assert_close(engine(X, 0), expected, rtol=0, atol=5e-5)
 
 
+def test_a_functional_call_that_has_ended_is_no_reason_against_fusing(supernet: Supernet) -> None:
+    spec, seen = supernet.space.smallest(), list[bool]()
+    engine = subnetact.Engine(supernet, [spec], example=X[0], allow_uncalibrated=True, memory_budget_mb=64)
+    given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
+
+    def meanwhile(*_: Any) -> None:
+        with pytest.raises(StaleWeights, match="functional_call"):
+            engine.pin(0)
+        seen.append(True)
+
+    hook = supernet.register_forward_hook(meanwhile)
+    torch.func.functional_call(supernet, given, (X,), {"subnet": spec})
+    hook.remove()
+    assert seen
+    assert not engine.pinned
+    assert engine.pin(0), engine.pin(0).reason
+
+
+def test_nothing_is_copied_while_a_functional_call_comes_and_goes(supernet: Supernet) -> None:
+    given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
+    with pytest.raises(StaleWeights, match="functional_call"), supernet.unchanged():
+        torch.func.functional_call(supernet, given, (X,), {"subnet": supernet.space.smallest()})
+    with supernet.unchanged():
+        pass
+
+
+def test_a_fused_step_counts_the_parameters_that_it_changes() -> None:
+    trained, kept = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([trained, kept], fused=True)
+    trained.grad = torch.ones(3)
+    before, y = trained._version, (kept * kept).sum()
+    optimizer.step()
+    assert trained._version > before
+    y.backward()  # It needs `kept` as it was.
+
+
 def test_functional_call_carries_gradients(supernet: Supernet) -> None:
     given = {name: p.detach() for name, p in supernet.named_parameters()}
 

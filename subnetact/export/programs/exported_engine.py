@@ -20,6 +20,7 @@ from subnetact.errors import (
     ExportError,
     FileFormatError,
     InvalidRequest,
+    PrecisionError,
     SpecError,
 )
 from subnetact.export.manifest import read_version
@@ -27,6 +28,8 @@ from subnetact.export.programs.exporter import KIND, WEIGHTS, capability
 from subnetact.export.programs.graph_program import GraphProgram
 from subnetact.export.programs.program import quiet
 from subnetact.export.programs.shared_tensors import SharedTensors
+from subnetact.operators.precision import require_precision
+from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
@@ -191,6 +194,7 @@ def load_exported(
         FileFormatError: a file is missing, truncated, changed, of a newer schema, or has a step that is not
             allowed; or the packages were compiled by another torch or for another kind of machine.
         ExportError: the directory holds native code, and `trusted` is False.
+        PrecisionError: a subnet computes at a precision that this machine does not run, as in an `Engine`.
         DeviceError: there is no such device.
     """
     return read_version(directory, KIND, partial(_read, device=device, trusted=trusted, progress=progress))
@@ -209,6 +213,8 @@ def _read(
         _refuse_foreign(folder, facts, home)
         example = example_from_json(facts["example"])
         subnets = facts["subnets"]
+        for precision in {SubnetSpec.from_json(subnet["spec"]).precision for subnet in subnets}:
+            require_precision(precision, home)
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
         native = facts["compile"] != "none"
         if native and not trusted:
@@ -229,7 +235,7 @@ def _read(
         programs: list[_Program] = [load(folder / subnet["program"], own) for subnet, own in named]
         return ExportedEngine(programs, facts, example, home)
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        if isinstance(error, (FileFormatError, DeviceError, ExportError)):
+        if isinstance(error, (FileFormatError, DeviceError, ExportError, PrecisionError)):
             raise
         raise FileFormatError(f"{folder}: a field is missing or of the wrong kind: {error!r}") from error
 

@@ -74,7 +74,8 @@ def to_triton(
         flavour: "libtorch" or "python".
         name: name of the model.
         table: latencies of the engine's subnets. If None, the engine's table called "scheduler", or else the
-            engine's only table. The Python flavour needs a table.
+            engine's only table. The Python flavour needs a table; one whose stamp names other weights is
+            refused, and one without a stamp is taken as it is.
         slo_ms: time in ms that a request has if it names no deadline. Required if there is a table.
         max_batch_size: largest batch of Triton's batcher. If None, the largest in the table, or 16 without a
             table.

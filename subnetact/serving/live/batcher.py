@@ -262,7 +262,7 @@ class Batcher:
 
         Args:
             x: one input, without a batch dimension, as the engine's `check` accepts it. It is not copied:
-                who uses its memory for something else before the answer changes what is answered. Give
+                if its memory is overwritten before the answer arrives, the answer is to the new values. Give
                 `x.clone()` of a buffer that is filled again and again.
             deadline_ms: time that the request is given from now, in ms; 1e12 ms at most, more counts as that.
             min_accuracy: minimum profiled accuracy, in percent, of the subnet that answers. If None, any

@@ -145,7 +145,7 @@ class TenantBatcher:
             raise
         self._planner: PeriodicCall | None = None
         if period_ms is not None:
-            self._planner = PeriodicCall(self.plan, period_ms / 1e3, "subnetact-tenants-planner")
+            self._planner = PeriodicCall(self._plan_now, period_ms / 1e3, "subnetact-tenants-planner")
 
     def submit(self, tenant: str, x: Any, deadline_ms: float, **options: Any) -> AnswerFuture:
         """Queue one input for a tenant, from any thread.
@@ -240,10 +240,13 @@ class TenantBatcher:
             raise PolicyError(
                 "period_ms: the batcher was opened without it, so arrivals were not noted; give a period_ms"
             )
-        with self._planning:
-            return self._plan_now()
+        return self._plan_now()
 
     def _plan_now(self) -> Grouping:
+        with self._planning:
+            return self._planned()
+
+    def _planned(self) -> Grouping:
         now = self._clock_ms()
         took_s, self._planned_ms = max((now - self._planned_ms) / 1e3, 1e-6), now
         rates, spread = {}, {}
