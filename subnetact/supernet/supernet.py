@@ -978,10 +978,12 @@ class Supernet(nn.Module):
     @contextmanager
     def _own_weights(self) -> Iterator[None]:
         """Refuse that something lasting is taken while `functional_call` puts tensors for the parameters."""
-        writes, foreign = self._replacements.writes, self._substituted()
+        foreign = self._substituted()
+        writes, number = self._replacements.writes, self._generation.number
         if not foreign:
             yield
-        if foreign or self._replacements.writes != writes:
+        # An exchange of the weights writes as well; who takes something sees it by the generation.
+        if foreign or (self._replacements.writes != writes and self._generation.number == number):
             raise StaleWeights(
                 "torch.func.functional_call runs on the supernet, and its tensors stand for the parameters; "
                 "make engines and bundles before or after it, or let it have a copy.deepcopy(supernet)"
