@@ -839,7 +839,10 @@ class Engine:
 
     def _bind(self, spec: SubnetSpec) -> Bound:
         start = time.perf_counter()
+        self._refuse_uncalibrated([spec])
         bound = Bound.of(self.supernet, spec)
+        if bound.statistics_row is None:
+            self._refuse_uncalibrated([spec])
         self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
         return bound
 

@@ -810,16 +810,18 @@ class Supernet(nn.Module):
             assign: whether to use the given tensors themselves instead of copying them, as in
                 `nn.Module.load_state_dict`.
             norms: the statistics rows that belong to these weights; they replace those of `norms` at the same
-                moment. Without it only the row that `adopt_statistics` gave the largest subnet follows the
-                network's own statistics, and a supernet that has further rows refuses other weights.
+                moment. Without it, rows stay if the weights are the same. With other weights the rows of
+                calibrated subnets are dropped, with an `UncalibratedSubnetWarning`, because they belong to
+                the former weights; engines then refuse these subnets (`NotCalibrated`). The row that
+                `adopt_statistics` gave the largest subnet follows the network's own statistics. Give
+                `norms=supernet.norms` to keep all rows.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
 
         Raises:
             CheckpointError: a tensor has another shape; `strict` is True, and tensors are missing or extra;
-                the state_dict is no mapping; or subnets have statistics of the former weights, and `norms`
-                does not say what becomes of them. Nothing is then loaded.
+                or the state_dict is no mapping. Nothing is then loaded.
             ForeignSpec: the norm table is of another space.
         """
         table = None if norms is None else self._own(norms)
@@ -845,8 +847,9 @@ class Supernet(nn.Module):
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
             adopted = table is None and self._has_adopted()
-            if table is None and len(self._norms) > adopted:
-                self._check_same(state_dict, len(self._norms) - adopted)
+            dropped = 0 if table is not None else len(self._norms) - adopted
+            if dropped and self._has_values(state_dict):
+                dropped = 0
             modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             moved: list[tuple[Tensor, Tensor]] = []
@@ -859,9 +862,10 @@ class Supernet(nn.Module):
                 loaded = True
                 if table is not None:
                     self._norms = table
-                elif adopted:
+                elif dropped:
+                    self._norms = NormTable(self.space.base.id)
+                if adopted:
                     self.adopt_statistics()
-                return result
             except BaseException:
                 for tensor, former in moved:
                     tensor.data = former
@@ -873,18 +877,22 @@ class Supernet(nn.Module):
                     {*self.network.parameters(), *self.network.buffers()}
                 )
                 self._renew(same=not (loaded or in_place), beneath=in_place)
+        if dropped:
+            warnings.warn(
+                f"load_state_dict: the BatchNorm statistics of {dropped} subnet(s) belonged to the former "
+                "weights and are dropped; give norms= those of the new weights, or supernet.norms to keep "
+                "them, or call subnetact.calibrate(supernet, specs, batches)",
+                UncalibratedSubnetWarning,
+                stacklevel=_callers_level(),
+            )
+        return result
 
-    def _check_same(self, state_dict: Mapping[str, Tensor], rows: int) -> None:
-        """Refuse weights other than the present ones, which the statistics of subnets were made with."""
+    def _has_values(self, state_dict: Mapping[str, Tensor]) -> bool:
+        """Tell whether the network has the values of a state_dict now, bit for bit."""
         present = self.network.state_dict()
         named = [name for name in state_dict if name in present]
         given = (state_dict[name].detach().to(present[name]) for name in named)
-        if checksum(given) != checksum(present[name] for name in named):
-            raise CheckpointError(
-                f"state_dict: BatchNorm statistics of {rows} subnet(s) belong to the former weights; give "
-                "norms= those of the new weights, NormTable(supernet.space.id) to calibrate all again, or "
-                "supernet.norms to keep them"
-            )
+        return checksum(given) == checksum(present[name] for name in named)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

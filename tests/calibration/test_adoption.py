@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from subnetact import Axis, NormTable, SubnetSpace, Supernet, calibrate, insert_
-from subnetact.errors import CheckpointError, StaleWeights
+from subnetact import Axis, Engine, NormTable, SubnetSpace, Supernet, calibrate, insert_
+from subnetact.errors import NotCalibrated, StaleWeights, UncalibratedSubnetWarning
 from subnetact.operators import SubnetNorm, WeightSlice
 
 BATCHES = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -159,17 +159,24 @@ def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
 
 def test_statistics_of_former_weights_are_not_kept_unasked() -> None:
     supernet, state = supernet_of(pretrained()), pretrained(seed=1).state_dict()
-    calibrate(supernet, [supernet.space.smallest()], BATCHES, progress=False)
-    before, former = supernet.fingerprint(), copy.deepcopy(supernet.state_dict())
+    small = supernet.space.smallest()
+    calibrate(supernet, [small], BATCHES, progress=False)
+    engine = Engine(supernet, [small], example=BATCHES[0][0])
+    former, rows = copy.deepcopy(supernet.state_dict()), supernet.norms
     supernet.network.register_buffer("sparse", torch.eye(3).to_sparse())
     with torch.no_grad():
         supernet.network[0].weight[0] = math.nan
     supernet.load_state_dict(supernet.state_dict())
+    assert len(supernet.norms) == 1, "a state that a supernet has already changes nothing"
     del supernet.network.sparse
-    with pytest.raises(
-        CheckpointError, match=r"1 subnet\(s\) belong to the former weights; give norms= those"
-    ):
+    with pytest.warns(UncalibratedSubnetWarning, match=r"1 subnet\(s\) belonged to the former weights"):
         supernet.load_state_dict(state)
+    assert not supernet.norms
+    with pytest.raises(NotCalibrated):
+        engine(BATCHES[0], 0)
+    calibrate(supernet, [small], BATCHES, progress=False)
+    torch.testing.assert_close(engine(BATCHES[0], 0), supernet.extract(small)(BATCHES[0]), rtol=0, atol=5e-5)
+    supernet.load_state_dict(former, norms=rows)
 
     class Late(dict[str, torch.Tensor]):
         """Its tensors are looked at while another thread loads these weights with their statistics."""
@@ -179,10 +186,10 @@ def test_statistics_of_former_weights_are_not_kept_unasked() -> None:
             supernet.load_state_dict(state, norms=rows)
             return super().items()
 
-    with pytest.raises(CheckpointError, match="belong to the former weights"):
-        supernet.load_state_dict(Late(supernet.state_dict()))
-    supernet.load_state_dict(former, norms=supernet.norms)
-    assert supernet.fingerprint() == before
+    with pytest.warns(UncalibratedSubnetWarning, match="belonged to the former weights"):
+        supernet.load_state_dict(Late(former))
+    assert not supernet.norms
+    supernet.load_state_dict(former, norms=rows)
     supernet.load_state_dict(state, norms=supernet.norms)
     assert len(supernet.norms) == 1
     supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=NormTable(supernet.space.id))
