@@ -841,7 +841,7 @@ class Engine:
         start = time.perf_counter()
         self._refuse_uncalibrated([spec])
         bound = Bound.of(self.supernet, spec)
-        if bound.statistics_row is None:
+        if bound.statistics_row is None:  # another thread may have dropped the row meanwhile
             self._refuse_uncalibrated([spec])
         self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
         return bound
