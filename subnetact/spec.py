@@ -80,10 +80,13 @@ class SubnetSpec:
     @cached_property
     def precision(self) -> str:
         """The precision of the subnet: `float32`, `bfloat16` or `int8`, or `mixed` if parts of it differ."""
-        if base_id(self.space) == self.space:
-            return FLOAT32
-        chosen = {str(value) for value in self[PRECISION]}
-        return chosen.pop() if len(chosen) == 1 else "mixed"
+        return next(iter(self.precisions)) if len(self.precisions) == 1 else "mixed"
+
+    @cached_property
+    def precisions(self) -> frozenset[str]:
+        """The precisions of all parts of the subnet."""
+        plain = base_id(self.space) == self.space
+        return frozenset([FLOAT32] if plain else map(str, self[PRECISION]))
 
     @cached_property
     def base(self) -> SubnetSpec:

@@ -26,10 +26,12 @@ class SubnetBlocks:
 
     Args:
         supernet: the supernet.
+        bind: makes the private view of a subnet.
     """
 
-    def __init__(self, supernet: Supernet) -> None:
+    def __init__(self, supernet: Supernet, bind: Callable[[SubnetSpec], Bound]) -> None:
         self._supernet = supernet
+        self._bind = bind
         self._stacks = stacks_of(supernet.network)
         self._of_program: weakref.WeakKeyDictionary[FusedProgram, list[Block]] = weakref.WeakKeyDictionary()
         self._of_view: dict[SubnetSpec, tuple[Bound, list[Block], list[int]]] = {}
@@ -60,6 +62,7 @@ class SubnetBlocks:
             spec: the subnet.
 
         Raises:
+            NotCalibrated: the subnet has no BatchNorm statistics of its own.
             SpecError: the specification is malformed, or of another space.
         """
         with self._lock:
@@ -70,7 +73,7 @@ class SubnetBlocks:
                 and known[0].versions() == known[2]
             ):
                 return known[:2]
-            bound = Bound.of(self._supernet, spec)
+            bound = self._bind(spec)
             versions = bound.versions()  # A graph holds the packed copies that it reads itself.
             tensors: dict[str, Tensor] = {}
             try:

@@ -87,6 +87,7 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 
     Raises:
         FileFormatError: the directory holds something else than a bundle.
+        NotCalibrated: a subnet that is served has no BatchNorm statistics of its own.
     """
     facts: dict[str, Any] = {}
     with BUNDLE.writing(directory, facts) as folder:
@@ -96,6 +97,8 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     supernet, padding = bundle.supernet, bundle.padding
     with supernet.unchanged():  # Everything is of one checkpoint, whatever other threads load.
+        if not bundle.allow_uncalibrated:
+            supernet.require_calibrated([s for i, s in enumerate(bundle.specs) if i not in bundle.removed])
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}
         norms, space, precision = supernet.norms.to_like(None), supernet.space, supernet.precision
     write_tensors(folder / WEIGHTS, tensors)
@@ -190,6 +193,9 @@ def _read(
             raise ValueError(f"removed ids {removed!r}, allow_uncalibrated {allow!r}")
         if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
             raise ValueError("subnets, accuracy and removed ones do not belong together")
+        bare = [spec for i, spec in enumerate(specs) if spec not in norms and i not in removed]
+        if bare and not allow and supernet.norm_operators():
+            raise ValueError(f"{bare[0]} has no BatchNorm statistics")
         bundle = Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms, padding)
         return bundle, tensors, precision if enabled is None else None
 

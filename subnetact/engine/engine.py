@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from operator import index
@@ -40,7 +40,6 @@ from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import (
     EngineError,
     InvalidRequest,
-    NotCalibrated,
     SpecError,
     SubnetActError,
 )
@@ -71,7 +70,8 @@ class Engine:
 
     Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
-    changes of the weights, and `load_state_dict`.
+    changes of the weights, and `load_state_dict`. A subnet whose statistics are gone from the norm table is
+    refused (`NotCalibrated`) until it is calibrated again.
 
     Args:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
@@ -103,6 +103,7 @@ class Engine:
         check: whether to run `supernet.check` on every example (the corners of the space and not only the
             narrowest registered subnet), and to refuse outputs that a `Batcher` could not split into
             samples. It takes about two forward passes per corner, once per supernet and shape.
+        removed: positions of subnets that only get their ids and are not served, as after `remove`.
 
     Attributes:
         supernet: the supernet.
@@ -151,6 +152,7 @@ class Engine:
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
         check: bool = True,
+        removed: Collection[int] = (),
     ) -> None:
         self.options: Mapping[str, Any] = {
             "example": example,
@@ -174,7 +176,8 @@ class Engine:
         home = next(supernet.parameters()).device
         self.device = home if device is None else find_device(device)
         self.supernet = supernet
-        self._refuse_uncalibrated(canonical)
+        if not allow_uncalibrated:
+            supernet.require_calibrated([s for i, s in enumerate(canonical) if i not in removed])
         if self.device != home:
             supernet.to(self.device)
         self.tables: dict[str, LatencyTable] = {}
@@ -188,7 +191,7 @@ class Engine:
             raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
         self._example = None if example is None else detach_example(example)
         self._stager = Stager(self.device)
-        self._blocks = SubnetBlocks(supernet)
+        self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing = Lock()
         free = self._budget // 4 + (KERNEL_BYTES if self.device.type == "cpu" else 0)
         self._cache = ByteCache(self._budget - min(self._budget // 2, free))
@@ -204,8 +207,8 @@ class Engine:
         self._bind_ms: list[float] = []
         self._subnets: tuple[ReadySubnet, ...] = ()
         self._served: dict[int, ReadySubnet] = {}
-        for spec, percent in zip(canonical, known, strict=True):
-            self.register(spec, percent)
+        for i, (spec, percent) in enumerate(zip(canonical, known, strict=True)):
+            (self.reserve if i in removed else self.register)(spec, percent)
         if example is not None:
             self._try_examples(check)
 
@@ -304,20 +307,42 @@ class Engine:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.supernet.space.check(spec)
-        self._refuse_uncalibrated([spec])
         percent = percentage(accuracy, spec)
         with self._changing:
             known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
-            subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
-            if accuracy is not None:
-                subnet.accuracy = percent
-            if subnet.bound is None:
-                subnet.bound = self._bind(spec)
-            if known is None:
-                self._subnets = (*self._subnets, subnet)
+            bound = self._bind(spec) if known is None or known.bound is None else known.bound
+            subnet = self._keep(known, spec, percent)
+            subnet.bound = bound
             self._served = {**self._served, subnet.id: subnet}
             self.changes += 1
             return subnet.id
+
+    def reserve(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
+        """Give a subnet its id without serving it, as if it had been registered and removed.
+
+        Args:
+            spec: the subnet.
+            accuracy: as in `register`.
+
+        Returns:
+            Its id. A subnet that is registered already is served as before.
+
+        Raises:
+            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
+        """
+        spec = self.supernet.space.check(spec)
+        percent = percentage(accuracy, spec)
+        with self._changing:
+            known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
+            return self._keep(known, spec, percent).id
+
+    def _keep(self, known: ReadySubnet | None, spec: SubnetSpec, percent: float | None) -> ReadySubnet:
+        subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
+        if percent is not None:
+            subnet.accuracy = percent
+        if known is None:
+            self._subnets = (*self._subnets, subnet)
+        return subnet
 
     def remove(self, subnet: int) -> None:
         """Stop serving a subnet. Calls under way finish, and no other subnet gets the id.
@@ -374,6 +399,7 @@ class Engine:
             The network's output, on the engine's device.
 
         Raises:
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: there is no such id, or the subnet was removed.
             InvalidRequest: the network fails on x, and x differs from the example in structure, shape or
                 dtype.
@@ -402,6 +428,7 @@ class Engine:
             shape that the whole batch was padded to.
 
         Raises:
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: there is no such id, or the subnet was removed.
             InvalidRequest: there are no inputs, or the network fails on them, and they differ from the
                 example.
@@ -425,6 +452,7 @@ class Engine:
             The blocks. They are of the present weights; ask again after weights were replaced.
 
         Raises:
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: there is no such id, or the subnet was removed.
         """
         return list(self._blocks_of(self.ready(subnet), None)[1])
@@ -442,6 +470,7 @@ class Engine:
             values as one block.
 
         Raises:
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: there is no such id, or the subnet was removed.
             InvalidRequest: there are no inputs.
         """
@@ -467,6 +496,7 @@ class Engine:
             Whether the run continues there; if not, nothing has changed.
 
         Raises:
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: there is no such id, or the subnet was removed.
         """
         return run.continue_on(subnet, *self._calls(self.ready(subnet), None))
@@ -555,6 +585,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the engine has no example yet.
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: there is no such id, or the subnet was removed.
             StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
         """
@@ -721,6 +752,8 @@ class Engine:
 
         Raises:
             FileFormatError: the directory holds something else than a bundle.
+            NotCalibrated: statistics of a subnet were dropped with the weights that they belonged to. Nothing
+                is then written.
             StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
                 that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
         """
@@ -775,11 +808,10 @@ class Engine:
             "padding": found.padding,
             "accuracy": found.accuracy,
             "allow_uncalibrated": found.allow_uncalibrated,
+            "removed": found.removed,
         }
         engine = cls(found.supernet, found.specs, **{**served, **options})
         engine.tables.update(found.tables)
-        for removed in found.removed:
-            engine.remove(removed)
         return engine
 
     # -- inner parts -----------------------------------------------------------------------------
@@ -818,7 +850,7 @@ class Engine:
         def width(spec: SubnetSpec) -> float:
             return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
 
-        narrowest = min((subnet.spec for subnet in self._subnets), key=width)
+        narrowest = min((subnet.spec for subnet in self._served.values() or self._subnets), key=width)
         for example in self.examples:
             batch = self._stager.stack([example], 1)
             output = try_example(self.supernet, narrowest, batch, example)
@@ -838,22 +870,15 @@ class Engine:
         return bound
 
     def _bind(self, spec: SubnetSpec) -> Bound:
-        start = time.perf_counter()
-        self._refuse_uncalibrated([spec])
-        bound = Bound.of(self.supernet, spec)
-        if bound.statistics_row is None:  # another thread may have dropped the row meanwhile
-            self._refuse_uncalibrated([spec])
-        self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
-        return bound
-
-    def _refuse_uncalibrated(self, specs: Sequence[SubnetSpec]) -> None:
-        bare = [spec for spec in specs if not self.supernet.calibrated(spec)]
-        if bare and not self._allow_uncalibrated:
-            raise NotCalibrated(
-                f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, "
-                f"{bare[0]} first; call subnetact.calibrate(supernet, specs, batches), or pass "
-                "allow_uncalibrated=True to serve them on the shared ones"
-            )
+        while True:
+            start = time.perf_counter()
+            if not self._allow_uncalibrated:
+                self.supernet.require_calibrated([spec])
+            bound = Bound.of(self.supernet, spec)
+            self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
+            shared = bound.statistics_row is None and self.supernet.norm_operators()
+            if self._allow_uncalibrated or not shared:  # Otherwise another thread dropped the row meanwhile.
+                return bound
 
 
 def _id(subnet: Any) -> int:

@@ -133,6 +133,7 @@ class ReadySubnet:
             The network's output for the batch.
 
         Raises:
+            NotCalibrated: the subnet's BatchNorm statistics were dropped with the weights they belonged to.
             SpecError: the subnet was removed from its engine.
         """
         return self._run(self, x)

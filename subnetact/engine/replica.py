@@ -46,7 +46,10 @@ def rebuild(supernet: Supernet, subnets: Registered, options: Mapping[str, Any])
         subnets: what is registered.
         options: the engine's `options`.
     """
-    engine = Engine(supernet, subnets.specs, accuracy=subnets.accuracy, check=False, **options)
+    removed = set(range(len(subnets.specs))) - set(subnets.served)
+    engine = Engine(
+        supernet, subnets.specs, accuracy=subnets.accuracy, check=False, removed=removed, **options
+    )
     follow(engine, subnets)
     return engine
 
@@ -58,8 +61,8 @@ def follow(engine: Engine, subnets: Registered) -> None:
         engine: the replica.
         subnets: what is registered in the engine.
     """
-    for spec, percent in zip(subnets.specs, subnets.accuracy, strict=True):
-        engine.register(spec, percent)
+    for i, (spec, percent) in enumerate(zip(subnets.specs, subnets.accuracy, strict=True)):
+        (engine.register if i in subnets.served else engine.reserve)(spec, percent)
     for removed in set(engine.ids) - set(subnets.served):
         engine.remove(removed)
     for former in engine.pinned - subnets.pinned:

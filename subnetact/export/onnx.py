@@ -29,6 +29,7 @@ from subnetact.export.programs.program import (
     exported_program,
     quiet,
     same_outputs,
+    snapshot_of,
 )
 from subnetact.supernet.batches import call_with
 
@@ -68,6 +69,7 @@ def to_onnx(
         MissingExtra: the packages `onnx` and `onnxscript` are not installed.
         ExportError: a module cannot be exported to ONNX; the message names it.
         FileFormatError: the directory contains something else.
+        NotCalibrated: BatchNorm statistics of a subnet were dropped with the weights that they belonged to.
         SpecError: the engine has no such id.
         StaleWeights: another thread changed weights in place while they were copied.
     """
@@ -77,7 +79,7 @@ def to_onnx(
     chosen = chosen_subnets(engine, subnets)
     example = engine.example
     x = example_batch(example, 3, engine.device)
-    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    supernet = snapshot_of(engine, chosen)
     described: list[dict[str, Any]] = []
     facts = {
         "space": supernet.space.id,

@@ -376,6 +376,8 @@ def why_not(precision: str, device: torch.device) -> str | None:
     """
     if precision == FLOAT32 or device.type == "meta":
         return None
+    if precision not in PRECISIONS:
+        return "no such precision is known"
     facts = machine_facts(device.type)
     kernel = kernel_for(precision, facts)
     return _wrong(precision, facts) if kernel.name else _refusal(kernel, facts)

@@ -228,14 +228,14 @@ class NormTable:
     def load(cls, path: str | PathLike[str]) -> NormTable:
         """Read a table that `save` wrote.
 
-        The statistics belong to the weights that they were calibrated with. After other weights are loaded
-        into the supernet, calibrate again.
+        The statistics belong to the weights that they were calibrated with. To load both, call
+        `supernet.load_state_dict(weights, norms=table)`.
 
         Args:
             path: the file.
 
         Returns:
-            The table, on the CPU. Assign it to `supernet.norms` to use it.
+            The table, on the CPU. If the supernet has its weights already, assign it to `supernet.norms`.
 
         Raises:
             MissingFile: there is no such file.

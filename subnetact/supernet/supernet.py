@@ -21,6 +21,7 @@ from subnetact.errors import (
     CheckpointError,
     ForeignSpec,
     InsertError,
+    NotCalibrated,
     PrecisionError,
     SpecError,
     StaleWeights,
@@ -37,7 +38,7 @@ from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check, check_precisions
-from subnetact.supernet.generation import Generation, Weights
+from subnetact.supernet.generation import Generation, Weights, weights_of
 from subnetact.supernet.key_value_cache import CacheWriter, layout_of
 from subnetact.supernet.key_value_cache import recompute as recompute_
 from subnetact.supernet.name_prefix import prefix_hint, without_prefix
@@ -141,7 +142,9 @@ class Supernet(nn.Module):
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
         self._original = OriginalStatistics(network, self._generation.moment())
+        self._before_load: tuple[bool, list[int]] = False, []
         self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
@@ -540,12 +543,25 @@ class Supernet(nn.Module):
         Raises:
             SpecError: the largest subnet does not run on the batch.
             InsertError: as `check` raises it.
+            StaleWeights: another thread keeps changing the weights.
         """
         x = map_tensors(lambda t: t[:1], x)
         seen = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x)), self._generation.number
         if seen not in self._checked:
-            self.check(x)
+            self._check_at_rest(x)
             self._checked.add(seen)
+
+    def _check_at_rest(self, x: Any) -> None:
+        """Run `check`, and run it again if weights were exchanged while it compared subnets."""
+        for _ in range(3):
+            before = self.generation.moment()
+            try:
+                self.check(x)
+                return
+            except InsertError:
+                if self.generation.moment() == before:
+                    raise
+        raise StaleWeights("check: the weights changed while subnets were compared; check between changes")
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of specifications, after a check that all are distinct.
@@ -580,6 +596,24 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         return self.space.check(spec) in self._norms or not self.norm_operators()
+
+    def require_calibrated(self, specs: Sequence[SubnetSpec]) -> None:
+        """Refuse subnets that need calibration.
+
+        Args:
+            specs: the subnets.
+
+        Raises:
+            NotCalibrated: a subnet has no BatchNorm statistics of its own.
+            SpecError: a specification is malformed, or of another space (`ForeignSpec`).
+        """
+        bare = [spec for spec in specs if not self.calibrated(spec)]
+        if bare:
+            raise NotCalibrated(
+                f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} "
+                "first; call subnetact.calibrate(supernet, specs, batches), or make the engine or file with "
+                "allow_uncalibrated=True, to use the shared ones"
+            )
 
     def statistics(self, spec: SubnetSpec) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the BatchNorm statistics that a subnet runs on, for each BatchNorm that it has.
@@ -797,7 +831,8 @@ class Supernet(nn.Module):
         optimizers keep them. A forward pass (in evaluation mode) that has begun ends on the former weights,
         and later ones run on the new weights; none sees a mixture, and engines change all subnets at once.
         While former weights are in use there are two copies in memory. If there is no room for two, use
-        `supernet.network.load_state_dict`, which loads in place while nothing runs. Parameters in shared
+        `supernet.network.load_state_dict`, which loads in place while nothing runs, and leaves all rows of
+        `norms` as they are, as training does: calibrate again. Parameters in shared
         memory, those of subclasses of `nn.Parameter`, and a supernet that is loaded as a part of another
         module are loaded in place as well.
 
@@ -812,7 +847,8 @@ class Supernet(nn.Module):
             norms: the statistics rows that belong to these weights; they replace those of `norms` at the same
                 moment. Without it, rows stay if the weights are the same. With other weights the rows of
                 calibrated subnets are dropped, with an `UncalibratedSubnetWarning`, because they belong to
-                the former weights; engines then refuse these subnets (`NotCalibrated`). The row that
+                the former weights, also those that were assigned to `supernet.norms` just before; engines
+                then refuse these subnets (`NotCalibrated`). The row that
                 `adopt_statistics` gave the largest subnet follows the network's own statistics. Give
                 `norms=supernet.norms` to keep all rows.
 
@@ -846,10 +882,7 @@ class Supernet(nn.Module):
             hint = prefix_hint(state_dict, own)
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
-            adopted = table is None and self._has_adopted()
-            dropped = 0 if table is not None else len(self._norms) - adopted
-            if dropped and self._has_values(state_dict):
-                dropped = 0
+            norms, before, dropped = self._norms, self._rows_and_weights(), 0
             modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             moved: list[tuple[Tensor, Tensor]] = []
@@ -860,39 +893,46 @@ class Supernet(nn.Module):
                 moved = [] if assign else renew_storage_(self.network)
                 result = self.network.load_state_dict(state_dict, strict, assign)
                 loaded = True
-                if table is not None:
+                if table is None:
+                    dropped = self._keep_rows(before)
+                else:
                     self._norms = table
-                elif dropped:
-                    self._norms = NormTable(self.space.base.id)
-                if adopted:
-                    self.adopt_statistics()
             except BaseException:
                 for tensor, former in moved:
                     tensor.data = former
-                for kept, before in held:
-                    kept.update(before)
+                for kept, own_before in held:
+                    kept.update(own_before)
+                self._norms = norms
                 raise
             finally:
                 in_place = not assign and len(moved) < len(
                     {*self.network.parameters(), *self.network.buffers()}
                 )
                 self._renew(same=not (loaded or in_place), beneath=in_place)
-        if dropped:
-            warnings.warn(
-                f"load_state_dict: the BatchNorm statistics of {dropped} subnet(s) belonged to the former "
-                "weights and are dropped; give norms= those of the new weights, or supernet.norms to keep "
-                "them, or call subnetact.calibrate(supernet, specs, batches)",
-                UncalibratedSubnetWarning,
-                stacklevel=_callers_level(),
-            )
+        _warn_of_dropped(dropped)
         return result
 
-    def _has_values(self, state_dict: Mapping[str, Tensor]) -> bool:
-        """Tell whether the network has the values of a state_dict now, bit for bit."""
-        present = self.network.state_dict()
-        named = [name for name in state_dict if name in present]
-        given = (state_dict[name].detach().to(present[name]) for name in named)
-        return checksum(given) == checksum(present[name] for name in named)
+    def _rows_and_weights(self) -> tuple[bool, list[int]]:
+        """Return what `_keep_rows` compares: whether the largest subnet's row is adopted, and checksums."""
+        rows = len(self._norms)
+        adopted = bool(rows) and self._has_adopted()
+        return adopted, checksum(weights_of(self.network)[0]) if rows > adopted else []
+
+    def _keep_rows(self, before: tuple[bool, list[int]]) -> int:
+        """Drop the statistics rows if the weights have changed, apart from an adopted row, which follows.
+
+        Returns:
+            How many rows were dropped.
+        """
+        adopted, sums = before
+        dropped = len(self._norms) - adopted
+        if not dropped or checksum(weights_of(self.network)[0]) == sums:
+            dropped = 0
+        else:
+            self._norms = NormTable(self.space.base.id)
+        if adopted:
+            self.adopt_statistics()
+        return dropped
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -990,6 +1030,7 @@ class Supernet(nn.Module):
         writes, number = self._replacements.writes, self._generation.number
         if not foreign:
             yield
+            foreign = self._substituted()
         # An exchange of the weights writes as well; who takes something sees it by the generation.
         if foreign or (self._replacements.writes != writes and self._generation.number == number):
             raise StaleWeights(
@@ -1151,3 +1192,21 @@ def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_
         state_dict[f"{prefix}network.{name.removeprefix(prefix)}"] = state_dict.pop(name)
     if isinstance(supernet, Supernet):
         supernet.refresh()
+        supernet._before_load = supernet._rows_and_weights()
+
+
+def _keep_rows(supernet: nn.Module, _: Any) -> None:
+    """Drop the statistics rows of former weights after a module around the supernet was loaded."""
+    if isinstance(supernet, Supernet):
+        _warn_of_dropped(supernet._keep_rows(supernet._before_load))
+
+
+def _warn_of_dropped(rows: int) -> None:
+    if rows:
+        warnings.warn(
+            f"load_state_dict: the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
+            "and are dropped; give norms= those of the new weights, or supernet.norms to keep them, or call "
+            "subnetact.calibrate(supernet, specs, batches)",
+            UncalibratedSubnetWarning,
+            stacklevel=_callers_level(),
+        )

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
+from pretrained_network import BATCHES, pretrained, supernet_of
 from torch import nn
 
-from subnetact import Axis, Engine, NormTable, SubnetSpace, Supernet, calibrate, insert_
-from subnetact.errors import NotCalibrated, StaleWeights, UncalibratedSubnetWarning
-from subnetact.operators import SubnetNorm, WeightSlice
-
-BATCHES = [torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-
-
-def pretrained(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    network = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    nn.init.normal_(network[1].running_mean)
-    nn.init.uniform_(network[1].running_var, 0.5, 2)
-    return network.eval()
-
-
-def supernet_of(network: nn.Module) -> Supernet:
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], lambda v: {"c": v["c"][0]})
-    elastic = {
-        "0": WeightSlice.on(out="c"),
-        "1": SubnetNorm.on(channels="c"),
-        "3": WeightSlice.on(in_="c"),
-    }
-    return insert_(network, space, elastic)
+from subnetact import Supernet, calibrate
+from subnetact.errors import StaleWeights
 
 
 @pytest.mark.parametrize("adopt", [None, True])
@@ -155,42 +133,3 @@ def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
     x = torch.cat(BATCHES)
     y = supernet(x, subnet=supernet.space.largest())
     torch.testing.assert_close(y, other(x), rtol=0, atol=5e-5)
-
-
-def test_statistics_of_former_weights_are_not_kept_unasked() -> None:
-    supernet, state = supernet_of(pretrained()), pretrained(seed=1).state_dict()
-    small = supernet.space.smallest()
-    calibrate(supernet, [small], BATCHES, progress=False)
-    engine = Engine(supernet, [small], example=BATCHES[0][0])
-    former, rows = copy.deepcopy(supernet.state_dict()), supernet.norms
-    supernet.network.register_buffer("sparse", torch.eye(3).to_sparse())
-    with torch.no_grad():
-        supernet.network[0].weight[0] = math.nan
-    supernet.load_state_dict(supernet.state_dict())
-    assert len(supernet.norms) == 1, "a state that a supernet has already changes nothing"
-    del supernet.network.sparse
-    with pytest.warns(UncalibratedSubnetWarning, match=r"1 subnet\(s\) belonged to the former weights"):
-        supernet.load_state_dict(state)
-    assert not supernet.norms
-    with pytest.raises(NotCalibrated):
-        engine(BATCHES[0], 0)
-    calibrate(supernet, [small], BATCHES, progress=False)
-    torch.testing.assert_close(engine(BATCHES[0], 0), supernet.extract(small)(BATCHES[0]), rtol=0, atol=5e-5)
-    supernet.load_state_dict(former, norms=rows)
-
-    class Late(dict[str, torch.Tensor]):
-        """Its tensors are looked at while another thread loads these weights with their statistics."""
-
-        def items(self) -> Any:
-            rows = supernet.norms
-            supernet.load_state_dict(state, norms=rows)
-            return super().items()
-
-    with pytest.warns(UncalibratedSubnetWarning, match="belonged to the former weights"):
-        supernet.load_state_dict(Late(former))
-    assert not supernet.norms
-    supernet.load_state_dict(former, norms=rows)
-    supernet.load_state_dict(state, norms=supernet.norms)
-    assert len(supernet.norms) == 1
-    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=NormTable(supernet.space.id))
-    assert not len(supernet.norms)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_memory import shared_memory_of
 
 from subnetact import Engine
 from subnetact.command import TERMINATED
@@ -362,7 +363,6 @@ def running(pid):
 
 
 def test_the_command_serves_and_leaves_nothing_behind(source):
-    before = set(os.listdir("/dev/shm"))
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "subnetact.serve", "--backend", "ray", "--bundle", source.bundle),
@@ -384,6 +384,8 @@ def test_the_command_serves_and_leaves_nothing_behind(source):
         assert call(port, "GET", "/healthz")[0] == 200
         descendants = children(process.pid)
         assert len(descendants) >= 4
+        held = shared_memory_of([process.pid, *descendants])
+        assert held
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == TERMINATED
     finally:
@@ -394,4 +396,4 @@ def test_the_command_serves_and_leaves_nothing_behind(source):
     while any(map(running, descendants)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not [pid for pid in descendants if running(pid)]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [path for path in held if path.exists()]

@@ -84,6 +84,11 @@ def test_refusals_name_the_machine_what_it_needs_and_what_it_runs(
         assert f"here runs {', '.join(runs)}; " in message
 
 
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(PrecisionError, match="precision int4: no such precision is known"):
+        precision.require_precision("int4", torch.device("cpu"))
+
+
 def test_announced_matrix_units_that_no_process_may_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = MachineFacts(units=SAPPHIRE_RAPIDS, limit="AVX512_CORE_AMX")
     monkeypatch.setattr(precision, "machine_facts", lambda device: facts)

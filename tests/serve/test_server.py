@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import signal
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shared_memory import shared_memory_of
 
 from subnetact.serve.cli import main
 
@@ -251,7 +251,6 @@ def test_shutting_down_finishes_what_was_accepted(start, digits, wait_for):
 def test_worker_processes_and_their_memory_end_with_the_server(start, digits, images):
     """SIGTERM in the middle of requests: all are answered, and no process and no shared memory is left."""
     engine, bundle = digits
-    before = set(os.listdir("/dev/shm"))
     server = start("--bundle", str(bundle), "--worker-processes", "--grace-s", "10000")
     status, answer = server.infer(images[0], min_accuracy=82, output="values")
     assert status == 200
@@ -261,13 +260,14 @@ def test_worker_processes_and_their_memory_end_with_the_server(start, digits, im
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(server.infer, image) for image in images[:40]]
         asked[8].result(60)
+        held = shared_memory_of([server.process.pid, *workers])
         server.process.send_signal(signal.SIGTERM)
         assert {one.result(60)[0] for one in asked} == {200}
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) in (0, -signal.SIGTERM)
     assert "Traceback" not in server.stop()
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [path for path in held if path.exists()]
 
 
 def descendants(pid):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from process_runners import TABLE, AddressRunner, CommandRunner, FusedRunner, command
+from shared_memory import shared_memory_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -414,7 +415,6 @@ def test_nothing_is_left_of_the_workers_of_a_dead_parent(
     how: str, sent: signal.Signals, tmp_path: Path, wait_for: Any
 ) -> None:
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    before = set(os.listdir("/dev/shm"))
     parent = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, how],
         stdout=subprocess.PIPE,
@@ -428,6 +428,7 @@ def test_nothing_is_left_of_the_workers_of_a_dead_parent(
     assert parent.stdout.readline() == "ready\n"
     workers = workers_of(parent.pid)
     assert len(workers) == 1
+    held = shared_memory_of([parent.pid, *workers])
     if how == "interrupt":  # Ctrl-C reaches all processes of the terminal; workers go on with their batches.
         os.killpg(parent.pid, sent)
     else:
@@ -436,7 +437,7 @@ def test_nothing_is_left_of_the_workers_of_a_dead_parent(
     if how == "fork":
         os.killpg(parent.pid, signal.SIGKILL)
     output, errors = parent.communicate(timeout=30)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [path for path in held if path.exists()]
     if how == "interrupt":
         assert (parent.returncode, output) == (0, "[8.]\n")
         assert "Traceback" not in errors

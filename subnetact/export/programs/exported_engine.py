@@ -213,7 +213,8 @@ def _read(
         _refuse_foreign(folder, facts, home)
         example = example_from_json(facts["example"])
         subnets = facts["subnets"]
-        for precision in {SubnetSpec.from_json(subnet["spec"]).precision for subnet in subnets}:
+        specs = [SubnetSpec.from_json(subnet["spec"]) for subnet in subnets]
+        for precision in sorted({precision for spec in specs for precision in spec.precisions}):
             require_precision(precision, home)
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
         native = facts["compile"] != "none"

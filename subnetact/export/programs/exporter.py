@@ -24,6 +24,7 @@ from subnetact.export.programs.program import (
     exported_program,
     quiet,
     same_outputs,
+    snapshot_of,
 )
 from subnetact.export.programs.shared_tensors import SharedTensors, TensorPosition
 from subnetact.supernet.batches import tensors_of
@@ -70,6 +71,7 @@ def to_exported_programs(
         ExportError: a module cannot be exported, or a program's outputs differ from the supernet's; the
             message names it. Or `compile` is unknown, or there is no C++ compiler.
         FileFormatError: the directory contains something else.
+        NotCalibrated: BatchNorm statistics of a subnet were dropped with the weights that they belonged to.
         SpecError: the engine has no such id.
         StaleWeights: another thread changed weights in place while they were copied.
 
@@ -86,7 +88,7 @@ def to_exported_programs(
     example = engine.example
     x = example_batch(example, 3 if dynamic_batch else 1, engine.device)
     shared = SharedTensors()
-    supernet = engine.supernet.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    supernet = snapshot_of(engine, chosen)
     described: list[dict[str, Any]] = []
     facts = {
         "compile": compile,

@@ -17,8 +17,17 @@ from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.errors import ExportError
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import culprit
+from subnetact.supernet.supernet import Supernet
 
-__all__ = ["blamed", "chosen_subnets", "example_batch", "exported_program", "quiet", "same_outputs"]
+__all__ = [
+    "blamed",
+    "chosen_subnets",
+    "example_batch",
+    "exported_program",
+    "quiet",
+    "same_outputs",
+    "snapshot_of",
+]
 
 
 def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadySubnet]:
@@ -40,6 +49,23 @@ def chosen_subnets(engine: Engine, subnets: Sequence[int] | None) -> list[ReadyS
     if not ids or len(set(ids)) != len(ids):
         raise ExportError(f"subnets: {list(ids)} must be distinct ids, at least one, of {list(engine.ids)}")
     return [engine.ready(i) for i in ids]
+
+
+def snapshot_of(engine: Engine, chosen: Sequence[ReadySubnet]) -> Supernet:
+    """Return a copy of an engine's supernet, of one checkpoint, whatever other threads load.
+
+    Args:
+        engine: the engine.
+        chosen: the subnets that will be exported.
+
+    Raises:
+        NotCalibrated: the engine refuses one of them, for its BatchNorm statistics were dropped.
+        StaleWeights: another thread changed weights in place while they were copied.
+    """
+    supernet = engine.supernet.snapshot()
+    if not engine.options["allow_uncalibrated"]:
+        supernet.require_calibrated([subnet.spec for subnet in chosen])
+    return supernet
 
 
 def example_batch(example: Any, size: int, device: torch.device) -> Any:

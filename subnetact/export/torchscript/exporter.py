@@ -19,7 +19,6 @@ from subnetact.engine.engine import Engine
 from subnetact.errors import (
     ExportError,
     InvalidRequest,
-    NotCalibrated,
     ProfileMismatch,
 )
 from subnetact.export.torchscript.comparison import compare_with_views
@@ -144,12 +143,8 @@ def to_torchscript(
     keys = [spec.key for spec in specs]
     supernet = given.snapshot()  # Everything is of one checkpoint, whatever other threads load.
     policy = _policy(source, supernet, table, policy, slo_ms, keys)
-    bare = [spec for spec in specs if not supernet.calibrated(spec)]
-    if bare and not allow_uncalibrated:
-        raise NotCalibrated(
-            f"{len(bare)} of {len(specs)} subnets have no BatchNorm statistics of their own, {bare[0]} "
-            "first; call subnetact.calibrate(supernet, specs, batches), or pass allow_uncalibrated=True"
-        )
+    if not allow_uncalibrated:
+        supernet.require_calibrated(specs)
     if example is None and isinstance(source, Engine):
         example = _served(source)
     names = _inputs(supernet, inputs, example)

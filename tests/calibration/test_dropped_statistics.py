@@ -1,0 +1,212 @@
+"""Statistics of former weights are dropped with them, and nothing computes with the shared ones unasked."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pretrained_network import BATCHES, pretrained, supernet_of
+from torch import Tensor, nn
+
+from subnetact import Engine, NormTable, Supernet, calibrate
+from subnetact.engine.replica import rebuild, registered
+from subnetact.errors import (
+    FileFormatError,
+    InsertError,
+    NotCalibrated,
+    StaleWeights,
+    UncalibratedSubnetWarning,
+)
+from subnetact.export import to_exported_programs, to_onnx, to_torchscript
+from subnetact.files.documents import checksum
+
+X = BATCHES[0]
+OTHER = pretrained(seed=1).state_dict()
+
+
+@pytest.fixture
+def supernet() -> Supernet:
+    made = supernet_of(pretrained())
+    calibrate(made, [made.space.smallest()], BATCHES, progress=False)
+    return made
+
+
+@pytest.fixture
+def engine(supernet: Supernet) -> Engine:
+    return Engine(supernet, [supernet.space.smallest()], example=X[0])
+
+
+def drop(supernet: nn.Module, state: dict[str, Tensor] = OTHER) -> None:
+    with pytest.warns(UncalibratedSubnetWarning, match=r"1 subnet\(s\) belonged to the former weights"):
+        supernet.load_state_dict(state)
+
+
+def test_statistics_of_former_weights_are_not_kept_unasked(supernet: Supernet, engine: Engine) -> None:
+    former, rows = copy.deepcopy(supernet.state_dict()), supernet.norms
+    supernet.network.register_buffer("sparse", torch.eye(3).to_sparse())
+    with torch.no_grad():
+        supernet.network[0].weight[0] = math.nan
+    supernet.load_state_dict(supernet.state_dict())
+    assert len(supernet.norms) == 1, "a state that a supernet has already changes nothing"
+    del supernet.network.sparse
+    drop(supernet)
+    assert not supernet.norms
+    with pytest.raises(NotCalibrated):
+        engine(X, 0)
+    calibrate(supernet, engine.specs, BATCHES, progress=False)
+    torch.testing.assert_close(engine(X, 0), supernet.extract(engine.specs[0])(X), rtol=0, atol=5e-5)
+    supernet.load_state_dict(former, norms=rows)
+
+    class Late(dict[str, torch.Tensor]):
+        """Its tensors are looked at while another thread loads these weights with their statistics."""
+
+        def items(self) -> Any:
+            supernet.load_state_dict(OTHER, norms=supernet.norms)
+            return super().items()
+
+    drop(supernet, Late(former))
+    assert not supernet.norms
+    supernet.load_state_dict(former, norms=rows)
+    supernet.load_state_dict(OTHER, norms=supernet.norms)
+    assert len(supernet.norms) == 1
+    supernet.load_state_dict(former, norms=NormTable(supernet.space.id))
+    assert not len(supernet.norms)
+
+
+def test_a_load_into_a_module_around_the_supernet_drops_them_as_well(supernet: Supernet) -> None:
+    supernet.adopt_statistics()
+    outer = nn.ModuleDict({"net": supernet})
+    outer.load_state_dict(outer.state_dict())
+    assert len(supernet.norms) == 2
+    drop(outer, {f"net.{name}": tensor for name, tensor in OTHER.items()})
+    assert list(supernet.norms) == [supernet.space.largest()]
+    torch.testing.assert_close(supernet(X), pretrained(seed=1)(X), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["1.num_batches_tracked", "1.running_mean"])
+def test_shared_statistics_and_counters_are_no_weights_of_a_row(supernet: Supernet, name: str) -> None:
+    supernet.load_state_dict({**supernet.state_dict(), name: supernet.state_dict()[name] + 1})
+    assert len(supernet.norms) == 1
+
+
+def test_a_load_that_fails_keeps_weights_and_rows(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    supernet.adopt_statistics()
+    before, norms = supernet.fingerprint(), supernet.norms
+    monkeypatch.setattr(supernet, "adopt_statistics", full)
+    with pytest.raises(MemoryError):
+        supernet.load_state_dict(OTHER)
+    assert supernet.fingerprint() == before
+    assert supernet.norms is norms
+    assert len(norms) == 2
+
+
+def at_the_binding(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch, number: int, before: Callable[[], Any], after: Any
+) -> None:
+    """Let another thread come just before and just after the view with a number is bound."""
+    bind, calls = supernet.private_view, iter(range(100))
+
+    def bound(*args: Any) -> Any:
+        this = next(calls) == number
+        if this:
+            before()
+        result = bind(*args)
+        if this:
+            after()
+        return result
+
+    monkeypatch.setattr(supernet, "private_view", bound)
+
+
+@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
+def test_blocks_are_not_bound_to_the_shared_statistics(
+    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=supernet.norms)
+    at_the_binding(supernet, monkeypatch, 1, lambda: drop(supernet), lambda: None)
+    with pytest.raises(NotCalibrated):
+        engine.start(0, list(X), len(X))
+
+
+@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
+def test_a_view_of_the_moment_between_a_load_and_its_calibration_is_bound_again(
+    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supernet.load_state_dict(pretrained(seed=2).state_dict(), norms=supernet.norms)
+    again = lambda: calibrate(supernet, engine.specs, BATCHES, progress=False)  # noqa: E731
+    at_the_binding(supernet, monkeypatch, 0, lambda: drop(supernet), again)
+    torch.testing.assert_close(engine(X, 0), supernet.extract(engine.specs[0])(X), rtol=0, atol=5e-5)
+
+
+def test_what_an_engine_refuses_is_neither_saved_nor_exported(engine: Engine, tmp_path: Path) -> None:
+    engine.save(tmp_path / "bundle")
+    former = engine.fingerprint
+    drop(engine.supernet)
+    writers: list[Callable[..., Any]] = [to_exported_programs, to_onnx, to_torchscript]
+    for write in (Engine.save, *writers):
+        with pytest.raises(NotCalibrated, match="1 of 1 subnets"):
+            write(engine, tmp_path / ("bundle" if write is Engine.save else write.__name__))
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+    assert Engine.load(tmp_path / "bundle", supernet=supernet_of(pretrained(5))).fingerprint == former
+
+
+@pytest.mark.filterwarnings("ignore:subnet .* shared BatchNorm statistics")
+def test_a_bundle_without_its_statistics_leaves_the_given_supernet_as_it_was(
+    supernet: Supernet, engine: Engine, tmp_path: Path
+) -> None:
+    open_ = Engine(supernet, [supernet.space.largest()], example=X[0], allow_uncalibrated=True)
+    open_.save(tmp_path)
+    index = tmp_path / "bundle.json"
+    document = {**json.loads(index.read_text()), "allow_uncalibrated": False}
+    del document["checksum"]
+    index.write_text(json.dumps({**document, "checksum": checksum(document)}))
+    drop(supernet)
+    before = supernet.fingerprint()
+    with pytest.raises(FileFormatError, match="has no BatchNorm statistics"):
+        Engine.load(tmp_path, supernet=supernet)
+    assert supernet.fingerprint() == before
+
+
+def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path) -> None:
+    space = supernet.space
+    engine = Engine(supernet, [space.smallest(), space.largest()], example=X[0], removed=[1])
+    engine.save(tmp_path)
+    loaded = Engine.load(tmp_path, supernet=supernet_of(pretrained(5)))
+    replica = rebuild(copy.deepcopy(supernet), registered(engine), engine.options)
+    for same in (engine, loaded, replica):
+        assert (same.ids, len(same)) == ((0,), 2)
+        torch.testing.assert_close(same(X, 0), supernet(X, subnet=space.smallest()), rtol=0, atol=5e-5)
+        with pytest.raises(NotCalibrated):
+            same.register(space.largest())
+        assert same.ids == (0,)
+
+
+def test_weights_that_change_during_a_check_are_no_fault_of_the_description(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds, x = iter([2, 3, 4, 5]), X[:, :, :2]
+    wrong = InsertError("check: differs")
+
+    def check(_: Any) -> None:
+        for seed in seeds:
+            supernet.load_state_dict(pretrained(seed).state_dict(), norms=supernet.norms)
+            raise wrong
+
+    monkeypatch.setattr(supernet, "check", check)
+    with pytest.raises(StaleWeights, match="while subnets were compared"):
+        supernet.check_once(x)
+    supernet.check_once(x)
+    monkeypatch.setattr(supernet, "check", lambda _: (_ for _ in ()).throw(wrong))
+    with pytest.raises(InsertError):
+        supernet.check_once(x[:, :, :1])
