@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -19,8 +21,12 @@ def pretrained(seed: int = 0) -> nn.Module:
     return network.eval()
 
 
+def first_choice(values: Any) -> dict[str, int]:
+    return {"c": values["c"][0]}
+
+
 def supernet_of(network: nn.Module) -> Supernet:
-    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], lambda v: {"c": v["c"][0]})
+    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], first_choice)
     elastic = {
         "0": WeightSlice.on(out="c"),
         "1": SubnetNorm.on(channels="c"),

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +37,7 @@ from subnetact import __version__
 from subnetact.engine.input_shapes import Padding
 from subnetact.engine.inputs import example_from_json, example_to_json
 from subnetact.engine.origins import rebuild_supernet
-from subnetact.errors import FileFormatError, ForeignSpec, PrecisionError
+from subnetact.errors import FileFormatError, ForeignSpec, NotCalibrated, PrecisionError
 from subnetact.files.documents import FolderFormat
 from subnetact.files.tensors import read_tensors, write_tensors
 from subnetact.latency.table import LatencyTable
@@ -121,7 +122,12 @@ def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     }
 
 
-def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mapped: bool = False) -> Bundle:
+def load_bundle(
+    directory: str | PathLike[str],
+    supernet: Supernet | None,
+    mapped: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Bundle:
     """Read a bundle.
 
     Args:
@@ -129,6 +135,7 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mappe
         supernet: the supernet to fill with the bundle's weights. If None, a new one is built by the name of
             its family.
         mapped: whether the supernet's weights stay in the file, which processes share.
+        options: arguments of `Engine`; `allow_uncalibrated` and `removed` replace those of the bundle.
 
     Returns:
         The parts that an engine is made of.
@@ -138,11 +145,14 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mappe
         FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
         ForeignSpec: the given supernet is of another space.
         InsertError: `supernet` is not a `Supernet`.
+        NotCalibrated: the bundle lacks BatchNorm statistics of a subnet. The supernet is left as it was.
         PrecisionError: this machine cannot compute at a precision of the bundle.
     """
     if supernet is not None:
         as_supernet(supernet)
-    bundle, tensors, precision = BUNDLE.read_version(directory, partial(_read, given=supernet))
+    bundle, tensors, precision = BUNDLE.read_version(
+        directory, partial(_read, given=supernet, options=options)
+    )
     folder = Path(directory)
     with BUNDLE.fields(folder / INDEX, damaged=(RuntimeError,)):
         _require_fitting(bundle.supernet, tensors, folder / WEIGHTS, own_dtype=supernet is not None)
@@ -153,12 +163,13 @@ def load_bundle(directory: str | PathLike[str], supernet: Supernet | None, mappe
 
 
 def _read(
-    folder: Path, document: dict[str, Any], given: Supernet | None
+    folder: Path, document: dict[str, Any], given: Supernet | None, options: Mapping[str, Any]
 ) -> tuple[Bundle, dict[str, Tensor], dict[str, Any] | None]:
     """Return a bundle, its weights, and the arguments of `enable_precision` that its supernet still needs."""
     index = folder / INDEX
     built = given is None
-    passing = (PrecisionError,) if built else (PrecisionError, ForeignSpec)
+    passing: tuple[type[Exception], ...] = (PrecisionError, NotCalibrated)
+    passing = passing if built else (*passing, ForeignSpec)
     with BUNDLE.fields(index, passing=passing, damaged=(RuntimeError,)):
         for file in (WEIGHTS, NORMS, *document["tables"]):
             if file not in document["files"]:
@@ -193,9 +204,13 @@ def _read(
             raise ValueError(f"removed ids {removed!r}, allow_uncalibrated {allow!r}")
         if not 0 < len(set(specs)) == len(specs) == len(accuracy) or set(removed) - set(range(len(specs))):
             raise ValueError("subnets, accuracy and removed ones do not belong together")
+        allow, removed = options.get("allow_uncalibrated", allow), options.get("removed", removed)
         bare = [spec for i, spec in enumerate(specs) if spec not in norms and i not in removed]
         if bare and not allow and supernet.norm_operators():
-            raise ValueError(f"{bare[0]} has no BatchNorm statistics")
+            raise NotCalibrated(
+                f"{index}: the bundle has no BatchNorm statistics of {bare[0]}; allow_uncalibrated=True uses "
+                "the shared ones"
+            )
         bundle = Bundle(supernet, specs, accuracy, removed, example, tables, allow, norms, padding)
         return bundle, tensors, precision if enabled is None else None
 

@@ -31,6 +31,8 @@ from subnetact.engine.inputs import (
     check_input,
     describe_input,
     detach_example,
+    dtype_of,
+    to_dtype,
     try_example,
 )
 from subnetact.engine.outputs import unstack
@@ -103,7 +105,7 @@ class Engine:
         check: whether to run `supernet.check` on every example (the corners of the space and not only the
             narrowest registered subnet), and to refuse outputs that a `Batcher` could not split into
             samples. It takes about two forward passes per corner, once per supernet and shape.
-        removed: positions of subnets that only get their ids and are not served, as after `remove`.
+        removed: positions in `specs` of subnets that get their ids and are not served, as after `remove`.
 
     Attributes:
         supernet: the supernet.
@@ -168,6 +170,9 @@ class Engine:
         self.prepared: tuple[int, ...] = ()
         self.changes = 0
         canonical = as_supernet(supernet).distinct(specs, "an engine")
+        strange = [i for i in removed if type(i) is not int or not 0 <= i < len(canonical)]
+        if strange:
+            raise EngineError(f"removed: {strange[0]!r} is no position of the {len(canonical)} subnets")
         known = percentages(accuracy, canonical)
         check_dtype(fused_dtype)
         check_weights(supernet)
@@ -190,6 +195,7 @@ class Engine:
         elif padding is not None:
             raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
         self._example = None if example is None else detach_example(example)
+        self._converted, self._dtype = supernet.generation.number, dtype_of(supernet)
         self._stager = Stager(self.device)
         self._blocks = SubnetBlocks(supernet, self._bind)
         self._changing = Lock()
@@ -209,7 +215,7 @@ class Engine:
         self._served: dict[int, ReadySubnet] = {}
         for i, (spec, percent) in enumerate(zip(canonical, known, strict=True)):
             (self.reserve if i in removed else self.register)(spec, percent)
-        if example is not None:
+        if example is not None and self._served:
             self._try_examples(check)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -268,6 +274,7 @@ class Engine:
         Raises:
             InvalidRequest: no example was given, and no input was seen yet.
         """
+        self._convert_examples()
         if self._example is None:
             raise InvalidRequest("this engine has seen no input yet; give it example=, one input (C, H, W)")
         return self._example
@@ -292,12 +299,13 @@ class Engine:
         """
         return 0 if self.input_shapes is None else self.input_shapes.index(x)
 
-    def register(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
+    def register(self, spec: SubnetSpec, accuracy: float | None = None, *, bind: bool = True) -> int:
         """Make one more subnet ready. Other subnets may be served meanwhile.
 
         Args:
             spec: the subnet.
             accuracy: its accuracy in percent. If None, a figure that is known already is kept.
+            bind: whether to make its view now. If False, its first call makes it, or raises NotCalibrated.
 
         Returns:
             Its id. A subnet that is registered already keeps its id; one that was removed gets its id back.
@@ -310,7 +318,9 @@ class Engine:
         percent = percentage(accuracy, spec)
         with self._changing:
             known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
-            bound = self._bind(spec) if known is None or known.bound is None else known.bound
+            bound = None if known is None else known.bound
+            if bind and (bound is None or not bound.current(self.supernet, spec)):
+                bound = self._bind(spec)
             subnet = self._keep(known, spec, percent)
             subnet.bound = bound
             self._served = {**self._served, subnet.id: subnet}
@@ -554,6 +564,7 @@ class Engine:
         Raises:
             InvalidRequest: the message names what is wrong.
         """
+        self._convert_examples()
         if self.input_shapes is not None:
             self.input_shapes.check(x, self.device, finite)
         else:
@@ -693,7 +704,7 @@ class Engine:
             subnets=len(ids),
             fused=0 if self._promoter is None else sum(map(self.is_fused, ids)),
             actuate_us=median(taken) / 1e3 if taken else 0.0,
-            bind_ms=median(self._bind_ms),
+            bind_ms=median(self._bind_ms) if self._bind_ms else 0.0,
             weights=weight_bytes(self.supernet),
             packed_bytes=self.supernet.packed_bytes(),
             lowered_bytes=self.supernet.lowered_bytes(),
@@ -757,6 +768,7 @@ class Engine:
             StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
                 that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
         """
+        self._convert_examples()
         subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
         bundle = Bundle(
             self.supernet,
@@ -800,9 +812,10 @@ class Engine:
                 it.
             ForeignSpec: the given supernet is of another space.
             InsertError: `supernet` is not a `Supernet`, but a plain network for example.
+            NotCalibrated: the bundle lacks BatchNorm statistics of a subnet.
             PrecisionError: this machine cannot compute at a precision of the bundle.
         """
-        found = load_bundle(directory, supernet, mapped)
+        found = load_bundle(directory, supernet, mapped, options)
         served: Mapping[str, Any] = {
             "example": found.example,
             "padding": found.padding,
@@ -850,7 +863,7 @@ class Engine:
         def width(spec: SubnetSpec) -> float:
             return sum(size / most for size, most in zip(space.resolve(spec), full, strict=True) if most)
 
-        narrowest = min((subnet.spec for subnet in self._served.values() or self._subnets), key=width)
+        narrowest = min((subnet.spec for subnet in self._served.values()), key=width)
         for example in self.examples:
             batch = self._stager.stack([example], 1)
             output = try_example(self.supernet, narrowest, batch, example)
@@ -860,16 +873,33 @@ class Engine:
 
     def _bound(self, subnet: ReadySubnet) -> Bound:
         bound = subnet.bound
-        if bound is None:
+        if bound is None and self._served.get(subnet.id) is not subnet:
             raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
-        if not bound.current(self.supernet, subnet.spec):
+        if bound is None or not bound.current(self.supernet, subnet.spec):
             bound = self._bind(subnet.spec)
             with self._changing:
-                if subnet.bound is not None:
+                if self._served.get(subnet.id) is subnet:
                     subnet.bound = bound
+                    subnet.refused = ""
         return bound
 
+    def _convert_examples(self) -> None:
+        """Give the examples the dtype of the weights, if `supernet.to` has changed it since."""
+        generation = self.supernet.generation.number
+        if generation == self._converted:
+            return
+        self._converted = generation
+        former, self._dtype = self._dtype, dtype_of(self.supernet)
+        if former == self._dtype or self._example is None:
+            return
+        convert = partial(to_dtype, former=former, dtype=self._dtype)
+        self.options = {**self.options, "example": convert(self.options["example"])}
+        self._example = convert(self._example)
+        if self.input_shapes is not None:
+            self.input_shapes.examples = convert(self.input_shapes.examples)
+
     def _bind(self, spec: SubnetSpec) -> Bound:
+        self._convert_examples()
         while True:
             start = time.perf_counter()
             if not self._allow_uncalibrated:

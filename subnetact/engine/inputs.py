@@ -30,10 +30,12 @@ __all__ = [
     "check_input",
     "describe_input",
     "detach_example",
+    "dtype_of",
     "example_from_json",
     "example_to_json",
     "map_tensors",
     "shapes",
+    "to_dtype",
     "try_example",
 ]
 
@@ -175,6 +177,18 @@ def _failure(view: nn.Module, x: Any) -> Exception | None:
 def detach_example(example: Any) -> Any:
     """Return an example with its tensors on the CPU and without gradients."""
     return map_tensors(lambda t: t.detach().to("cpu"), as_batch(example))
+
+
+def to_dtype(example: Any, former: torch.dtype, dtype: torch.dtype) -> Any:
+    """Return an example, or a list of them, with the tensors of one dtype in another one."""
+    if isinstance(example, list):
+        return [to_dtype(one, former, dtype) for one in example]
+    return map_tensors(lambda t: t.to(dtype) if t.dtype == former else t, example)
+
+
+def dtype_of(supernet: Supernet) -> torch.dtype:
+    """Return the dtype of the weights of a supernet."""
+    return next((p.dtype for p in supernet.parameters() if p.is_floating_point()), torch.float32)
 
 
 def example_to_json(example: Any) -> Any:

@@ -46,10 +46,8 @@ def rebuild(supernet: Supernet, subnets: Registered, options: Mapping[str, Any])
         subnets: what is registered.
         options: the engine's `options`.
     """
-    removed = set(range(len(subnets.specs))) - set(subnets.served)
-    engine = Engine(
-        supernet, subnets.specs, accuracy=subnets.accuracy, check=False, removed=removed, **options
-    )
+    every = range(len(subnets.specs))
+    engine = Engine(supernet, subnets.specs, accuracy=subnets.accuracy, check=False, removed=every, **options)
     follow(engine, subnets)
     return engine
 
@@ -62,15 +60,19 @@ def follow(engine: Engine, subnets: Registered) -> None:
         subnets: what is registered in the engine.
     """
     for i, (spec, percent) in enumerate(zip(subnets.specs, subnets.accuracy, strict=True)):
-        (engine.register if i in subnets.served else engine.reserve)(spec, percent)
+        if i in subnets.served:  # One that lacks statistics refuses its own calls, and no others.
+            engine.register(spec, percent, bind=False)
+        else:
+            engine.reserve(spec, percent)
     for removed in set(engine.ids) - set(subnets.served):
         engine.remove(removed)
     for former in engine.pinned - subnets.pinned:
         engine.unpin(former)
-    for subnet in subnets.pinned - engine.pinned:
+    calibrated = _calibrated(engine)
+    for subnet in (subnets.pinned - engine.pinned).intersection(calibrated):
         engine.pin(subnet)
     if engine.compiled and subnets.prepared != engine.prepared:
-        engine.prepare(subnets.prepared)
+        engine.prepare(subnets.prepared, calibrated)
 
 
 def warm_up(engine: Engine, batch_sizes: Sequence[int], limit_s: float) -> None:
@@ -85,7 +87,13 @@ def warm_up(engine: Engine, batch_sizes: Sequence[int], limit_s: float) -> None:
         return  # It runs what it was prepared for, and nothing else.
     end = time.monotonic() + limit_s
     for size in sorted(batch_sizes):
-        for subnet in engine.ids:
+        for subnet in _calibrated(engine):
             if time.monotonic() > end:
                 return
             engine.prepare((size,), [subnet])
+
+
+def _calibrated(engine: Engine) -> list[int]:
+    """Return the ids of the subnets that the engine does not refuse."""
+    every = engine.options["allow_uncalibrated"]
+    return [i for i in engine.ids if every or engine.supernet.calibrated(engine.specs[i])]

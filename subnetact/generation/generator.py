@@ -345,7 +345,7 @@ class Generator:
                 active=len(self._running),
                 slowdown=self._policy.slowdown,
                 choosing_us=1e6 * self._choosing_s / max(steps, 1),
-                up=self._thread.is_alive() and not self._hangs(),
+                up=self._thread.is_alive() and not self._closing and not self._hangs(),
             )
 
     def close(self, wait: bool = True) -> None:

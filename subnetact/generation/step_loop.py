@@ -17,7 +17,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.errors import InsertError, MissingExtra
+from subnetact.errors import InsertError, MissingExtra, StaleWeights
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.key_value_cache import empty_pages
 from subnetact.supernet.supernet import Supernet
@@ -135,19 +135,29 @@ class ElasticDecoder(nn.Module):
             cache: the cache that the steps use.
 
         Returns:
-            Whether the weights have changed.
+            Whether the weights have changed, or the space (`enable_precision`).
+
+        Raises:
+            StaleWeights: the weights have another dtype or device than the cache.
         """
-        generation, former = self._supernet[0].generation, self._moment
-        if generation.number != self._number or generation.moment() != former:
+        generation, former = self._supernet[0].generation, (self._moment, self._space)
+        if generation.number != self._number or generation.moment() != self._moment:
             self._take_views()
-        if self._moment == former:
+        if (self._moment, self._space) == former:
             return False
         self._empty(cache)
         return True
 
     def _take_views(self) -> None:
         supernet = self._supernet[0]
+        network: Any = supernet.network
+        if (network.device, network.dtype) != (self.device, self.dtype):
+            raise StaleWeights(
+                f"generation: the weights are {network.dtype} on {network.device} now, the key-value cache "
+                f"is {self.dtype} on {self.device}; make another Generator"
+            )
         with supernet.exclusive():
+            self._space = supernet.space.id
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             self._views = [supernet.subnet(spec) for spec in self._subnets]
 

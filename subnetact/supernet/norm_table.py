@@ -83,7 +83,7 @@ class NormRow(Mapping[str, tuple[Tensor, Tensor]]):
         if not self.channels:
             return {}
         counts = list(self.channels.values())
-        means, variances = (torch.split(half, counts) for half in self.flat.data.chunk(2))
+        means, variances = (torch.split(half, counts) for half in self.flat.detach().chunk(2))
         return dict(zip(self.channels, zip(means, variances, strict=True), strict=True))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NormRow:

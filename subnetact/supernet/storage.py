@@ -77,12 +77,17 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
     position within the row, so that a permutation of channels changes the number, too.
 
     Args:
-        tensors: tensors of any dtype and layout. All values are read twice.
+        tensors: tensors of any dtype and layout. All values are read twice. Tensors on the meta device, which
+            have no values, count as equal.
     """
     sums = []
     with torch.no_grad():
         for tensor in tensors:
+            if tensor.is_meta:
+                sums.append(torch.zeros((), dtype=torch.int64))
+                continue
             dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+            dense = dense.int_repr() if dense.is_quantized else dense
             real = torch.view_as_real(dense) if dense.is_complex() else dense
             bits = real.view(_INTEGERS[real.element_size()])
             bits = bits[None] if bits.dim() == 0 else bits

@@ -38,7 +38,7 @@ from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check, check_precisions
-from subnetact.supernet.generation import Generation, Weights, weights_of
+from subnetact.supernet.generation import Generation, Weights
 from subnetact.supernet.key_value_cache import CacheWriter, layout_of
 from subnetact.supernet.key_value_cache import recompute as recompute_
 from subnetact.supernet.name_prefix import prefix_hint, without_prefix
@@ -52,6 +52,9 @@ __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
 _OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")
 """Packages whose lines a warning does not point to."""
+
+_TRIES = 3
+"""How often something is done again because other threads changed the network meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -319,9 +322,14 @@ class Supernet(nn.Module):
             StaleWeights: `functional_call` ran on the supernet, whose tensors a view must not keep.
         """
         spec = self.space.check(spec)
-        with self._exchange, self._own_weights():
-            statistics = self._norms.get(spec)
-            view = self._bind(spec, statistics)
+        with self._exchange:
+            for _ in range(_TRIES):
+                number = self.generation.number
+                with self._own_weights():
+                    statistics = self._norms.get(spec)
+                    view = self._bind(spec, statistics)
+                if number == self._generation.number:  # Otherwise another thread replaced a tensor meanwhile.
+                    break
         if statistics is None:
             self._warn_uncalibrated(spec)
         return view, statistics
@@ -553,15 +561,18 @@ class Supernet(nn.Module):
 
     def _check_at_rest(self, x: Any) -> None:
         """Run `check`, and run it again if weights were exchanged while it compared subnets."""
-        for _ in range(3):
-            before = self.generation.moment()
+        for left in reversed(range(_TRIES)):
+            before = self.generation.number
             try:
                 self.check(x)
                 return
-            except InsertError:
-                if self.generation.moment() == before:
+            except InsertError as error:
+                if self.generation.number == before:
                     raise
-        raise StaleWeights("check: the weights changed while subnets were compared; check between changes")
+                if not left:
+                    raise StaleWeights(
+                        "check: weights were exchanged while subnets were compared; check between two loads"
+                    ) from error
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of specifications, after a check that all are distinct.
@@ -668,9 +679,9 @@ class Supernet(nn.Module):
         """Tell whether the largest subnet's statistics row holds the network's own statistics."""
         largest = self.space.largest()
         row = self._norms.get(largest)
-        if row is None:
+        shared = None if row is None else self._shared_statistics(largest).flat
+        if row is None or shared is None or shared.is_meta:
             return False
-        shared = self._shared_statistics(largest).flat
         return torch.equal(row.flat.to(shared), shared)
 
     def has_original_statistics(self) -> bool:
@@ -860,7 +871,8 @@ class Supernet(nn.Module):
                 or the state_dict is no mapping. Nothing is then loaded.
             ForeignSpec: the norm table is of another space.
         """
-        table = None if norms is None else self._own(norms)
+        if norms is not None:
+            self._require_own(norms)
         own = self._present().state_dict()
         if not isinstance(state_dict, Mapping):
             kind = type(state_dict).__name__
@@ -882,7 +894,8 @@ class Supernet(nn.Module):
             hint = prefix_hint(state_dict, own)
             raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
         with self._exchange:
-            norms, before, dropped = self._norms, self._rows_and_weights(), 0
+            former_rows, dropped = self._norms, 0
+            before = self._rows_and_weights() if norms is None else (False, [])
             modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             moved: list[tuple[Tensor, Tensor]] = []
@@ -893,30 +906,37 @@ class Supernet(nn.Module):
                 moved = [] if assign else renew_storage_(self.network)
                 result = self.network.load_state_dict(state_dict, strict, assign)
                 loaded = True
-                if table is None:
+                if norms is None:
                     dropped = self._keep_rows(before)
                 else:
-                    self._norms = table
+                    self._norms = self._own(norms)  # in the dtype that `assign` may have given the weights
             except BaseException:
                 for tensor, former in moved:
                     tensor.data = former
                 for kept, own_before in held:
                     kept.update(own_before)
-                self._norms = norms
+                self._norms = former_rows
                 raise
             finally:
                 in_place = not assign and len(moved) < len(
                     {*self.network.parameters(), *self.network.buffers()}
                 )
                 self._renew(same=not (loaded or in_place), beneath=in_place)
-        _warn_of_dropped(dropped)
+        _warn_of_dropped(dropped, "give norms= those of the new weights, or supernet.norms to keep them")
         return result
 
     def _rows_and_weights(self) -> tuple[bool, list[int]]:
         """Return what `_keep_rows` compares: whether the largest subnet's row is adopted, and checksums."""
         rows = len(self._norms)
         adopted = bool(rows) and self._has_adopted()
-        return adopted, checksum(weights_of(self.network)[0]) if rows > adopted else []
+        return adopted, checksum(self._beneath_rows()) if rows > adopted else []
+
+    def _beneath_rows(self) -> list[Tensor]:
+        """Return the tensors that statistics rows depend on: all but the statistics that they stand for."""
+        norms = self.norm_operators().values()
+        own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        buffers = [b for n, b in self.network.named_buffers() if not n.endswith("num_batches_tracked")]
+        return [t for t in (*self.network.parameters(), *buffers) if id(t) not in own]
 
     def _keep_rows(self, before: tuple[bool, list[int]]) -> int:
         """Drop the statistics rows if the weights have changed, apart from an adopted row, which follows.
@@ -926,7 +946,7 @@ class Supernet(nn.Module):
         """
         adopted, sums = before
         dropped = len(self._norms) - adopted
-        if not dropped or checksum(weights_of(self.network)[0]) == sums:
+        if not dropped or checksum(self._beneath_rows()) == sums:
             dropped = 0
         else:
             self._norms = NormTable(self.space.base.id)
@@ -1007,13 +1027,16 @@ class Supernet(nn.Module):
             raise _removed()
         return self.network
 
-    def _own(self, table: NormTable) -> NormTable:
-        """Return a copy of a norm table for this supernet, in the dtype and on the device of its weights."""
+    def _require_own(self, table: NormTable) -> None:
         given: Any = table
         if not isinstance(given, NormTable):
             raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
         if table.space != self.space.base.id:
             raise ForeignSpec(f"the norm table must be of space {self.space.base.id}, got {table.space}")
+
+    def _own(self, table: NormTable) -> NormTable:
+        """Return a copy of a norm table for this supernet, in the dtype and on the device of its weights."""
+        self._require_own(table)
         home = next(iter(self.norm_operators().values()), None)
         like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
         return table.to_like(like)
@@ -1198,15 +1221,15 @@ def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 def _keep_rows(supernet: nn.Module, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
     if isinstance(supernet, Supernet):
-        _warn_of_dropped(supernet._keep_rows(supernet._before_load))
+        rows = supernet._keep_rows(supernet._before_load)
+        _warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
 
 
-def _warn_of_dropped(rows: int) -> None:
+def _warn_of_dropped(rows: int, instead: str) -> None:
     if rows:
         warnings.warn(
             f"load_state_dict: the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
-            "and are dropped; give norms= those of the new weights, or supernet.norms to keep them, or call "
-            "subnetact.calibrate(supernet, specs, batches)",
+            f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
             UncalibratedSubnetWarning,
             stacklevel=_callers_level(),
         )

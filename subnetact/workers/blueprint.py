@@ -14,9 +14,11 @@ import itertools
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from operator import attrgetter
 from threading import RLock
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from subnetact.engine.engine import Engine
 from subnetact.engine.replica import follow, rebuild, registered
-from subnetact.errors import EngineError, SubnetActError, failure_text
+from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
+from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
 from subnetact.workers.memory import SharedMemory
 
@@ -37,6 +40,8 @@ States = tuple[int, ...]
 
 _version = attrgetter("_version")
 _segment_numbers = itertools.count()
+_TRIES = 10
+"""How often weights are copied again because they changed meanwhile."""
 
 
 class Package(NamedTuple):
@@ -80,6 +85,19 @@ class Parts(NamedTuple):
     supernets: list[Supernet]
 
 
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a storage is in shared memory."""
+
+    number: int
+    segment: SharedMemory
+    offset: int
+
+
+_places: WeakValueDictionary[int, _Place] = WeakValueDictionary()
+"""All storages that blueprints of this process have moved, by their address. Blueprints share them."""
+
+
 class Blueprint:
     """A runner as other processes need it, and what has changed since they got it. Threads may share it.
 
@@ -88,11 +106,12 @@ class Blueprint:
 
     Raises:
         EngineError: the runner cannot be sent to another process; the message says why.
+        StaleWeights: another thread keeps changing the weights in place.
     """
 
     def __init__(self, runner: Any) -> None:
         self._lock = RLock()
-        self._shared: dict[int, tuple[int, SharedMemory, int]] = {}
+        self._shared: dict[int, _Place] = {}
         found = _Finder()
         _dump(found, runner, runner)
         self._parts = Parts(runner, found.engines, found.supernets)
@@ -187,17 +206,25 @@ class Blueprint:
         with ExitStack() as stack:
             for supernet in supernets:
                 stack.enter_context(supernet.exclusive())
-            packer = _Packer(self._shared)
+            packer = _Packer()
             objects = what() if callable(what) else what
             data = _dump(packer, objects, self._parts.runner)
-            placed = packer.finish()
+            for _ in range(_TRIES):
+                before = [supernet.generation.moment() for supernet in supernets]
+                placed = packer.finish()
+                if before == [supernet.generation.moment() for supernet in supernets]:
+                    break
+            else:
+                raise StaleWeights(
+                    "the weights are changed in place faster than they can be copied to the memory that "
+                    "worker processes share; start the processes between two steps of the training"
+                )
             for supernet in supernets:
-                if placed:
+                if not placed.keys().isdisjoint(map(storage_id, supernet.tensors())):
                     supernet.exchange_storage(placed)
+            _places.update(packer.addresses)
             used = {storage for followed in self._followed for storage in followed.storages()}
-            self._shared = {
-                number: place for number, place in (self._shared | packer.addresses).items() if number in used
-            }
+            self._shared = {address: _places[address] for address in used if address in _places}
             for followed in self._followed:
                 if followed.supernet in supernets:
                     followed.note()
@@ -262,11 +289,10 @@ class _Nowhere(io.RawIOBase):
 class _Packer(pickle.Pickler):
     """Pickles objects and plans one segment of shared memory for the tensors that are in none yet."""
 
-    def __init__(self, shared: Mapping[int, tuple[int, SharedMemory, int]]) -> None:
+    def __init__(self) -> None:
         self.file = io.BytesIO()
         self.segments: dict[int, SharedMemory] = {}
-        self.addresses: dict[int, tuple[int, SharedMemory, int]] = {}
-        self._shared = shared
+        self.addresses: dict[int, _Place] = {}
         self._number = next(_segment_numbers)
         self._new: dict[int, tuple[UntypedStorage, int]] = {}
         self._size = 0
@@ -293,11 +319,10 @@ class _Packer(pickle.Pickler):
         return NotImplemented
 
     def _address(self, storage: UntypedStorage) -> tuple[int, int]:
-        known = self._shared.get(storage.data_ptr())
+        known = _places.get(storage.data_ptr())
         if known is not None:
-            number, segment, offset = known
-            self.segments[number] = segment
-            return number, offset
+            self.segments[known.number] = known.segment
+            return known.number, known.offset
         if storage.is_shared():
             raise EngineError(
                 "a tensor is in shared memory already (share_memory_()), where other processes may change "
@@ -313,12 +338,13 @@ class _Packer(pickle.Pickler):
         """Copy the new tensors into a segment, and return their storage there by `storage_id`."""
         placed: dict[int, UntypedStorage] = {}
         if self._new:
-            segment = self.segments[self._number] = SharedMemory(self._size)
+            segment = self.segments.get(self._number) or SharedMemory(self._size)
+            self.segments[self._number] = segment
             for number, (storage, offset) in self._new.items():
                 copy = _storage(segment, offset, storage.nbytes())
                 copy.copy_(storage)
                 placed[number] = copy
-                self.addresses[copy.data_ptr()] = self._number, segment, offset
+                self.addresses[copy.data_ptr()] = _Place(self._number, segment, offset)
         return placed
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from pretrained_network import BATCHES, pretrained, supernet_of
+from pretrained_network import BATCHES, first_choice, pretrained, supernet_of
 from torch import Tensor, nn
 
-from subnetact import Engine, NormTable, Supernet, calibrate
-from subnetact.engine.replica import rebuild, registered
+from subnetact import Axis, Engine, NormTable, SubnetSpace, Supernet, calibrate, insert_
+from subnetact.engine.replica import rebuild, registered, warm_up
 from subnetact.errors import (
-    FileFormatError,
+    EngineError,
     InsertError,
     NotCalibrated,
     StaleWeights,
@@ -25,6 +25,7 @@ from subnetact.errors import (
 )
 from subnetact.export import to_exported_programs, to_onnx, to_torchscript
 from subnetact.files.documents import checksum
+from subnetact.operators import SubnetNorm, WeightSlice
 
 X = BATCHES[0]
 OTHER = pretrained(seed=1).state_dict()
@@ -84,9 +85,32 @@ def test_a_load_into_a_module_around_the_supernet_drops_them_as_well(supernet: S
     outer = nn.ModuleDict({"net": supernet})
     outer.load_state_dict(outer.state_dict())
     assert len(supernet.norms) == 2
-    drop(outer, {f"net.{name}": tensor for name, tensor in OTHER.items()})
+    with pytest.warns(UncalibratedSubnetWarning, match=r"assign those .* to supernet\.norms after the load"):
+        outer.load_state_dict({f"net.{name}": tensor for name, tensor in OTHER.items()})
     assert list(supernet.norms) == [supernet.space.largest()]
     torch.testing.assert_close(supernet(X), pretrained(seed=1)(X), rtol=0, atol=5e-5)
+
+
+def test_statistics_that_no_row_stands_for_are_weights() -> None:
+    network = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), *pretrained())
+    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], first_choice)
+    elastic = {"1": WeightSlice.on(out="c"), "2": SubnetNorm.on(channels="c"), "4": WeightSlice.on(in_="c")}
+    supernet = insert_(network.eval(), space, elastic)
+    calibrate(supernet, [space.smallest()], BATCHES, progress=False)
+    drop(supernet, {**supernet.state_dict(), "0.running_mean": torch.ones(3)})
+    assert not supernet.norms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_are_given_with_weights_of_another_dtype_or_without_memory(dtype: torch.dtype) -> None:
+    source, meta = supernet_of(pretrained()), supernet_of(pretrained().to("meta"))
+    calibrate(source, [source.space.smallest()], BATCHES, progress=False)
+    source.to(dtype)
+    expected = source(X.to(dtype), subnet=source.space.smallest())
+    for supernet in (supernet_of(pretrained(1)), meta):
+        supernet.load_state_dict(source.state_dict(), assign=True, norms=source.norms)
+        y = supernet(X.to(dtype), subnet=supernet.space.smallest())
+        torch.testing.assert_close(y, expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", ["1.num_batches_tracked", "1.running_mean"])
@@ -173,9 +197,11 @@ def test_a_bundle_without_its_statistics_leaves_the_given_supernet_as_it_was(
     index.write_text(json.dumps({**document, "checksum": checksum(document)}))
     drop(supernet)
     before = supernet.fingerprint()
-    with pytest.raises(FileFormatError, match="has no BatchNorm statistics"):
+    with pytest.raises(NotCalibrated, match="has no BatchNorm statistics"):
         Engine.load(tmp_path, supernet=supernet)
     assert supernet.fingerprint() == before
+    assert Engine.load(tmp_path, supernet=supernet, allow_uncalibrated=True).ids == (0,)
+    assert Engine.load(tmp_path, supernet=supernet, removed=[0]).stats().subnets == 0
 
 
 def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path) -> None:
@@ -190,6 +216,27 @@ def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path
         with pytest.raises(NotCalibrated):
             same.register(space.largest())
         assert same.ids == (0,)
+    for strange in (2, -1, "0", True):
+        with pytest.raises(EngineError, match="no position of the 2 subnets"):
+            Engine(supernet, engine.specs, example=X[0], removed=[strange])  # type: ignore[list-item]
+
+
+def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
+    small, large = supernet.space.smallest(), supernet.space.largest()
+    supernet.adopt_statistics()
+    engine = Engine(supernet, [small, large], example=X[0], memory_budget_mb=8)
+    engine.pin(0)
+    supernet.load_state_dict(OTHER, norms=NormTable(supernet.space.id))
+    supernet.adopt_statistics()
+    replica = rebuild(copy.deepcopy(supernet), registered(engine), engine.options)
+    warm_up(replica, [1], 60)
+    torch.testing.assert_close(replica(X, 1), engine(X, 1), rtol=1e-3, atol=1e-4)
+    for refusing in (engine, replica):
+        with pytest.raises(NotCalibrated):
+            refusing(X, 0)
+    calibrate(supernet, [small], BATCHES, progress=False)
+    replica.supernet.norms = supernet.norms
+    torch.testing.assert_close(replica(X, 0), engine(X, 0), rtol=1e-3, atol=1e-4)
 
 
 def test_weights_that_change_during_a_check_are_no_fault_of_the_description(
@@ -210,3 +257,49 @@ def test_weights_that_change_during_a_check_are_no_fault_of_the_description(
     monkeypatch.setattr(supernet, "check", lambda _: (_ for _ in ()).throw(wrong))
     with pytest.raises(InsertError):
         supernet.check_once(x[:, :, :1])
+
+
+def test_a_network_that_changes_its_own_buffer_is_told_what_to_describe() -> None:
+    class Averaging(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(x.mean())
+            return super().forward(x)
+
+    network = Averaging(*pretrained())
+    network.register_buffer("seen", torch.zeros(()))
+    space = SubnetSpace("s", [Axis.uniform("c", ["it"], [4, 8])], first_choice)
+    elastic = {"0": WeightSlice.on(out="c"), "1": SubnetNorm.on(channels="c")}
+    supernet = insert_(network.eval(), space, elastic)
+    with pytest.raises(InsertError, match='describe this module: "3"'):
+        supernet.check_once(X)
+
+
+def test_a_buffer_that_another_thread_replaces_is_no_functional_call(
+    supernet: Supernet, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind, replaced = supernet._bind, list[int]()
+
+    def replacing(*args: Any, **options: Any) -> nn.Module:
+        view = bind(*args, **options)
+        if not replaced:
+            supernet.network[1].running_mean = torch.full((8,), 5.0)
+            replaced.append(1)
+        return view
+
+    supernet.refresh()
+    monkeypatch.setattr(supernet, "_bind", replacing)
+    y = engine(X, 0)
+    assert replaced
+    torch.testing.assert_close(y, supernet.extract(engine.specs[0])(X), rtol=0, atol=5e-5)
+
+
+def test_fused_programs_follow_pairs_of_a_row(supernet: Supernet) -> None:
+    small = supernet.space.smallest()
+    engine = Engine(supernet, [small], example=X[0], memory_budget_mb=8)
+    assert engine.pin(0)
+    before = engine(X, 0)
+    supernet.statistics(small)["1"][0].add_(3)
+    supernet.norms.rows[small]["1"][1].mul_(2)
+    y = engine(X, 0)
+    assert not torch.allclose(y, before, atol=0.1)
+    torch.testing.assert_close(y, supernet.extract(small)(X), rtol=1e-3, atol=1e-4)

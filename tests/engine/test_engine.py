@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 
 import subnetact
+from subnetact.engine.replica import rebuild, registered
 from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -54,3 +58,19 @@ def test_uncalibrated_and_repeated_subnets_are_refused(digits: Supernet) -> None
     for wrong in ([], [specs[0]] * 2):
         with pytest.raises(SpecError, match="distinct"):
             subnetact.Engine(digits, wrong, example=EXAMPLE)
+
+
+def test_the_example_follows_the_dtype_of_the_weights(digits: Supernet, tmp_path: Path) -> None:
+    spec, x = digits.space.largest(), torch.randn(3, 1, 16, 16)
+    digits.adopt_statistics()
+    engine = subnetact.Engine(digits, [spec], example=[x[0], x[0, :, :8]])
+    digits.to(torch.float64)
+    engine.check(x[0].double())
+    with pytest.raises(InvalidRequest, match="float32"):
+        engine.check(x[0])
+    assert [example.dtype for example in engine.examples] == [torch.float64] * 2
+    engine.save(tmp_path)
+    loaded = subnetact.Engine.load(tmp_path)
+    copied = rebuild(copy.deepcopy(digits), registered(engine), engine.options)
+    for same in (loaded, copied):
+        torch.testing.assert_close(same(x.double(), 0), engine(x.double(), 0), rtol=0, atol=5e-5)

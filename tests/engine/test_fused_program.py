@@ -296,6 +296,16 @@ def test_memory_that_was_short_once_does_not_refuse_a_subnet_for_good(monkeypatc
     assert engine.pin(0)
 
 
+def test_a_reason_against_fusing_ends_with_the_weights_that_it_was_found_with(monkeypatch) -> None:
+    engine, x = engine_of(Activations("relu max"), torch.randn(3, 8, 8)), torch.randn(2, 3, 8, 8)
+    with monkeypatch.context() as strange:
+        strange.setattr("subnetact.engine.promotion.FusedProgram", raising(ValueError("strange")))
+        assert engine.pin(0).reason == "strange"
+    engine.supernet.load_state_dict(engine.supernet.state_dict())
+    engine(x, 0)
+    assert engine.stats().unfused == {}
+
+
 def raising(error: Exception) -> Callable[..., None]:
     def fail(*args: object) -> None:
         raise error

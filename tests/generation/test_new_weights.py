@@ -10,8 +10,11 @@ import pytest
 import torch
 from generation_tables import step_table
 
+from subnetact.device import MachineFacts
+from subnetact.errors import BatcherClosed, BatchFailed
 from subnetact.generation import Generator
 from subnetact.latency.table import LatencyTable
+from subnetact.operators import precision
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -84,3 +87,27 @@ def test_a_generator_follows_the_weights(
         later = list(generator.submit(PROMPT, max_new_tokens=12, **LONG).result(60).tokens)
         assert later == following(present, PROMPT, 12) != expected
         assert generator.stats().failed == 0
+
+
+def test_a_generator_goes_on_when_precisions_are_enabled(
+    llama: Supernet, widths: list[SubnetSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "machine_facts", lambda _: MachineFacts(reference=True))
+    supernet, spec = copy.deepcopy(llama), widths[1]
+    make: Any = lambda one: Changing(one, lambda: supernet.enable_precision("int8"))  # noqa: E731
+    table = step_table([str(spec)], (50.0,))
+    with Generator(supernet, [spec], table, token_ms=50.0, policy=make) as generator:
+        for _ in range(2):
+            tokens = list(generator.submit(PROMPT, max_new_tokens=8, **LONG).result(60).tokens)
+            assert tokens == following(llama.extract(spec), PROMPT, 8)
+
+
+def test_a_generator_says_that_its_cache_is_of_another_dtype(
+    llama: Supernet, widths: list[SubnetSpec]
+) -> None:
+    supernet, spec = copy.deepcopy(llama), widths[1]
+    with Generator(supernet, [spec], step_table([str(spec)], (50.0,)), token_ms=50.0) as generator:
+        supernet.to(torch.float64)
+        with pytest.raises((BatchFailed, BatcherClosed), match="make another Generator"):
+            generator.submit(PROMPT, max_new_tokens=8, **LONG).result(60)
+        assert not generator.stats().up

@@ -282,7 +282,7 @@ def test_processes_answer_as_threads_and_follow_every_change(digits: Supernet) -
         digits.norms.update({engine.specs[0]: row.map(lambda flat: flat + 0.1)})
         assert same(pool, engine, 0)
         digits.to(torch.float64)
-        with pytest.raises(RuntimeError, match="Double"):
+        with pytest.raises(InvalidRequest, match=r"this engine serves torch\.float64"):
             runner.run(0, list(IMAGES), 12)
         assert runner.run(0, list(IMAGES.double()), 12)[0].dtype == torch.float64
     finally:
