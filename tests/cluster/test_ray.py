@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from shared_memory import shared_memory_of
 
 from subnetact import Engine
 from subnetact.command import TERMINATED
@@ -363,6 +362,8 @@ def running(pid):
 
 
 def test_the_command_serves_and_leaves_nothing_behind(source):
+    from shared_memory import shared_memory_of  # Ray's workers import this module without the folder tests
+
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "subnetact.serve", "--backend", "ray", "--bundle", source.bundle),
