@@ -906,9 +906,12 @@ class Engine:
                 self.supernet.require_calibrated([spec])
             bound = Bound.of(self.supernet, spec)
             self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
-            shared = bound.statistics_row is None and self.supernet.norm_operators()
-            if self._allow_uncalibrated or not shared:  # Otherwise another thread dropped the row meanwhile.
-                return bound
+            if (
+                self._allow_uncalibrated
+                or bound.statistics_row is not None
+                or not self.supernet.norm_operators()
+            ):
+                return bound  # Otherwise another thread dropped the row meanwhile.
 
 
 def _id(subnet: Any) -> int:
