@@ -168,8 +168,7 @@ def _read(
     """Return a bundle, its weights, and the arguments of `enable_precision` that its supernet still needs."""
     index = folder / INDEX
     built = given is None
-    passing: tuple[type[Exception], ...] = (PrecisionError, NotCalibrated)
-    passing = passing if built else (*passing, ForeignSpec)
+    passing = (PrecisionError, NotCalibrated, *(() if built else (ForeignSpec,)))
     with BUNDLE.fields(index, passing=passing, damaged=(RuntimeError,)):
         for file in (WEIGHTS, NORMS, *document["tables"]):
             if file not in document["files"]:

@@ -111,7 +111,6 @@ class Engine:
         supernet: the supernet.
         device: where subnets run.
         input_shapes: the shapes that are served, if `example` was a list; otherwise None.
-        options: the arguments that the engine was made with, except the supernet, the subnets and `check`.
         prepared: the batch sizes of the last call of `prepare`.
         changes: a number that grows when subnets are registered, removed, pinned or unpinned, and with
             `prepare`.
@@ -156,7 +155,7 @@ class Engine:
         check: bool = True,
         removed: Collection[int] = (),
     ) -> None:
-        self.options: Mapping[str, Any] = {
+        self._options: Mapping[str, Any] = {
             "example": example,
             "padding": padding,
             "device": device,
@@ -268,6 +267,15 @@ class Engine:
             return self._fingerprint[1]
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """The arguments that the engine was made with, except the supernet, the subnets and `check`.
+
+        The example follows the dtype of the weights.
+        """
+        self._convert_examples()
+        return self._options
+
+    @property
     def example(self) -> Any:
         """One input without a batch dimension, on the CPU: a tensor, or a tuple or dictionary of tensors.
 
@@ -317,12 +325,10 @@ class Engine:
         spec = self.supernet.space.check(spec)
         percent = percentage(accuracy, spec)
         with self._changing:
-            known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
-            bound = None if known is None else known.bound
-            if bind and (bound is None or not bound.current(self.supernet, spec)):
-                bound = self._bind(spec)
-            subnet = self._keep(known, spec, percent)
-            subnet.bound = bound
+            subnet = self._known_or_new(spec)
+            if bind and (subnet.bound is None or not subnet.bound.current(self.supernet, spec)):
+                subnet.bound = self._bind(spec)
+            self._keep(subnet, percent)
             self._served = {**self._served, subnet.id: subnet}
             self.changes += 1
             return subnet.id
@@ -343,16 +349,19 @@ class Engine:
         spec = self.supernet.space.check(spec)
         percent = percentage(accuracy, spec)
         with self._changing:
-            known = next((s for s in self._subnets if s.spec.same_subnet(spec)), None)
-            return self._keep(known, spec, percent).id
+            subnet = self._known_or_new(spec)
+            self._keep(subnet, percent)
+            return subnet.id
 
-    def _keep(self, known: ReadySubnet | None, spec: SubnetSpec, percent: float | None) -> ReadySubnet:
-        subnet = known or ReadySubnet(len(self._subnets), spec, None, self._run)
+    def _known_or_new(self, spec: SubnetSpec) -> ReadySubnet:
+        known = (subnet for subnet in self._subnets if subnet.spec.same_subnet(spec))
+        return next(known, None) or ReadySubnet(len(self._subnets), spec, None, self._run)
+
+    def _keep(self, subnet: ReadySubnet, percent: float | None) -> None:
         if percent is not None:
             subnet.accuracy = percent
-        if known is None:
+        if subnet.id == len(self._subnets):
             self._subnets = (*self._subnets, subnet)
-        return subnet
 
     def remove(self, subnet: int) -> None:
         """Stop serving a subnet. Calls under way finish, and no other subnet gets the id.
@@ -893,7 +902,7 @@ class Engine:
         if former == self._dtype or self._example is None:
             return
         convert = partial(to_dtype, former=former, dtype=self._dtype)
-        self.options = {**self.options, "example": convert(self.options["example"])}
+        self._options = {**self._options, "example": convert(self._options["example"])}
         self._example = convert(self._example)
         if self.input_shapes is not None:
             self.input_shapes.examples = convert(self.input_shapes.examples)

@@ -59,12 +59,13 @@ def follow(engine: Engine, subnets: Registered) -> None:
         engine: the replica.
         subnets: what is registered in the engine.
     """
+    served = set(subnets.served)
     for i, (spec, percent) in enumerate(zip(subnets.specs, subnets.accuracy, strict=True)):
-        if i in subnets.served:  # One that lacks statistics refuses its own calls, and no others.
+        if i in served:  # One that lacks statistics refuses its own calls, and no others.
             engine.register(spec, percent, bind=False)
         else:
             engine.reserve(spec, percent)
-    for removed in set(engine.ids) - set(subnets.served):
+    for removed in set(engine.ids) - served:
         engine.remove(removed)
     for former in engine.pinned - subnets.pinned:
         engine.unpin(former)

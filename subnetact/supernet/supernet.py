@@ -561,7 +561,8 @@ class Supernet(nn.Module):
 
     def _check_at_rest(self, x: Any) -> None:
         """Run `check`, and run it again if weights were exchanged while it compared subnets."""
-        for left in reversed(range(_TRIES)):
+        cause: InsertError | None = None
+        for _ in range(_TRIES):
             before = self.generation.number
             try:
                 self.check(x)
@@ -569,10 +570,10 @@ class Supernet(nn.Module):
             except InsertError as error:
                 if self.generation.number == before:
                     raise
-                if not left:
-                    raise StaleWeights(
-                        "check: weights were exchanged while subnets were compared; check between two loads"
-                    ) from error
+                cause = error
+        raise StaleWeights(
+            "check: weights were exchanged while subnets were compared; check between two loads"
+        ) from cause
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
         """Return the canonical forms of specifications, after a check that all are distinct.
@@ -679,10 +680,10 @@ class Supernet(nn.Module):
         """Tell whether the largest subnet's statistics row holds the network's own statistics."""
         largest = self.space.largest()
         row = self._norms.get(largest)
-        shared = None if row is None else self._shared_statistics(largest).flat
-        if row is None or shared is None or shared.is_meta:
+        if row is None:
             return False
-        return torch.equal(row.flat.to(shared), shared)
+        shared = self._shared_statistics(largest).flat
+        return not shared.is_meta and torch.equal(row.flat.to(shared), shared)
 
     def has_original_statistics(self) -> bool:
         """Tell whether the largest subnet is the pretrained network that `insert_` was given.
@@ -843,9 +844,9 @@ class Supernet(nn.Module):
         and later ones run on the new weights; none sees a mixture, and engines change all subnets at once.
         While former weights are in use there are two copies in memory. If there is no room for two, use
         `supernet.network.load_state_dict`, which loads in place while nothing runs, and leaves all rows of
-        `norms` as they are, as training does: calibrate again. Parameters in shared
-        memory, those of subclasses of `nn.Parameter`, and a supernet that is loaded as a part of another
-        module are loaded in place as well.
+        `norms` as they are, as training does: calibrate again. Parameters in shared memory, those of
+        subclasses of `nn.Parameter`, and a supernet that is loaded as a part of another module are loaded in
+        place as well.
 
         Args:
             state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
@@ -859,9 +860,8 @@ class Supernet(nn.Module):
                 moment. Without it, rows stay if the weights are the same. With other weights the rows of
                 calibrated subnets are dropped, with an `UncalibratedSubnetWarning`, because they belong to
                 the former weights, also those that were assigned to `supernet.norms` just before; engines
-                then refuse these subnets (`NotCalibrated`). The row that
-                `adopt_statistics` gave the largest subnet follows the network's own statistics. Give
-                `norms=supernet.norms` to keep all rows.
+                then refuse these subnets (`NotCalibrated`). The row that `adopt_statistics` gave the largest
+                subnet follows the network's own statistics. Give `norms=supernet.norms` to keep all rows.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
@@ -913,8 +913,8 @@ class Supernet(nn.Module):
             except BaseException:
                 for tensor, former in moved:
                     tensor.data = former
-                for kept, own_before in held:
-                    kept.update(own_before)
+                for kept, entries in held:
+                    kept.update(entries)
                 self._norms = former_rows
                 raise
             finally:

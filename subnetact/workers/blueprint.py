@@ -224,7 +224,8 @@ class Blueprint:
                     supernet.exchange_storage(placed)
             _places.update(packer.addresses)
             used = {storage for followed in self._followed for storage in followed.storages()}
-            self._shared = {address: _places[address] for address in used if address in _places}
+            places = ((address, _places.get(address)) for address in used)
+            self._shared = {address: place for address, place in places if place is not None}
             for followed in self._followed:
                 if followed.supernet in supernets:
                     followed.note()

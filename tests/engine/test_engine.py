@@ -65,6 +65,7 @@ def test_the_example_follows_the_dtype_of_the_weights(digits: Supernet, tmp_path
     digits.adopt_statistics()
     engine = subnetact.Engine(digits, [spec], example=[x[0], x[0, :, :8]])
     digits.to(torch.float64)
+    assert engine.options["example"][0].dtype == torch.float64
     engine.check(x[0].double())
     with pytest.raises(InvalidRequest, match="float32"):
         engine.check(x[0])
