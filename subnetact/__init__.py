@@ -9,10 +9,13 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
 
     errors, files/                       typed errors; files: replaced as a whole, versioned, resumable
     device, command                      the device in use; how commands, and daemon threads that compute, end
+    comparison                           equal, within tolerances that have names
     spec, space                          the identity of a subnet; the search space
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
     insertion/                           describe, insert_: what can be elastic in a model, and the proof
+    digits                               the embedded supernet for digits
+    ofa_adapters/                        published supernet families and their checkpoints
     training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
     latency/                             LatencyTable: check, save, merge, compare; Pareto sets (no torch)
@@ -24,11 +27,10 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     serving/                             scheduling, policies, Batcher, simulate, planning (no torch)
     generation/                          Generator: tokens under deadlines, a subnet per step (transformers)
     export/                              TorchScript, torch.export, AOTInductor, ONNX, Triton
-    digits, demo/, simulate, plan        the embedded supernet; commands: the demo, the simulator, planning
+    demo/, simulate, plan                commands: the demo, the simulator, planning
     serve/                               python -m subnetact.serve: a bundle over HTTP
     loadtest/                            python -m subnetact.loadtest: an open-loop client
     cluster/                             build_app: replicas of the service on Ray Serve
-    ofa_adapters/                        published supernet families and their checkpoints
 
 Glossary
 --------

@@ -24,12 +24,7 @@ BY_COMPUTED_NAME = {
 }
 """Modules that call `import_module` with a computed name, and what of the packages they import this way."""
 UP = {
-    ("subnetact.engine.origins", "ofa_adapters"): "a bundle names the family that rebuilds its supernet",
     ("subnetact.serve.cli", "subnetact.cluster.session"): "--backend ray names the backend",
-    ("subnetact.engine.origins", "subnetact.digits"): "a bundle may hold the supernet for digits",
-    ("subnetact.profile.source", "ofa_adapters.registry"): "the command's option --family",
-    ("subnetact.profile.source", "subnetact.digits"): "the command's supernet if none is given",
-    ("subnetact.profile.selection", "ofa_adapters"): "the features of once-for-all's accuracy predictors",
 }
 """Imports from a lower line of the map, with the reason; all happen by name, when a user asks for them."""
 

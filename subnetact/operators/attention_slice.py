@@ -105,6 +105,7 @@ class AttentionSlice(Operator):
     that `out` follows here.
     """
 
+    slices = ("attention",)
     parts = ("out", "in_")
     lowers = ("in_proj_weight", "in_proj_bias")
 

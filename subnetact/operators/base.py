@@ -61,14 +61,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from subnetact.comparison import EXACT, equal
 from subnetact.errors import InsertError, SpecError, ViewError
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.precision import FLOAT_BITS, lowered
 from subnetact.operators.segments import Kept, Segments
 from subnetact.operators.tensor_version import changes_of, storage_id
 from subnetact.operators.view_module import follow_, view_module
 from subnetact.space import SizeRow
 
-__all__ = ["Elastic", "Operator", "PackedCopy"]
+__all__ = ["Elastic", "Operator", "PackedCopy", "slicer_of"]
 
 
 LISTED = 6
@@ -143,11 +145,7 @@ class PackedCopy:
 
     def matches(self) -> bool:
         """Tell whether the tensors equal, up to rounding, what the sources would give now."""
-        made = self._made()
-        return all(
-            torch.allclose(tensor, made[name], rtol=1e-5, atol=1e-6, equal_nan=True)
-            for name, tensor in self.tensors.items()
-        )
+        return equal(self.tensors, self._made(), EXACT)
 
     def finish(self) -> None:
         """Keep the tensors as they are from now on, for the views that still use them."""
@@ -195,6 +193,14 @@ class PackedCopy:
         return type(None), ()  # A parameter of a copied view is an ordinary one, which follows nothing.
 
 
+_SLICERS: dict[str, type[Operator]] = {}
+
+
+def slicer_of(layer: nn.Module) -> type[Operator] | None:
+    """Return the operator that slices a layer if a description names no other; None if there is none."""
+    return _SLICERS.get(traits_of(layer).kind)
+
+
 class Operator(nn.Module):
     """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
@@ -220,6 +226,9 @@ class Operator(nn.Module):
     parts: ClassVar[tuple[str, ...]] = ()
     """The names of the parts that a description may name. If empty, the template decides which are legal."""
 
+    slices: ClassVar[tuple[str, ...]] = ()
+    """The kinds of layers (`LayerTraits.kind`) that this operator slices if a description names no other."""
+
     segmented: ClassVar[tuple[str, ...]] = ()
     """The parts that a description may give as `Segments`."""
 
@@ -233,6 +242,10 @@ class Operator(nn.Module):
 
     checks: bool = True
     """Whether sizes are compared with the legal ones. Export switches this off to trace symbolic sizes."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _SLICERS.update(dict.fromkeys(cls.__dict__.get("slices", ()), cls))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Refuse to make an operator of a description, as in `WeightSlice(out="width")`."""

@@ -33,6 +33,7 @@ class LayerNormSlice(Operator):
         AutoFormer and DynaBERT slice their LayerNorms in this way.
     """
 
+    slices = ("norm",)
     parts = ("features",)
     segmented = ("features",)
 

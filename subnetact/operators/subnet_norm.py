@@ -42,6 +42,7 @@ class SubnetNorm(Operator):
         SuperServe, section 3.1.
     """
 
+    slices: ClassVar[tuple[str, ...]] = ("batch norm",)
     parts: ClassVar[tuple[str, ...]] = ("channels",)
     segmented: ClassVar[tuple[str, ...]] = ("channels",)
 

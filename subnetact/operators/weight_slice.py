@@ -74,6 +74,7 @@ class WeightSlice(Operator):
         SuperServe, section 3.1. Every published family slices in this way.
     """
 
+    slices = ("convolution", "transposed convolution", "linear", "embedding")
     parts = ("out", "in_")
     segmented = ("out", "in_")
 

@@ -1,0 +1,146 @@
+"""LayerTraits: everything the library knows of a class of layers, in one table that all rooms read.
+
+A layer that is not in the table stays as it is in every subnet, unless an operator is named for it. To make
+another class of layers elastic, write its operator (`subnetact/operators/base.py` says how), let it state the
+kind of layers that it slices, and add a line to the table:
+
+    class BilinearSlice(Operator):
+        slices = ("bilinear",)
+        ...
+
+    register_layer(nn.Bilinear, LayerTraits("bilinear", {"weight": ("out",), "bias": ("out",)}))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+__all__ = ["LayerTraits", "register_layer", "traits_of"]
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """What the library knows of one class of layers.
+
+    Attributes:
+        kind: what the layer is. The operator that slices it by default names this kind in `slices`.
+        axes: parameter or buffer -> the part of the operator that each of its first axes belongs to. Further
+            axes belong to none.
+        sizes: part -> the attribute of the layer that holds its size.
+        reads: the part that a narrowed input concerns.
+        mixes: whether every output channel is computed from all input channels, or from those of its group.
+        fresh: whether the output is a new tensor, which a following operation may overwrite.
+        finite: whether finite inputs give finite outputs, unless they overflow.
+        transparent: whether the layer may lie on the shortcut of a residual block.
+    """
+
+    kind: str = "unknown"
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    reads: str = ""
+    mixes: bool = False
+    fresh: bool = False
+    finite: bool = False
+    transparent: bool = False
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether the first axis of the weight is the inputs; otherwise it is the outputs."""
+        return self.axes.get("weight", ())[:1] == ("in_",)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the layer multiplies by a weight, or looks it up."""
+        return self.mixes
+
+
+def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerTraits:
+    return LayerTraits(
+        kind,
+        axes={"weight": ("in_", "out") if inputs_first else ("out", "in_"), "bias": ("out",)},
+        sizes={"out": out, "in_": in_},
+        reads="in_",
+        mixes=True,
+        fresh=True,
+        finite=True,
+    )
+
+
+_CHANNELS = ("weight", "bias", "running_mean", "running_var")
+_UNKNOWN = LayerTraits()
+_CONTAINER = LayerTraits("container")
+_CONVOLUTION = _matrix("convolution", "out_channels", "in_channels")
+_TRANSPOSED = _matrix("transposed convolution", "out_channels", "in_channels", inputs_first=True)
+_BATCH_NORM = LayerTraits(
+    "batch norm", dict.fromkeys(_CHANNELS, ("channels",)), reads="channels", fresh=True, finite=True
+)
+_NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
+_LAYER_NORM = LayerTraits("norm", _NORM.axes, reads="features", finite=True, transparent=True)
+_ACTIVATION = LayerTraits("activation", finite=True)
+_PLAIN_ACTIVATION = LayerTraits("activation", finite=True, transparent=True)
+_POOL = LayerTraits("pool", finite=True)
+_RESHAPE = LayerTraits("reshape", finite=True)
+_IN_PROJECTION = {"in_proj_weight": ("out", "in_"), "in_proj_bias": ("out",)}
+
+_TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
+    nn.Linear: _matrix("linear", "out_features", "in_features"),
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _CONVOLUTION),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _TRANSPOSED),
+    "transformers.pytorch_utils.Conv1D": _matrix("linear", "nf", "nx", inputs_first=True),
+    nn.Embedding: _matrix("embedding", "embedding_dim", "num_embeddings", inputs_first=True),
+    nn.MultiheadAttention: LayerTraits("attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _BATCH_NORM),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
+    nn.GroupNorm: _NORM,
+    **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU), _PLAIN_ACTIVATION),
+    **dict.fromkeys(
+        (
+            *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.PReLU),
+            *(nn.ELU, nn.Mish, nn.Softmax),
+        ),
+        _ACTIVATION,
+    ),
+    **dict.fromkeys((nn.Identity, nn.Dropout), LayerTraits("identity", finite=True, transparent=True)),
+    nn.Dropout2d: LayerTraits("identity", finite=True),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), _POOL),
+    **dict.fromkeys((nn.Flatten, nn.Upsample, nn.ZeroPad2d, nn.PixelShuffle), _RESHAPE),
+    **dict.fromkeys(
+        (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+        _CONTAINER,
+    ),
+}
+"""The one table: class of layers, or its full name if the class is of an optional package -> its traits."""
+
+
+def traits_of(layer: nn.Module | type[nn.Module], derived: bool = True) -> LayerTraits:
+    """Return the traits of a layer.
+
+    Args:
+        layer: an ordinary layer or its class; of an operator, give the template.
+        derived: whether a class has the traits of the class that it is derived from, which is right for its
+            parameters. A derived class may compute something else: False asks for the class itself.
+
+    Returns:
+        The traits. A class that nobody knows is of kind `unknown`; one that is derived from `nn.Module` alone
+        may be anything and is not a `container`.
+    """
+    given: Any = layer if isinstance(layer, type) else type(layer)
+    for cls in given.__mro__ if derived else (given,):
+        found = _TRAITS.get(cls) or _TRAITS.get(f"{cls.__module__}.{cls.__qualname__}")
+        if found is not None:
+            return _UNKNOWN if cls is nn.Module and given is not nn.Module else found
+    return _UNKNOWN
+
+
+def register_layer(cls: type[nn.Module], traits: LayerTraits) -> None:
+    """Add a class of layers to the table, or replace what the table says of it.
+
+    Args:
+        cls: the class of the layers.
+        traits: what the library should know of them.
+    """
+    _TRAITS[cls] = traits
