@@ -267,7 +267,7 @@ class Promoter:
         causes: list[Exception] = []
         for traced in (True, False) if isinstance(x, Tensor) else (False,):
             view, statistics_row = self._supernet.private_view(subnet.spec)
-            moved = self._supernet.weights_generation != bound.weights_generation
+            moved = self._supernet.generation.number != bound.weights_generation
             if moved or statistics_row is not bound.statistics_row:
                 raise ValueError("its statistics were replaced")
             with torch.inference_mode():

@@ -49,7 +49,7 @@ class Bound:
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
-        generation = supernet.weights_generation
+        generation = supernet.generation.number
         view, statistics_row = supernet.private_view(spec)
         use_fast_convs_(view)
         # A packed copy is refreshed only when a module reads it, so watch the tensors that it is made of.
@@ -70,7 +70,7 @@ class Bound:
     def current(self, supernet: Supernet, spec: SubnetSpec) -> bool:
         """Tell whether the supernet would bind the subnet to the same tensors now."""
         same_statistics = self.statistics_row is supernet.norms.get(spec)
-        return same_statistics and self.weights_generation == supernet.weights_generation
+        return same_statistics and self.weights_generation == supernet.generation.number
 
     def versions(self) -> list[int]:
         """Return the version counters of all sources; they differ after any in-place change."""

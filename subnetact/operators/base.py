@@ -307,11 +307,10 @@ class Operator(nn.Module):
             InsertError: the operator does not support the template's type or settings, or the given parts.
         """
 
-    def silent(self, part: str) -> bool:  # noqa: ARG002
-        """Tell whether weights at zero silence what a subnet drops of a part.
+    def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
+        """Tell whether the module with zeros in place of dropped weights computes what the narrowed one does.
 
-        If so, the module with zeros in place of all dropped weights computes what the narrowed module
-        computes, and nothing else. `Supernet.check` relies on this.
+        `Supernet.check` relies on this.
 
         Args:
             part: one of `parts`.

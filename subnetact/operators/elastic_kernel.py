@@ -94,8 +94,8 @@ class ElasticKernel(Operator):
         """Return the kernel sizes to choose from, or every number of channels up to the full one."""
         return self.template.kernel_sizes if part == "kernel" else super().legal(part)
 
-    def silent(self, part: str) -> bool:
-        """Tell whether dropped weights can be zero; a kernel that matrices compute is none of zeros."""
+    def zeroing_equals_dropping(self, part: str) -> bool:
+        """A kernel computed by matrices is not zero where the weights are."""
         return part == "channels" or not self.template.matrices
 
     def kernel(self, size: int) -> Tensor:

@@ -88,7 +88,7 @@ class LayerNormSlice(Operator):
     def _each(self) -> int:
         return self.full("features") // self._groups if self._groups > 1 else 1
 
-    def silent(self, part: str) -> bool:  # noqa: ARG002
+    def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Return False: the mean and the variance are over all features, dropped ones included."""
         return False
 

@@ -57,7 +57,7 @@ class ParameterSlice(Operator):
         """Return the length of the last axis in the full network."""
         return next(p.shape[-1] for p in self._parameters.values() if p is not None)
 
-    def silent(self, part: str) -> bool:  # noqa: ARG002
+    def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Return False: what the forward of an own module does with its parameters is not known."""
         return False
 

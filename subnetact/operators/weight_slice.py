@@ -153,7 +153,7 @@ class WeightSlice(Operator):
         each = self._each(part.partition(".")[0]) if self._groups > 1 else 1
         return range(each, self.length(part) + 1, each)
 
-    def silent(self, part: str) -> bool:  # noqa: ARG002
+    def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Return True for known forwards; another one may normalise weights or order outputs anew."""
         if type(self.template).forward.__module__ == "transformers.pytorch_utils":
             return True

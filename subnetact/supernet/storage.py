@@ -9,7 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["checksum", "elsewhere", "exchange_storage_", "renew_storage_"]
+__all__ = ["checksum", "exchange_storage_", "renew_storage_", "tensors_outside"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -100,7 +100,7 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
         return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
 
 
-def elsewhere(view: nn.Module, storages: Collection[int]) -> list[str]:
+def tensors_outside(view: nn.Module, storages: Collection[int]) -> list[str]:
     """Return the names of the tensors of a view that are on none of the given storages.
 
     Args:

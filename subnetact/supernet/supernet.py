@@ -46,7 +46,7 @@ from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.storage import checksum, elsewhere, exchange_storage_, renew_storage_
+from subnetact.supernet.storage import checksum, exchange_storage_, renew_storage_, tensors_outside
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
@@ -339,15 +339,6 @@ class Supernet(nn.Module):
         """Tells everything that outlives a change of the weights whether they have changed."""
         self._substituted()
         return self._generation
-
-    @property
-    def weights_generation(self) -> int:
-        """Generation counter of the weights.
-
-        It grows whenever cached views are invalidated. A private view from an older generation must be
-        made again, because it reads tensors that the supernet no longer uses.
-        """
-        return self.generation.number
 
     def switch(
         self, cache: Any, spec: SubnetSpec, *, allow_approximate: bool = False, recompute: Any = None
@@ -781,7 +772,7 @@ class Supernet(nn.Module):
         found = []
         for name, view, row in views:
             own = present if row is None else present | {storage_id(row.flat)}
-            moved = elsewhere(view, own)
+            moved = tensors_outside(view, own)
             if moved:
                 found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
         for module in self.network.modules():

@@ -244,5 +244,8 @@ def loud_operators(network: nn.Module, row: SizeRow, largest: SizeRow) -> list[O
         module
         for module in network.modules()
         if isinstance(module, Operator)
-        and any(index in changed and not module.silent(part) for part, index in module.dims.items())
+        and any(
+            index in changed and not module.zeroing_equals_dropping(part)
+            for part, index in module.dims.items()
+        )
     ]

@@ -241,7 +241,7 @@ class _Followed:
 
     def note(self) -> None:
         """Remember what the supernet is now."""
-        self._generation = self.supernet.weights_generation
+        self._generation = self.supernet.generation.number
         self._rows = self.supernet.norms.rows
         self._tensors = [t for t in self.supernet.tensors() if not t.is_inference()]
         self._versions = sum(map(_version, self._tensors))
@@ -249,7 +249,7 @@ class _Followed:
     def moved(self) -> bool:
         """Tell whether weights or statistics were replaced."""
         supernet = self.supernet
-        return self._generation != supernet.weights_generation or self._rows is not supernet.norms.rows
+        return self._generation != supernet.generation.number or self._rows is not supernet.norms.rows
 
     def touched(self) -> bool:
         """Tell whether values were changed in place."""
