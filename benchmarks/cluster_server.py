@@ -23,7 +23,7 @@ MOST = 4
 
 
 def ours(args: argparse.Namespace) -> None:
-    """Serve as `python -m subnetact.serve --backend ray` does."""
+    """Serve as `python -m subnetact.cluster` does."""
     from subnetact.cluster import Autoscaling
     from subnetact.cluster.session import RaySession
     from subnetact.serve import build_app, run

@@ -1,4 +1,7 @@
-"""Draws the map of the package from its code: `python tests/rooms.py` prints every room and its arrows.
+"""Draws the map of the package from its code: `python tests/rooms.py` prints rooms, arrows and sizes.
+
+`python tests/rooms.py --write` brings the table of sizes in `subnetact/__init__.py` up to date, so that
+growth is seen where the map is read.
 
 The order of the rooms is the map in the docstring of `subnetact/__init__.py`: a room may import only from
 rooms on lines above its own. Imports by name (`import_module("subnetact.digits")`) count like statements. The
@@ -9,8 +12,10 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("subnetact", "ofa_adapters")
@@ -23,10 +28,6 @@ BY_COMPUTED_NAME = {
     "subnetact.profile.source": set[str](),  # Users name modules of their own.
 }
 """Modules that call `import_module` with a computed name, and what of the packages they import this way."""
-UP = {
-    ("subnetact.serve.cli", "subnetact.cluster.session"): "--backend ray names the backend",
-}
-"""Imports from a lower line of the map, with the reason; all happen by name, when a user asks for them."""
 
 
 def map_lines() -> list[str]:
@@ -100,7 +101,7 @@ def room_of(module: str) -> str:
 def arrows_up(graph: dict[str, set[str]]) -> list[str]:
     """Return the imports from a lower line of the map, or from a later folder of the same room.
 
-    Those in `UP` are left out. The `__init__` file of a room may import from all of its folders.
+    The `__init__` file of a room may import from all of its folders.
     """
     lines = room_lines()
     found = []
@@ -121,7 +122,7 @@ def arrows_up(graph: dict[str, set[str]]) -> list[str]:
                 up = other > folder
             else:
                 up = False
-            if up and (name, target) not in UP:
+            if up:
                 found.append(f"{name} imports {target}")
     return found
 
@@ -155,24 +156,86 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+class Size(NamedTuple):
+    """How much there is of a room: lines of code and of docstrings, and public names."""
+
+    code: int
+    docs: int
+    names: int
+
+
+def sizes() -> dict[str, Size]:
+    """Return the size of every room. Public names are those in the `__all__` of the room itself."""
+    found: dict[str, Size] = {}
+    for name, path in modules().items():
+        if name == "subnetact":
+            continue
+        tree, text = ast.parse(path.read_text()), path.read_text().splitlines()
+        docs = {number for node in ast.walk(tree) for number in docstring_lines(node)}
+        code = {
+            number
+            for number, line in enumerate(text, 1)
+            if number not in docs and line.strip() and not line.strip().startswith("#")
+        }
+        lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and is_all(node)]
+        own = name.count(".") == (0 if name.startswith("ofa_adapters") else 1)
+        names = len(lists[0].elts) if own and lists and isinstance(lists[0], ast.List) else 0
+        before = found.get(room_of(name), Size(0, 0, 0))
+        found[room_of(name)] = Size(before.code + len(code), before.docs + len(docs), before.names + names)
+    return {room: found[room] for room in room_lines()}
+
+
+def is_all(node: ast.Assign) -> bool:
+    """Tell whether a statement assigns `__all__`."""
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
+
+
+def docstring_lines(node: ast.AST) -> range:
+    """Return the numbers of the lines of a node's docstring."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return range(0)
+    if ast.get_docstring(node, clean=False) is None:
+        return range(0)
+    return range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+
+
+def size_table() -> list[str]:
+    """Return the lines of the table of sizes."""
+    rows = [("room", "code", "docs", "names"), *((room, *map(str, size)) for room, size in sizes().items())]
+    rows.append(("all", *(str(sum(column)) for column in zip(*sizes().values(), strict=True))))
+    return [f"{room:<14}{code:>6}{docs:>6}{names:>7}" for room, code, docs, names in rows]
+
+
+def written_sizes() -> dict[str, Size]:
+    """Return the sizes in the docstring of the package."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "subnetact" / "__init__.py").read_text())) or ""
+    rows = re.findall(r"^ {4}(\w+) +(\d+) +(\d+) +(\d+)$", docstring, re.MULTILINE)
+    return {room: Size(*map(int, numbers)) for room, *numbers in rows}
+
+
+def write_sizes() -> None:
+    """Bring the table in the docstring of the package up to date."""
+    path = ROOT / "subnetact" / "__init__.py"
+    table = "".join(f"    {line}\n" for line in size_table())
+    path.write_text(re.sub(r"(?<=\n)    room +code.*\n(?:    \w+ [ \d]+\n)*", table, path.read_text()))
+
+
 def main() -> None:
-    """Print the rooms, top line first, each with the rooms it imports from."""
+    """Print the rooms, top line first, each with the rooms it imports from, and their sizes."""
+    if sys.argv[1:] == ["--write"]:
+        write_sizes()
     graph = arrows()
     lines = room_lines()
     for room, number in lines.items():
         targets = {
-            room_of(target)
-            for name, found in graph.items()
-            for target in found
-            if room_of(name) == room and (name, target) not in UP
+            room_of(target) for name, found in graph.items() for target in found if room_of(name) == room
         } - {room}
         files = sum(room_of(name) == room for name in graph)
         ordered = sorted(targets, key=lambda target: lines[target])
         print(f"{number:>2}  {room} ({files} file{'s' * (files != 1)}) <- {', '.join(ordered) or 'nothing'}")
-    for (name, target), reason in UP.items():
-        print(f"by name, on request: {name} -> {target} ({reason})")
-    print(f"other arrows up: {', '.join(arrows_up(graph)) or 'none'}")
+    print(f"arrows up: {', '.join(arrows_up(graph)) or 'none'}")
     print(f"circles: {'; '.join(' <-> '.join(group) for group in circles(graph)) or 'none'}")
+    print("\n".join(["", *size_table()]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The same service over processes and machines: replicas on Ray Serve behind the HTTP interface of `serve`.
 
 * `build_app` makes an application for `ray.serve.run`, `serve build` and KubeRay.
-* `python -m subnetact.serve --backend ray` starts replicas from one command.
+* `python -m subnetact.cluster` starts replicas from one command.
 * `SlackRouter` sends every request to the one of two random replicas that holds less work.
 
 The names are imported on first use, because Ray takes seconds to import.

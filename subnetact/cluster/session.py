@@ -1,4 +1,4 @@
-"""A server in this process and its replicas on Ray: what `python -m subnetact.serve --backend ray` runs."""
+"""A server in this process and its replicas on Ray: what `python -m subnetact.cluster` runs."""
 
 from __future__ import annotations
 

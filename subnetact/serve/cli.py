@@ -24,18 +24,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
-from subnetact.command import TERMINATED
 from subnetact.errors import ServeError, SubnetActError, UserCodeError
 from subnetact.profile.cli import json_object
 from subnetact.serve import Limits, read_tokens
@@ -46,7 +43,6 @@ __all__ = ["main", "options"]
 
 DONE, USAGE = 0, 2
 NOT_OF_TEXT = (
-    "backend",
     "model",
     "constructor",
     "table",
@@ -57,20 +53,13 @@ NOT_OF_TEXT = (
     "fair",
     "image_mean",
     "image_std",
-    "ray_address",
-    "queue",
-    "router",
-    "accuracy_floor",
-    "most_workers",
     "max_pixels",
 )
 """Options that say nothing about a language model."""
 MOST_BODY_MB = 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-EPILOG = """backends:
-  local runs batches in this process. ray starts --workers replicas with Ray Serve (the extra `ray`), on this
-  machine or on the cluster at --ray-address, and the server sends every request to the one of two random
-  replicas that holds less work. The bundle must be at the same path on every node.
+EPILOG = """replicas:
+  `python -m subnetact.cluster` takes these options, too, and serves from replicas on Ray Serve.
 
 your own network:
   --model PKG.MOD:FACTORY names a function that returns a Supernet; the bundle has its weights. The option is
@@ -81,14 +70,37 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
     """Shows defaults, and the description as written."""
 
 
-def options() -> argparse.ArgumentParser:
+class Backend:
+    """Runs the batches of a served bundle: here, in threads or processes of this machine.
+
+    `python -m subnetact.cluster` is the same command line with a backend of its own.
+    """
+
+    command: ClassVar[str] = "subnetact.serve"
+    epilog: ClassVar[str] = EPILOG
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options that only this backend has."""
+
+    def open(self, args: argparse.Namespace, source: Source, stack: ExitStack) -> tuple[Any, Answerer]:
+        """Return the engine and what answers requests; `stack` closes them after the server has ended."""
+        del args
+        engine = source.engine()
+        batcher = source.batcher(engine, source.latency_table(engine))
+        stack.callback(batcher.close, drain=False)
+        return engine, batcher
+
+
+def options(backend: Backend | None = None) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
+    backend = backend or Backend()
     parser = argparse.ArgumentParser(
-        "python -m subnetact.serve", description=__doc__, epilog=EPILOG, formatter_class=_Formatter
+        f"python -m {backend.command}",
+        description=__doc__,
+        epilog=backend.epilog,
+        formatter_class=_Formatter,
     )
-    parser.add_argument(
-        "--backend", choices=("local", "ray"), default="local", help="where batches run; see the end"
-    )
+    backend.add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="folder of a saved engine")
     source.add_argument("--demo", action="store_true", help="serve the supernet for digits of the package")
@@ -111,7 +123,7 @@ def options() -> argparse.ArgumentParser:
         "tenth of the time to the first token",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, help="threads that run batches; with Ray, replicas of one thread"
+        "--workers", type=int, default=1, help="threads, processes or replicas that run batches"
     )
     parser.add_argument(
         "--worker-processes",
@@ -143,28 +155,6 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image-mean", type=float, nargs="+", default=[0.0], help="of images scaled to 0..1")
     parser.add_argument("--image-std", type=float, nargs="+", default=[1.0], help="of images scaled to 0..1")
-    cluster = parser.add_argument_group("Ray")
-    cluster.add_argument("--ray-address", help="of a running cluster; default: Ray starts on this machine")
-    cluster.add_argument(
-        "--queue",
-        choices=("replicas", "central"),
-        default="replicas",
-        help="one deadline queue per replica, or one in the server, which sends batches to idle replicas",
-    )
-    cluster.add_argument(
-        "--router",
-        choices=("slack", "ray"),
-        default="slack",
-        help="of two replicas that are drawn at random, the one with less work gets a request, or, as in Ray "
-        "itself, the one with fewer requests",
-    )
-    cluster.add_argument(
-        "--accuracy-floor",
-        type=float,
-        help="let the number of replicas follow the load: accuracy gives way down to this mean, in percent, "
-        "and then replicas are added; --workers is the least number",
-    )
-    cluster.add_argument("--most-workers", type=int, help="greatest number of replicas with --accuracy-floor")
     usual = Limits()
     limits = parser.add_argument_group("limits")
     limits.add_argument(
@@ -181,45 +171,34 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: the options. If None, those of `sys.argv`.
-
-    Returns:
-        The exit status: 0, or 2 if the options cannot be used.
-    """
-    args = options().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, backend: Backend | None = None) -> int:
+    """Run the command line, with the options of `sys.argv` if None are given; return the exit status."""
+    backend = backend or Backend()
+    args = options(backend).parse_args(arguments)
     try:
         from subnetact.serve import run  # The extra `serve` may be missing.
 
         with ExitStack() as stack:
-            app = _open(args, stack)
+            app = _open(args, stack, backend)
             if not _is_loopback(args.host) and not _tokens(args):
                 print(
-                    f"subnetact.serve: {args.host} may be reached from other machines, and no token is set; "
-                    "see --token-file",
+                    f"{backend.command}: {args.host} may be reached from other machines, and no token is "
+                    "set; see --token-file",
                     file=sys.stderr,
                 )
             run(app, args.host, args.port, args.grace_s)
     except UserCodeError as error:
         traceback.print_exception(error.__cause__)
-        print(f"subnetact.serve: {error}", file=sys.stderr)
+        print(f"{backend.command}: {error}", file=sys.stderr)
         return USAGE
     except (SubnetActError, OSError) as error:
-        print(f"subnetact.serve: {error}", file=sys.stderr)
+        print(f"{backend.command}: {error}", file=sys.stderr)
         return USAGE
     return DONE
 
 
-def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
-    """Load the engine, profile it if it has no latency table, open a batcher, and make the application.
-
-    Args:
-        args: the options.
-        stack: closes what must be closed after the server has ended.
-    """
+def _open(args: argparse.Namespace, stack: ExitStack, backend: Backend) -> Any:
+    """Load the engine, profile it if it has no latency table, open a batcher, and make the application."""
     if args.max_body_mb is not None and not 0 < args.max_body_mb <= MOST_BODY_MB:
         raise ServeError(f"--max-body-mb: {args.max_body_mb} must be > 0 and at most {MOST_BODY_MB}")
     limits = Limits(
@@ -235,39 +214,13 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Any:
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)  # the worker needs the interpreter's lock back after every short operation
     if args.text:
+        if type(backend) is not Backend:
+            raise ServeError("--text: the language model is served by python -m subnetact.serve alone")
         return _open_text(args, stack, limits, tokens)
     from subnetact.serve import build_app
 
     source = _source(args)
-    if (args.accuracy_floor is None) != (args.most_workers is None):
-        raise ServeError("--accuracy-floor and --most-workers: one needs the other; give both or neither")
-    if args.accuracy_floor is not None and args.backend != "ray":
-        raise ServeError("--accuracy-floor: only replicas on Ray come and go; give --backend ray")
-    engine: Any
-    batcher: Answerer
-    if args.backend == "ray":
-        if args.worker_processes:
-            raise ServeError("--worker-processes: the replicas of Ray are processes already; leave it out")
-        from subnetact.cluster.session import Autoscaling, RaySession  # the extra `ray` may be missing
-
-        source = replace(source, workers=1)
-        floor, least, most = args.accuracy_floor, args.workers, args.most_workers
-        session = RaySession(
-            source,
-            args.workers,
-            autoscaling=None if floor is None else Autoscaling(floor, least=least, most=most),
-            queue=args.queue,
-            router=args.router,
-            address=args.ray_address,
-        )
-        stack.callback(session.close)
-        signal.signal(signal.SIGTERM, _terminate)  # uvicorn raises the signal again after it has closed
-        engine, batcher = session.engine, session.answerer
-    else:
-        engine = source.engine()
-        opened = source.batcher(engine, source.latency_table(engine))
-        stack.callback(opened.close, drain=False)
-        batcher = opened
+    engine, batcher = backend.open(args, source, stack)
     name = args.name or ("digits" if args.demo else args.bundle.resolve().name)
     return build_app(
         batcher,
@@ -303,10 +256,6 @@ def _open_text(args: argparse.Namespace, stack: ExitStack, limits: Limits, token
         tokens=tokens,
         allowed_hosts=_hosts(args),
     )
-
-
-def _terminate(*_: Any) -> NoReturn:
-    raise SystemExit(TERMINATED)
 
 
 def _source(args: argparse.Namespace) -> Source:

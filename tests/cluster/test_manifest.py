@@ -182,10 +182,11 @@ def test_the_image_has_valid_instructions_and_existing_sources():
             assert all(re.fullmatch(r"\w+=\S*", word) for word in words)
         elif name == "CMD":
             command = json.loads(rest)
+            from subnetact.cluster.cli import RayBackend
             from subnetact.serve.cli import options
 
-            assert command[:3] == ["python", "-m", "subnetact.serve"]
-            assert options().parse_args(command[3:]).backend == "ray"
+            assert command[:3] == ["python", "-m", "subnetact.cluster"]
+            assert options(RayBackend()).parse_args(command[3:]).workers == 2
 
 
 def test_the_readme_names_files_that_exist():

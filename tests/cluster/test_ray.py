@@ -366,7 +366,7 @@ def test_the_command_serves_and_leaves_nothing_behind(source):
 
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "subnetact.serve", "--backend", "ray", "--bundle", source.bundle),
+            *(sys.executable, "-m", "subnetact.cluster", "--bundle", source.bundle),
             *("--port", "0", "--slo-ms", "20000", "--router", "ray"),
             *("--accuracy-floor", "70", "--most-workers", "2"),
         ],

@@ -293,8 +293,6 @@ def test_a_server_that_cannot_start_says_why(digits, tmp_path, capsys):
         (["--bundle", bundle, "--token-file", str(tmp_path / "none")], "token file"),
         (["--bundle", bundle, "--body-s", "nan"], "body_s"),
         (["--bundle", bundle, "--model", "nowhere:factory"], "PYTHONPATH"),
-        (["--bundle", bundle, "--accuracy-floor", "70"], "one needs the other"),
-        (["--bundle", bundle, "--accuracy-floor", "70", "--most-workers", "2"], "--backend ray"),
         (["--bundle", bundle, "--token-file", "/dev/zero"], "device"),
         (["--bundle", bundle, "--max-body-mb", "nan"], "max-body-mb"),
         (["--bundle", bundle, "--max-body-mb", "inf"], "max-body-mb"),

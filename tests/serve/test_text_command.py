@@ -144,8 +144,6 @@ def test_sigterm_lets_a_stream_end(client: Any, served: Any) -> None:
         ["--workers", "2"],
         ["--policy", "slackfit:4"],
         ["--table", "t.json"],
-        ["--backend", "ray"],
-        ["--router", "ray"],
     ],
 )
 def test_options_of_other_models_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
