@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.operators.layer_traits import traits_of
 
-__all__ = ["FEATURES", "KINDS", "MEASURES", "MULTIPLYING", "Vector", "feature", "kind_of"]
+__all__ = ["FEATURES", "MEASURES", "MULTIPLYING", "Vector", "feature", "kind_of"]
 
 Vector: TypeAlias = npt.NDArray[np.int64]
 """One count per entry of `FEATURES`."""
@@ -21,23 +21,19 @@ layer or convolution at a lower precision."""
 MEASURES = ("modules", "macs", "activation_bytes", "weight_bytes")
 FEATURES = ("parameters", *(f"{kind}.{measure}" for kind in KINDS for measure in MEASURES))
 
-MULTIPLYING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-"""Layers whose multiply-accumulates belong to their own kind; those of all other modules are products."""
+MULTIPLYING = ("convolution", "pointwise", "depthwise", "linear")
+"""Kinds whose layers keep their multiply-accumulates; those of all other modules are products."""
 
 
 def kind_of(layer: nn.Module) -> str:
-    """Return which of `KINDS` an ordinary module is.
-
-    Args:
-        layer: the module; for an operator, pass its template.
-    """
-    if isinstance(layer, nn.Linear):
-        return "linear"
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        if layer.groups > 1:
+    """Return which of `KINDS` an ordinary module is; of an operator, pass the template."""
+    kind = traits_of(layer).kind
+    if kind.endswith("convolution"):
+        convolution: Any = layer
+        if convolution.groups > 1:
             return "depthwise"
-        return "pointwise" if set(layer.kernel_size) == {1} else "convolution"
-    return "norm" if isinstance(layer, (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm)) else "other"
+        return "pointwise" if set(convolution.kernel_size) == {1} else "convolution"
+    return {"linear": "linear", "batch norm": "norm", "norm": "norm"}.get(kind, "other")
 
 
 def feature(kind: str, measure: str) -> int:

@@ -98,7 +98,7 @@ class MetaForward:
         self.input = map_tensors(lambda t: torch.empty((1, *t.shape), dtype=t.dtype, device="meta"), given)
         self._item_bytes = next((p.element_size() for p in supernet.parameters()), 4)
         self._own_sizes = {module: _own_sizes(module) for module in self._network.modules()}
-        self._first: dict[nn.Module, tuple[nn.Module, str]] = {}
+        self._first: dict[nn.Module | None, tuple[nn.Module, str]] = {}
         """The parent and name under which a module is counted that occurs in several places."""
         for parent in self._network.modules():
             for name, child in parent.named_children():
@@ -151,9 +151,10 @@ class MetaForward:
                 return view  # a switch is replaced by the module that it chooses
         plain = module.template if isinstance(module, Operator) else module
         kind = kind_of(plain)
+        multiplies = kind in MULTIPLYING
         if isinstance(module, Operator) and module.bits(row) != FLOAT_BITS:
             kind = kind if module.mixin() in (None, object) else "low"
-        made = _View(bound, kind, isinstance(plain, MULTIPLYING), self._mode, self._item_bytes)
+        made = _View(bound, kind, multiplies, self._mode, self._item_bytes)
         for name, view in views.items():
             if self._first[module._modules[name]] == (module, name):
                 made.held += view.held

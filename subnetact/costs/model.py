@@ -23,6 +23,9 @@ _PRODUCT_MACS = feature("product", "macs")
 class Cost:
     """What one forward pass of one subnet costs.
 
+    Activations, normalisation, softmax, additions and pooling are not in `macs`; `not_counted` names what a
+    subnet has of them. Nothing that only moves data is counted.
+
     Attributes:
         parameters: number of parameters of the extracted network.
         macs: multiply-accumulates of convolutions, linear layers and matrix products, for the batch.
@@ -47,8 +50,7 @@ class CostModel:
     The supernet is copied to torch's meta device, where tensors have shapes but no data. Every module runs
     once per combination of its sizes and the shapes of its inputs; a subnet with known modules is put
     together from these results. The counts are exact for any network, including elastic resolutions and
-    attention, if what a module computes follows from its sizes and the shapes of its inputs. A cost model
-    may be used by one thread at a time.
+    attention, if what a module computes follows from these two. Only one thread at a time may use a model.
 
     Args:
         supernet: the supernet. It is not changed.
