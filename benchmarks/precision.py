@@ -155,7 +155,7 @@ def packed(args: argparse.Namespace, result: dict[str, Any]) -> None:
     found = result.setdefault("packed", {})
     for family in args.families:
         supernet = supernet_of(family)
-        network = supernet.extract(supernet.space.base.largest())
+        network = supernet.extract(supernet.space.largest())
         for batch in args.batch_sizes:
             layers = layers_of(network, inputs_of(family, batch))
             one = found.setdefault(family, {})[str(batch)] = packed_layers(layers, args.seconds / 100)
@@ -180,8 +180,9 @@ def memory(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def memory_of(family: str, precision: str) -> dict[str, float]:
     """Return what up to 1000 subnets take beyond the weights and the int8 copy, in MiB."""
     supernet = supernet_of(family)
+    exact = supernet.space.sample(1, 1000)
     space = supernet.enable_precision("int8")
-    specs = [space.at_precision(spec, precision) for spec in supernet.space.base.sample(1, 1000)]
+    specs = [space.at_precision(spec, precision) for spec in exact]
     largest = space.at_precision(space.largest(), precision)
     engine = subnetact.Engine(supernet, [largest], allow_uncalibrated=True)
     before = resident_mb()

@@ -252,7 +252,7 @@ def made_up_accuracy(space: subnetact.SubnetSpace) -> Callable[[SubnetSpec], flo
     weights = np.random.default_rng(0).uniform(0.5, 1.5, len(tops))
 
     def accuracy(spec: SubnetSpec) -> float:
-        values = [value for axis in space.axes for value in spec[axis.name]]
+        values = [value for chosen in space.values(spec).values() for value in chosen]
         shares = [0.0 if v is None else float(v) / float(top) for v, top in zip(values, tops, strict=True)]
         return float(80 - 40 * np.exp(-3 * float(weights @ np.sqrt(shares)) / weights.sum()))
 

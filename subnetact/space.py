@@ -233,17 +233,17 @@ class SubnetSpace:
         dimensions: the names of the dimensions, in the order of size rows.
         id: the name and a hash of the axes, the dimensions and the sizes: those of all subnets of a small
             space, and of a fixed sample of a large one in which every choice of every slot occurs.
-            Specifications, norm tables and latency tables carry the id of their space. With an axis of
-            precisions, it is the id of `base` and the precisions, for example `digits-0a1b2c3d4e5f@int8`.
-        base: the space without the axis of precisions. It is the space itself if it has no such axis.
+            Specifications, norm tables and latency tables carry the id of their space. An axis of precisions
+            does not change it.
         resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
             specifications of other spaces. The last 4,096 results are cached.
         cache_rules: what the key-value cache of a subnet depends on. The space of a supernet of a language
             model has them (`supernet.space`); for other spaces, this is None.
 
     Raises:
-        SpecError: the axes contradict themselves, a choice is a truth value, the name has an `@`, or
-            `resolve` gives a subnet that is hashed a size that is not a whole number or other dimensions.
+        SpecError: the axes contradict themselves, an axis has the name `precision`, a choice is a truth
+            value, or `resolve` gives a subnet that is hashed a size that is not a whole number or other
+            dimensions.
 
     Example:
         >>> widths = Axis.uniform("width", ["stage1", "stage2"], [0.5, 1.0])
@@ -267,7 +267,6 @@ class SubnetSpace:
         self._resolve = resolve
         self._parse = parse
         self._format = format
-        self.base: SubnetSpace = self
         self.id = name
         self._check_axes()
         self.dimensions: tuple[str, ...] = tuple(self._sizes(dict(self.largest().values)))
@@ -316,8 +315,8 @@ class SubnetSpace:
     def with_precision(self, *precisions: str, slots: Sequence[str] = ("network",)) -> SubnetSpace:
         """Return this space with one more axis, `precision`, which says what subnets compute in.
 
-        A specification of this space is a specification of the returned space as well: its precision is
-        `float32`. `Supernet.enable_precision` uses the returned space.
+        The returned space has the same id. A specification of this space is one of the returned space, too:
+        its precision is `float32`. `Supernet.enable_precision` uses the returned space.
 
         Args:
             precisions: `int8` or `bfloat16`, or both. `float32` is always among the choices.
@@ -334,42 +333,37 @@ class SubnetSpace:
         if unknown or not set(precisions) - {FLOAT32}:
             got = repr(unknown[0]) if unknown else "none but float32" if precisions else "none"
             raise SpecError(f"{self.name}: precisions are {', '.join(PRECISIONS)}, got {got}; give 'int8'")
-        if any(axis.name == PRECISION for axis in self.axes):
-            raise SpecError(f"{self.name}: the space has an axis {PRECISION!r} already; extend space.base")
+        if self._precision is not None:
+            raise SpecError(f"{self.name}: the space has an axis {PRECISION!r} already; enable all at once")
         choices = tuple(name for name in PRECISIONS if name in (*precisions, FLOAT32))
         extended = self.__copy__()
         extended.axes = (*self.axes, Axis.uniform(PRECISION, slots, choices))
         extended.dimensions = (*self.dimensions, *(f"{PRECISION}.{slot}" for slot in slots))
-        parts = hashlib.sha256(json.dumps(list(slots)).encode()).hexdigest()[:6] if len(slots) > 1 else ""
-        extended.id = f"{self.id}@{','.join(choices[:-1])}{parts and f'.{parts}'}"
-        extended.base = self
         return extended
 
     def at_precision(self, spec: SubnetSpec, precision: str) -> SubnetSpec:
         """Return a subnet with all of it at another precision.
 
         Args:
-            spec: a subnet of this space, or of `base`.
+            spec: a subnet of this space.
             precision: `float32`, `int8` or `bfloat16`, if it is a choice of this space.
 
         Raises:
             SpecError: the specification is not of this space, or the space does not have the precision.
         """
-        spec = self.check(spec)
-        if self.base is self:
-            if precision == FLOAT32:
-                return spec
+        spec = self.check(spec).base
+        if precision == FLOAT32:
+            return spec
+        if self._precision is None:
             raise SpecError(
                 f"{self.name}: subnets are float32 only, got {precision!r}; call "
                 f"supernet.enable_precision({precision!r}) first"
             )
-        return self.spec(**{**dict(spec.values), PRECISION: precision})
+        return self.spec(**dict(spec.values), **{PRECISION: precision})
 
     def __copy__(self) -> SubnetSpace:
         copied = object.__new__(SubnetSpace)
         copied.__setstate__(self._state())
-        if self.base is self:
-            copied.base = copied
         return copied
 
     def __repr__(self) -> str:
@@ -389,7 +383,7 @@ class SubnetSpace:
 
         Args:
             values: axis -> a list of one value per slot, or one value that is meant for every slot. Values
-                of slots that the subnet does not use are ignored.
+                of slots that the subnet does not use are ignored. Without `precision` the subnet is float32.
 
         Returns:
             The specification in its canonical form.
@@ -399,6 +393,8 @@ class SubnetSpace:
             SpecError: an axis is missing, unknown, or has the wrong number of slots.
         """
         known = [axis.name for axis in self.axes]
+        if self._precision is not None:
+            values = {PRECISION: FLOAT32, **values}
         wrong = [f"unknown axis {name!r}" for name in values if name not in known]
         wrong += [f"missing axis {name!r}" for name in known if name not in values]
         if wrong:
@@ -425,14 +421,17 @@ class SubnetSpace:
                 "make one with space.parse(...)"
             )
         if spec.space != self.id:
-            if spec.space == self.base.id:
-                return self.spec(**dict(spec.values), **{PRECISION: FLOAT32})
-            way_out = "parse the configuration with this supernet's own space"
-            if spec.base.space == self.base.id:
-                way_out = "give supernet.enable_precision the same precisions"
             raise ForeignSpec(
                 f"{self.name}: the specification belongs to space {spec.space}, this one is {self.id}; "
-                f"{way_out}"
+                "parse the configuration with this supernet's own space"
+            )
+        given = dict(spec.values).get(PRECISION, ())
+        parts = 0 if self._precision is None else len(self._precision.slots)
+        if len(given) not in (0, parts):
+            raise ForeignSpec(
+                f"{self.name}: the specification chooses {', '.join(map(str, given))} for {len(given)} part(s) "
+                f"of the network, and this space lets {parts} choose; call supernet.enable_precision with the "
+                "same precisions and slots"
             )
         return self.spec(**dict(spec.values))
 
@@ -454,11 +453,9 @@ class SubnetSpace:
         if keyed is not None:
             return keyed
         precision: dict[str, Any] = {}
-        if self.base is not self:
-            precision[PRECISION] = FLOAT32
-            if isinstance(config, Mapping) and PRECISION in config:
-                precision[PRECISION] = config[PRECISION]
-                config = {name: value for name, value in config.items() if name != PRECISION}
+        if isinstance(config, Mapping) and PRECISION in config:
+            precision = {PRECISION: config[PRECISION]}
+            config = {name: value for name, value in config.items() if name != PRECISION}
         values = self._parse(config) if self._parse else config
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             given = repr(values) if isinstance(values, str) else type(values).__name__
@@ -479,19 +476,31 @@ class SubnetSpace:
         Raises:
             SpecError: the specification is not legal, or of another space (`ForeignSpec`).
         """
-        canonical = self.check(spec)
+        chosen = self.values(self.check(spec))
         filled = {
             axis.name: tuple(
                 slot.choices[0] if v is None else v
-                for slot, v in zip(axis.slots, canonical[axis.name], strict=True)
+                for slot, v in zip(axis.slots, chosen[axis.name], strict=True)
             )
             for axis in self.axes
         }
-        precision = filled.pop(PRECISION, ()) if self.base is not self else ()
+        precision = filled.pop(PRECISION, ())
         written = self._format(filled) if self._format else {name: list(v) for name, v in filled.items()}
         if isinstance(written, Mapping) and any(value != FLOAT32 for value in precision):
             written = {**written, PRECISION: list(precision)}
         return written
+
+    def values(self, spec: SubnetSpec) -> dict[str, tuple[Value | None, ...]]:
+        """Return the choices of a subnet on every axis of this space, also the precisions of float32.
+
+        Args:
+            spec: a specification that this space made; it is not checked.
+
+        Returns:
+            Axis -> one value per slot, in the order of `axes`. For a slot that the subnet does not use, None.
+        """
+        found = dict(spec.values)
+        return {axis.name: found.get(axis.name, (FLOAT32,) * len(axis.slots)) for axis in self.axes}
 
     def smallest(self) -> SubnetSpec:
         """Return the subnet with the first choice in every slot."""
@@ -587,10 +596,8 @@ class SubnetSpace:
                 f"{self.name}: it is not known what a key-value cache depends on here; ask the space of a "
                 "supernet (supernet.space), whose layers write caches of transformers"
             )
-        row = self.resolve(spec)
-        shapes, values = self.cache_rules.signature(row)
-        precisions = row[len(self.base.dimensions) :] if self.base is not self else ()
-        return shapes, (*values, precisions)
+        shapes, values = self.cache_rules.signature(self.resolve(spec))
+        return shapes, (*values, dict(spec.values).get(PRECISION))
 
     # -- counting and sizes ----------------------------------------------------------------------
 
@@ -648,7 +655,7 @@ class SubnetSpace:
     def _keyed(self, key: str) -> SubnetSpec | None:
         """Return the subnet of a readable key, or None if the key is of no subnet of this space."""
         known = {axis.name: axis for axis in self.axes}
-        values: dict[str, Any] = {} if self.base is self else {PRECISION: FLOAT32}
+        values: dict[str, Any] = {}
         for name, _, listed in (part.partition("=") for part in key.split()):
             slots = known[name].slots if name in known else ()
             values[name] = [
@@ -664,6 +671,11 @@ class SubnetSpace:
     def _draw(self, source: Rng) -> SubnetSpec:
         return self._drawn(source.randrange if isinstance(source, random.Random) else source.integers)
 
+    @property
+    def _precision(self) -> Axis | None:
+        """The axis of precisions, which is the last one."""
+        return self.axes[-1] if self.axes and self.axes[-1].name == PRECISION else None
+
     def _drawn(self, pick: Callable[[int], Any]) -> SubnetSpec:
         return self._canonical(
             {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
@@ -678,16 +690,15 @@ class SubnetSpace:
         return {axis.name: tuple(slot.choices[end] for slot in axis.slots) for axis in self.axes}
 
     def _sizes(self, values: AxisValues) -> dict[str, int]:
-        precisions: tuple[Any, ...] = ()
-        if self.base is not self:
-            precisions = values[PRECISION]
-            values = {name: slots for name, slots in values.items() if name != PRECISION}
-        computed: Mapping[str, Any] = self._resolve(values)
+        computed: Mapping[str, Any] = self._resolve({n: v for n, v in values.items() if n != PRECISION})
         sizes = {
             name: size if type(size) is int else self._whole(name, size) for name, size in computed.items()
         }
-        named = self.dimensions[-len(precisions) :] if precisions else ()
-        return sizes | {name: PRECISIONS[value] for name, value in zip(named, precisions, strict=True)}
+        slots = () if self._precision is None else self._precision.slots
+        precisions = values.get(PRECISION, (FLOAT32,) * len(slots))
+        return sizes | {
+            f"{PRECISION}.{slot.name}": PRECISIONS[name] for slot, name in zip(slots, precisions, strict=True)
+        }
 
     def _whole(self, name: str, size: Any) -> int:
         try:
@@ -741,9 +752,10 @@ class SubnetSpace:
 
     def _assemble(self, values: Iterator[Value | None] | tuple[Value | None, ...]) -> SubnetSpec:
         rest = iter(values)
-        return SubnetSpec(
-            self.id, tuple((a.name, tuple(itertools.islice(rest, len(a.slots)))) for a in self.axes)
-        )
+        pairs = [(axis.name, tuple(itertools.islice(rest, len(axis.slots)))) for axis in self.axes]
+        if self._precision is not None and set(pairs[-1][1]) == {FLOAT32}:
+            pairs.pop()
+        return SubnetSpec(self.id, tuple(pairs))
 
     def _choice(self, axis: Axis, index: int, value: Any) -> Value:
         slot = axis.slots[index]
@@ -781,8 +793,6 @@ class SubnetSpace:
                     yield self._canonical({name: tuple(v) for name, v in values.items()})
 
     def _check_axes(self) -> None:
-        if "@" in self.name:
-            raise SpecError(f"{self.name}: names of spaces have no '@', which marks precisions; leave it out")
         gates = {(a.name, i): s for a, i, s in self._slots() if s.used_when is None}
         for axis, index, slot in self._slots():
             where = f"{self.name}: {axis.name}[{index}] ({slot.name})"
@@ -802,8 +812,14 @@ class SubnetSpace:
                 raise SpecError(f"{where}: depends on {when.axis}[{when.slot}], which is not unconditional")
             if when and not set(when.values) <= set(gates[when.axis, when.slot].choices):
                 raise SpecError(f"{where}: {when.values} are not all choices of {when.axis}[{when.slot}]")
-        if len({axis.name for axis in self.axes}) != len(self.axes):
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) != len(names):
             raise SpecError(f"{self.name}: two axes have the same name")
+        if PRECISION in names:
+            raise SpecError(
+                f"{self.name}: the axis {PRECISION!r} is the one that supernet.enable_precision adds; choose "
+                "another name"
+            )
 
 
 def _counted_slots(axis: Axis) -> str:

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 from subnetact.errors import SpecError
 
-__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "base_id", "shown"]
+__all__ = ["FLOAT32", "PRECISION", "PRECISIONS", "SubnetSpec", "Value", "shown"]
 
 PRECISION = "precision"
 """The name of the axis of precisions, which `SubnetSpace.with_precision` adds."""
 FLOAT32 = "float32"
-"""The precision of subnets of spaces without that axis: that of the weights."""
+"""The precision of the weights, and of specifications without that axis."""
 PRECISIONS: Mapping[str, int] = {"int8": 8, "bfloat16": 16, FLOAT32: 32}
 """The precisions of weights, from the cheapest, each with its bits."""
 
@@ -27,7 +27,8 @@ class SubnetSpec:
     """The specification of one subnet. It is hashable and compares by value.
 
     A `SubnetSpace` makes specifications, in a canonical form: a slot that the subnet does not use holds
-    None, so two specifications that would differ only in unused slots are equal.
+    None, so two specifications that would differ only in unused slots are equal. A subnet at float32 has no
+    axis of precisions, so its specification stays the same when `Supernet.enable_precision` adds that axis.
 
     Attributes:
         space: the id of the space that made the specification (`SubnetSpace.id`).
@@ -85,36 +86,20 @@ class SubnetSpec:
     @cached_property
     def precisions(self) -> frozenset[str]:
         """The precisions of all parts of the subnet."""
-        plain = base_id(self.space) == self.space
-        return frozenset([FLOAT32] if plain else map(str, self[PRECISION]))
+        return frozenset(map(str, dict(self.values).get(PRECISION, (FLOAT32,))))
 
     @cached_property
     def base(self) -> SubnetSpec:
-        """The specification without its precision, in the space without the axis of precisions.
-
-        Subnets that differ in nothing but their precision have the same base, and share their BatchNorm
-        statistics.
-        """
-        space = base_id(self.space)
-        if space == self.space:
+        """The same subnet at float32. Subnets of one base share their BatchNorm statistics."""
+        if self.precision == FLOAT32:
             return self
-        return SubnetSpec(space, tuple((name, slots) for name, slots in self.values if name != PRECISION))
-
-    def same_subnet(self, other: SubnetSpec) -> bool:
-        """Tell whether this and `other` mean one subnet; one may be without the axis of precisions."""
-        if self.space == other.space:
-            return self == other
-        return self.precision == other.precision == FLOAT32 and self.base == other.base
+        return SubnetSpec(self.space, tuple(pair for pair in self.values if pair[0] != PRECISION))
 
     @cached_property
     def key(self) -> str:
-        """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot.
-
-        A precision of float32 is left out, so that tables of the space without precisions stay valid.
-        """
-        named = self.base.values if self.precision == FLOAT32 else self.values
+        """A readable name, unique within the space: `depth=0,2 expand=0.2,-,0.35`. `-` is an unused slot."""
         return " ".join(
-            f"{name}={','.join('-' if v is None else str(v) for v in values)}" for name, values in named
+            f"{name}={','.join('-' if v is None else str(v) for v in values)}" for name, values in self.values
         )
 
     def __str__(self) -> str:
@@ -152,15 +137,6 @@ class SubnetSpec:
         if not isinstance(space, str) or not legal:
             raise SpecError(f"values of a specification are numbers, strings or null, got {shown(given)}")
         return cls(space, tuple((name, tuple(slots)) for name, slots in values.items()))
-
-
-def base_id(space: str) -> str:
-    """Return the id of a space without what `SubnetSpace.with_precision` added to it.
-
-    Args:
-        space: the id of a space, `digits-0a1b2c3d4e5f@int8` for example.
-    """
-    return space.partition("@")[0]  # Names of spaces have no "@".
 
 
 def shown(value: Any) -> str:

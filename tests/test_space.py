@@ -323,9 +323,9 @@ def test_ids_are_the_same_on_every_machine() -> None:
     assert with_rule(lambda i, v, _: v, 40).id == "ruled-7234a7aa3363"
 
 
-def test_a_name_cannot_pass_for_a_precision() -> None:
-    with pytest.raises(SpecError, match=r"net@int8: names of spaces have no '@'"):
-        SubnetSpace("net@int8", [Axis.uniform("width", ["all"], [1, 2])], lambda v: {"w": v["width"][0]})
+def test_the_axis_of_precisions_is_reserved() -> None:
+    with pytest.raises(SpecError, match=r"'precision' is the one that supernet.enable_precision adds"):
+        SubnetSpace("net", [Axis.uniform("precision", ["all"], [1, 2])], lambda v: {"w": v["precision"][0]})
 
 
 def test_sizes_of_every_hashed_subnet_are_whole() -> None:

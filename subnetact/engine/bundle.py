@@ -194,7 +194,7 @@ def _read(
         if isinstance(padding, list):
             padding = dict(padding)
         norms = NormTable.load(folder / NORMS)
-        if norms.space != space.base.id:
+        if norms.space != space.id:
             raise FileFormatError(f"{folder / NORMS}: is of space {norms.space}; write the bundle again")
         tables = {name: LatencyTable.load(folder / file) for file, name in document["tables"].items()}
         accuracy = [_percent(value) for value in document["accuracy"]]

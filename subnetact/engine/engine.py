@@ -354,7 +354,7 @@ class Engine:
             return subnet.id
 
     def _known_or_new(self, spec: SubnetSpec) -> ReadySubnet:
-        known = (subnet for subnet in self._subnets if subnet.spec.same_subnet(spec))
+        known = (subnet for subnet in self._subnets if subnet.spec == spec)
         return next(known, None) or ReadySubnet(len(self._subnets), spec, None, self._run)
 
     def _keep(self, subnet: ReadySubnet, percent: float | None) -> None:

@@ -135,15 +135,15 @@ class ElasticDecoder(nn.Module):
             cache: the cache that the steps use.
 
         Returns:
-            Whether the weights have changed, or the space (`enable_precision`).
+            Whether the weights have changed.
 
         Raises:
             StaleWeights: the weights have another dtype or device than the cache.
         """
-        generation, former = self._supernet[0].generation, (self._moment, self._space)
+        generation, former = self._supernet[0].generation, self._moment
         if generation.number != self._number or generation.moment() != self._moment:
             self._take_views()
-        if (self._moment, self._space) == former:
+        if self._moment == former:
             return False
         self._empty(cache)
         return True
@@ -157,7 +157,6 @@ class ElasticDecoder(nn.Module):
                 f"is {self.dtype} on {self.device}; make another Generator"
             )
         with supernet.exclusive():
-            self._space = supernet.space.id
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             self._views = [supernet.subnet(spec) for spec in self._subnets]
 

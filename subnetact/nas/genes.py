@@ -65,7 +65,7 @@ class Variation:
         Args:
             spec: a subnet of the space.
         """
-        values = [value for axis in self.space.axes for value in spec[axis.name]]
+        values = [value for chosen in self.space.values(spec).values() for value in chosen]
         return [
             int(self.rng.integers(len(slot.choices))) if value is None else slot.choices.index(value)
             for slot, value in zip(self.slots, values, strict=True)
@@ -81,7 +81,7 @@ class Variation:
             Array of shape (subnets, slots). Each entry says where the choice is between the smallest
             (0) and the largest (1) choice of its slot; `SKIPPED` if the subnet skips the slot.
         """
-        chosen = [[value for axis in self.space.axes for value in spec[axis.name]] for spec in specs]
+        chosen = [[v for values in self.space.values(spec).values() for v in values] for spec in specs]
         return np.array(
             [
                 [

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from subnetact.errors import FileFormatError, ResumeMismatch, SpecError
+from subnetact.errors import FileFormatError, ResumeMismatch
 from subnetact.files.documents import DocumentFormat
 from subnetact.latency.pareto import Costs
 from subnetact.space import SubnetSpace
@@ -76,7 +76,7 @@ class SearchState:
             "rng": self.rng.bit_generator.state,
             "axes": [axis.name for axis in self.space.axes],
             "evaluated": [
-                [[list(spec[axis.name]) for axis in self.space.axes], list(objectives)]
+                [[list(values) for values in self.space.values(spec).values()], list(objectives)]
                 for spec, objectives in self.found.items()
             ],
             "population": self.population,
@@ -96,10 +96,12 @@ class SearchState:
             ResumeMismatch: the state belongs to another space, or to a search with other settings.
         """
         data = STATE.read(path)
-        if data.get("space") != self.space.id:
+        here = {"space": self.space.id, "axes": [axis.name for axis in self.space.axes]}
+        there = {name: data.get(name) for name in here}
+        if there != here:
             raise ResumeMismatch(
-                f"{path}: a search in space {data.get('space')}, this one is in {self.space.id}; resume with "
-                "the same supernet, or name a new file"
+                f"{path}: a search in {there}, this one is in {here}; resume with the same supernet, or name a "
+                "new file"
             )
         before: Any = data.get("settings")
         if not isinstance(before, Mapping):
@@ -121,10 +123,7 @@ class SearchState:
         found = {}
         for values, objectives in data["evaluated"]:
             pairs = zip(data["axes"], (tuple(v) for v in values), strict=True)
-            spec = SubnetSpec(self.space.id, tuple(pairs))
-            if spec not in self.space:
-                raise SpecError(f"{spec} is not of the space")
-            found[spec] = tuple(float(value) for value in objectives)
+            found[self.space.spec(**dict(pairs))] = tuple(float(value) for value in objectives)
         specs = list(found)
         population = [int(i) for i in data["population"]]
         if population and not 0 <= min(population) <= max(population) < len(specs):

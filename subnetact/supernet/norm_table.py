@@ -21,7 +21,7 @@ from subnetact.errors import FileFormatError, ForeignSpec, SpecError
 from subnetact.files.atomic import require_regular
 from subnetact.files.documents import DocumentFormat, parse_json
 from subnetact.files.tensors import write_tensors
-from subnetact.spec import SubnetSpec, base_id
+from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
 
@@ -106,8 +106,8 @@ class NormTable:
     `supernet.norms` is the table that a supernet uses; `subnetact.calibrate` fills it.
 
     Args:
-        space: the id of the search space whose subnets the table may hold (`SubnetSpace.id`), without
-            precisions: subnets that differ in their precision only share one row.
+        space: the id of the search space whose subnets the table may hold (`SubnetSpace.id`). Subnets that
+            differ in their precision only share one row.
 
     Source:
         SubnetNorm in SuperServe, section 3.1.
@@ -118,7 +118,7 @@ class NormTable:
     """
 
     def __init__(self, space: str) -> None:
-        self.space = base_id(space)
+        self.space = space
         self._rows: dict[SubnetSpec, NormRow] = {}
         self._changing = threading.Lock()
 
@@ -163,7 +163,7 @@ class NormTable:
             ForeignSpec: a subnet is of another space. The table is then unchanged.
         """
         for spec in rows:
-            if spec.base.space != self.space:
+            if spec.space != self.space:
                 raise ForeignSpec(f"the norm table is of space {self.space}, got a subnet of {spec.space}")
         new = {spec.base: row for spec, row in rows.items()}
         with self._changing:

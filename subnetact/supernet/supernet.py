@@ -245,7 +245,6 @@ class Supernet(nn.Module):
             dims = {name: first + i for i, (name, _) in enumerate(parts)}
             put_precision_(network, settings, dims)
             self.space, self.precision = space, settings
-            self._active = space.check(self._active)
             self._renew(same=True)
         return space
 
@@ -524,7 +523,7 @@ class Supernet(nn.Module):
             >>> print(supernet.check(torch.randn(1, 3, 224, 224)))
         """
         report = check(self.network, self.space, x, compare)
-        if self.space.base is not self.space:
+        if self.precision is not None:
             with torch.inference_mode():
                 check_precisions(self.space, x, lambda spec: self._bind(spec, self._norms.get(spec)))
         return report
@@ -785,7 +784,7 @@ class Supernet(nn.Module):
 
         Latency tables and files of unfinished work carry it, so that they are not used with other weights.
         """
-        digest = hashlib.sha256(self.space.base.id.encode())
+        digest = hashlib.sha256(self.space.id.encode())
         for name, tensor in self.state_dict().items():
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -940,7 +939,7 @@ class Supernet(nn.Module):
         if not dropped or checksum(self._beneath_rows()) == sums:
             dropped = 0
         else:
-            self._norms = NormTable(self.space.base.id)
+            self._norms = NormTable(self.space.id)
         if adopted:
             self.adopt_statistics()
         return dropped
@@ -1022,8 +1021,8 @@ class Supernet(nn.Module):
         given: Any = table
         if not isinstance(given, NormTable):
             raise SpecError(f"norms: expected a NormTable, got {type(given).__name__}; NormTable.load(path)")
-        if table.space != self.space.base.id:
-            raise ForeignSpec(f"the norm table must be of space {self.space.base.id}, got {table.space}")
+        if table.space != self.space.id:
+            raise ForeignSpec(f"the norm table must be of space {self.space.id}, got {table.space}")
 
     def _own(self, table: NormTable) -> NormTable:
         """Return a copy of a norm table for this supernet, in the dtype and on the device of its weights."""

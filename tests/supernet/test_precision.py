@@ -21,6 +21,7 @@ from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
 from subnetact.errors import (
     ForeignSpec,
+    IllegalChoice,
     InsertError,
     InvalidRequest,
     PrecisionError,
@@ -349,30 +350,40 @@ def test_layer_errors_are_small_and_named(digits: Supernet) -> None:
         digits.precision_errors(digits.space.largest())
 
 
-def test_spaces_take_specifications_without_precision() -> None:
+def test_specifications_stay_the_same_when_precisions_are_enabled() -> None:
     supernet = load_digits_supernet()
-    base = supernet.space
-    old = base.sample(0, 5)
-    fingerprint = supernet.fingerprint()
+    before = supernet.space
+    old, fingerprint = before.sample(0, 5), supernet.fingerprint()
     space = supernet.enable_precision("int8")
     assert supernet.fingerprint() == fingerprint, "the weights are the same"
-    assert space.size() == 2 * base.size()
-    assert space.base is base
+    assert space.id == before.id
+    assert space.size() == 2 * before.size() == 2 * len({spec.base for spec in space.enumerate()})
     for spec in old:
-        assert space.check(spec) == space.at_precision(spec, "float32")
         low = space.at_precision(spec, "int8")
-        assert low.base == spec
-        assert low.precision == "int8"
-        assert spec.precision == "float32"
+        assert space.check(spec) == spec == space.at_precision(low, "float32") == low.base
+        assert space.spec(**dict(spec.values), precision="float32") == spec
+        assert space.values(spec)["precision"] == ("float32",)
+        assert (low.precision, spec.precision) == ("int8", "float32")
         assert "precision=int8" in low.key
-        assert space.parse(low.key) == low
+        assert space.parse(low.key) == space.parse(space.format(low)) == low != spec
         assert subnetact.SubnetSpec.from_json(low.to_json()) == low
-        assert space.resolve(low)[:-1] == base.resolve(spec)
-        assert space.resolve(low)[-1] == 8
-        with pytest.raises(ForeignSpec):
-            base.check(low)
-    assert pickle.loads(pickle.dumps(space)).id == space.id
+        assert space.resolve(spec) == (*before.resolve(spec), 32)
+        assert space.resolve(low) == (*before.resolve(spec), 8)
+        with pytest.raises(ForeignSpec, match=r"chooses int8 .* this space lets 0 choose; .*enable_precision"):
+            before.check(low)
     assert len(set(space.enumerate())) == space.size()
+
+
+def test_a_specification_of_other_parts_is_refused(digits: Supernet) -> None:
+    low = digits.space.at_precision(digits.space.largest(), "int8")
+    other = load_digits_supernet()
+    other.enable_precision("int8", slots={"early": "stages.0", "late": "stages.2"})
+    with pytest.raises(ForeignSpec, match=r"for 1 part\(s\).* this space lets 2 choose"):
+        other.subnet(low)
+    half = load_digits_supernet()
+    half.space = half.space.with_precision("bfloat16")
+    with pytest.raises(IllegalChoice, match="'int8' is not a choice; choose from bfloat16, float32"):
+        half.space.check(low)
 
 
 def test_parts_of_a_network_choose_their_precision() -> None:

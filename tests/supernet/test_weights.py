@@ -191,7 +191,7 @@ def test_a_load_that_finds_no_room_leaves_nothing_behind(
     supernet: Supernet, door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is then loaded in place, as the documentation advises, reaches every copy."""
-    spec = supernet.enable_precision("int8").at_precision(supernet.space.base.largest(), "int8")
+    spec = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
     supernet(X, subnet=spec)
     name = {"load_state_dict": "renew_storage_", "exchange_storage": "exchange_storage_"}[door]
     with monkeypatch.context() as patch:
