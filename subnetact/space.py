@@ -429,9 +429,9 @@ class SubnetSpace:
         parts = 0 if self._precision is None else len(self._precision.slots)
         if len(given) not in (0, parts):
             raise ForeignSpec(
-                f"{self.name}: the specification chooses {', '.join(map(str, given))} for {len(given)} part(s) "
-                f"of the network, and this space lets {parts} choose; call supernet.enable_precision with the "
-                "same precisions and slots"
+                f"{self.name}: the specification chooses {', '.join(map(str, given))} for {len(given)} "
+                f"part(s) of the network, and this space lets {parts} choose; call "
+                "supernet.enable_precision with the same precisions and slots"
             )
         return self.spec(**dict(spec.values))
 

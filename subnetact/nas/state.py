@@ -100,8 +100,8 @@ class SearchState:
         there = {name: data.get(name) for name in here}
         if there != here:
             raise ResumeMismatch(
-                f"{path}: a search in {there}, this one is in {here}; resume with the same supernet, or name a "
-                "new file"
+                f"{path}: a search in {there}, this one is in {here}; resume with the same supernet, or name "
+                "a new file"
             )
         before: Any = data.get("settings")
         if not isinstance(before, Mapping):

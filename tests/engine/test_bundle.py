@@ -262,6 +262,7 @@ def test_a_refused_bundle_leaves_the_given_supernet_as_it_was(
     document = json.loads(index.read_text())
     document.pop("checksum")
     document["precision"] = {"precisions": ["int8"], "keep": [], "slots": {"network": ""}, "last": False}
+    document["space"] = "digits-000000000000"
     index.write_text(json.dumps({**document, "checksum": checksum(document)}))
     given = load_digits_supernet()
     before = given.fingerprint(), given.space.id, given.precision, len(given.norms)
@@ -322,8 +323,7 @@ def test_a_subnet_keeps_its_id_when_precisions_are_enabled_and_the_bundle_loads(
     specs = [space.largest(), space.smallest()]
     engine = subnetact.Engine(supernet, specs, example=EXAMPLE, allow_uncalibrated=True)
     extended = supernet.enable_precision("int8")
-    same = extended.at_precision(space.smallest(), "float32")
-    assert [engine.register(spec) for spec in (space.smallest(), same)] == [1, 1]
+    assert engine.register(extended.at_precision(space.smallest(), "float32")) == 1
     assert engine.register(extended.at_precision(space.smallest(), "int8")) == 2
     assert len(set(engine.keys)) == len(engine) == 3
     engine.save(tmp_path / "bundle")
