@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.calibration.run import CalibrationRun
-from subnetact.calibration.unfinished_file import UnfinishedFile, identity
+from subnetact.calibration.unfinished import Unfinished
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
@@ -188,7 +188,7 @@ def calibrate(
                     return CalibrationReport(adopted=adopted)
         saved = None
         if resume is not None:
-            saved = UnfinishedFile(resume, identity(supernet, wanted, rule, largest_error))
+            saved = Unfinished(resume, supernet, wanted, rule, largest_error)
         run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
         require = partial(_require_same_weights, supernet, began)
         inputs_of = partial(_inputs, network=supernet.network, labels=labels)
@@ -227,7 +227,7 @@ def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
     inputs_of: Callable[[Any], Any],
-    saved: UnfinishedFile | None,
+    saved: Unfinished | None,
     save_every_s: float,
     start: float,
     progress: bool,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subnetact.errors import SpecError
+from subnetact.files.tensors import tensor_from_json, tensor_to_json
 from subnetact.operators.subnet_norm import (
     BATCH_NORMS,
     CUMULATIVE_UNBIASED,
@@ -64,10 +65,21 @@ class CalibrationNorm:
         self.average: tuple[Tensor, ...] | None = None
         self.batches = self.weight = self.weight_squares = 0
 
-    def counts(self) -> tuple[int, int, int, int, int]:
-        """Return the number of tensors in `average`, their channels, and the three counters."""
-        width, channels = (0, 0) if self.average is None else (len(self.average), self.average[0].numel())
-        return width, channels, self.batches, self.weight, self.weight_squares
+    def state(self) -> list[Any]:
+        """Return everything that `restore` needs, as values that JSON can hold."""
+        average = None if self.average is None else tensor_to_json(torch.stack(self.average))
+        return [self.batches, self.weight, self.weight_squares, average]
+
+    def restore(self, state: list[Any], device: torch.device) -> None:
+        """Go on from what `state` returned for the same BatchNorm."""
+        *counts, average = state
+        self.batches, self.weight, self.weight_squares = map(int, counts)
+        if average is not None:
+            found = tensor_from_json(average)
+            shape = (4 if self._spread else 2, self.module.num_features)
+            if found.shape != shape:
+                raise ValueError(f"{self.norm.path} has averages of shape {shape}, not {tuple(found.shape)}")
+            self.average = found.to(device).unbind()
 
     def collect(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Take the statistics of a batch into the average.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.calibration.shared_forward import NotShareable, SharedForward
 from subnetact.errors import InsertError, SpecError
+from subnetact.files.tensors import tensor_from_json, tensor_to_json
 from subnetact.operators import SubnetNorm
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.spec import SubnetSpec
@@ -250,58 +251,32 @@ class CalibrationRun:
         shared = sum(map(self._shared.alone, self._steps))
         return self._shared.together() + alone, shared + alone
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return everything that `restore` needs: facts for a JSON document, and tensors by name."""
-        norms, tensors = self.norms(), dict[str, Tensor]()
-        averages = [t.cpu() for norm in norms for t in norm.average or ()]
-        for dtype in {t.dtype for t in averages}:
-            tensors[f"averages.{dtype}"] = torch.cat([t for t in averages if t.dtype == dtype])
-        stopped = []
-        for i, (spec, (row, batches)) in enumerate(self.stopped.items()):
-            stopped.append((spec.to_json(), list(row.channels.items()), batches))
-            tensors[f"row.{i}"] = row.flat.cpu()
-        facts = {
+    def state(self) -> dict[str, Any]:
+        """Return everything that `restore` needs, as values that JSON can hold."""
+        return {
             "finished": self.finished,
             "position": self.position,
-            "norms": [norm.counts() for norm in norms],
-            "dtypes": [str(norm.average[0].dtype) if norm.average else "" for norm in norms],
-            "alone": [alone.batches for alone in self._alone.values()],
-            "stopped": stopped,
             "layers": [self.layers_computed, self.layers_alone],
+            "norms": [norm.state() for norm in self.norms()],
+            "alone": [alone.batches for alone in self._alone.values()],
+            "stopped": [
+                [spec.to_json(), tensor_to_json(row.flat), batches]
+                for spec, (row, batches) in self.stopped.items()
+            ],
         }
-        return facts, tensors
 
-    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned for the same subnets; the run is prepared already.
-
-        Raises:
-            ValueError: the state contradicts itself.
-        """
-        ends = dict.fromkeys(tensors, 0)
-        for norm, counts, dtype in zip(self.norms(), facts["norms"], facts["dtypes"], strict=True):
-            width, channels, *rest = (int(n) for n in counts)
-            norm.batches, norm.weight, norm.weight_squares = rest
-            name, parts = f"averages.{dtype}", []
-            for _ in range(width):
-                part = tensors[name][ends[name] : ends[name] + channels]
-                if part.shape != (norm.module.num_features,):
-                    raise ValueError(
-                        f"{norm.norm.path} has {norm.module.num_features} channels, not {len(part)}"
-                    )
-                ends[name] += channels
-                parts.append(part.to(self.device, copy=True))
-            norm.average = tuple(parts) or None
-        for alone, count in zip(self._alone.values(), facts["alone"], strict=True):
-            alone.batches = count
-        self.stopped = {
-            SubnetSpec.from_json(spec): (
-                NormRow({name: int(n) for name, n in channels}, tensors[f"row.{i}"].to(self.device)),
-                int(batches),
-            )
-            for i, (spec, channels, batches) in enumerate(facts["stopped"])
-        }
-        self.layers_computed, self.layers_alone = map(int, facts["layers"])
-        self.finished, self.position = int(facts["finished"]), int(facts["position"])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned for the same subnets; the run is prepared already."""
+        for norm, known in zip(self.norms(), state["norms"], strict=True):
+            norm.restore(known, self.device)
+        for alone, count in zip(self._alone.values(), state["alone"], strict=True):
+            alone.batches = int(count)
+        for known, flat, batches in state["stopped"]:
+            spec = SubnetSpec.from_json(known)
+            channels = self._row(spec).channels
+            self.stopped[spec] = NormRow(channels, tensor_from_json(flat).to(self.device)), int(batches)
+        self.layers_computed, self.layers_alone = map(int, state["layers"])
+        self.finished, self.position = int(state["finished"]), int(state["position"])
         self._arrange()
 
     def batches(self) -> dict[SubnetSpec, int]:

@@ -1,9 +1,16 @@
-"""A journal: the intermediate results of long work, so that the work can be killed and resumed at any time.
+"""The journal: what long work has found so far, so that the work can be killed at any time and goes on.
 
-The file has one JSON object per line. The first line holds the environment in which the work is done. Every
-record is one further line that is appended at once, so the cost of a record does not grow with their number.
-A last line that was cut short counts as not written. Every record has a checksum of itself and of the records
-before it, so that an edited journal is refused; checksums find accidents and edits, they are no signature.
+Searches, calibrations and latency profiles keep unfinished work in no other form:
+
+    journal = Journal(path, {"weights": fingerprint})  # opens an earlier file, unless it is of others
+    with journal.fields():                             # FileFormatError if a record cannot be used
+        known = {line["spec"]: line["ms"] for line in journal.of("measured")}
+    journal.append("measured", spec="a", ms=3.5)       # one more line, written at once
+    journal.replace("progress", batches=7)             # from now on the only record of its name
+
+The file has one JSON object per line. The first line holds the environment: the facts that must be the same
+for records to be of use. A last line that was cut short counts as not written. Every line has a checksum of
+itself and of the lines before it, so that a damaged journal is refused; checksums are no signature.
 """
 
 from __future__ import annotations
@@ -11,22 +18,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from subnetact.errors import FileFormatError, ResumeMismatch
+from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "signed"]
 
 JOURNAL = DocumentFormat("a journal", "subnetact.journal", 1, "choose another file, or remove it")
 
 
 class Journal:
-    """Records in a file, in the order in which they were written.
-
-    Iterating yields the records, as dictionaries; `len` counts them.
+    """Records in a file, in the order in which they were written; iterating yields them, `len` counts them.
 
     Args:
         path: the file; it is created if it does not exist.
@@ -40,14 +47,8 @@ class Journal:
 
     Raises:
         MissingFile: the folder of the file does not exist.
-        FileFormatError: the file is damaged, of another kind, or of a newer schema.
+        FileFormatError: the file is damaged, of another kind, or of another schema.
         ResumeMismatch: the file has records although `resume` is False, or records of another environment.
-
-    Example:
-        >>> journal = Journal("work.jsonl", {"threads": 1})
-        >>> journal.append("window", cell=[0, 0, 1], ms=3.5)
-        >>> [record["ms"] for record in journal.of("window")]
-        [3.5]
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Journal:
         folder: Path | None = None,
     ) -> None:
         self.path = Path(path)
-        self._removable = f"the folder {folder}" if folder else "the file"
         self.environment = json.loads(json.dumps(dict(environment)))
-        self._sum: str | None = _chained("", self.environment)
-        self._records = self._read(resume) if self.path.exists() else []
+        self._removable = f"the folder {folder}" if folder else "the file"
+        self._sum = ""
+        self._records: list[dict[str, Any]] = []
+        if self.path.exists():
+            self._read(resume)
         if not self._records:
-            JOURNAL.write(self.path, {"environment": self.environment, "checksums": True})
+            self._write([])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(list(self._records))
@@ -72,75 +75,75 @@ class Journal:
         return len(self._records)
 
     def of(self, record: str) -> list[dict[str, Any]]:
-        """Return the records of one name.
-
-        Args:
-            record: the name.
-
-        Returns:
-            Each record's name, as "record", and its facts, in the order of writing.
-        """
+        """Return the records of one name, each with its name as "record", in the order of writing."""
         return [found for found in self._records if found["record"] == record]
 
     def append(self, record: str, **facts: Any) -> None:
-        """Write one more record at the end of the file.
-
-        Args:
-            record: the name.
-            **facts: of values that JSON can hold.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write one more record at the end of the file; the facts are values that JSON can hold."""
         line = {"record": record, **facts}
-        written = line
-        if self._sum is not None:
-            written = {**line, "sum": _chained(self._sum, line)}
+        text, known = signed(self._sum, line)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(written) + "\n")
-        self._sum = written.get("sum")
+            file.write(text)
+        self._sum = known
         self._records.append(line)
 
-    def _read(self, resume: bool) -> list[dict[str, Any]]:
-        header, records, length = JOURNAL.read_lines(self.path)
-        with JOURNAL.fields(self.path):
-            before = header["environment"]
-            if not all(isinstance(found["record"], str) for found in records):
-                raise TypeError("the name of a record is not a string")
-            if not records:
-                return []
-            self._sum = self._checked(before, records) if "checksums" in header else None
-        if not resume:
-            raise ResumeMismatch(
-                f"{self.path}: holds {len(records)} records of an earlier run; resume it, or remove "
-                f"{self._removable}"
-            )
-        differing = sorted(_differing(before, self.environment))
-        if differing:
-            raise ResumeMismatch(
-                f"{self.path}: was begun with other arguments or on another machine: {'; '.join(differing)}. "
-                f"Use the earlier ones, or remove {self._removable} to begin anew"
-            )
-        os.truncate(self.path, length)
-        return records
+    def replace(self, record: str, **facts: Any) -> None:
+        """Write a record in the place of all records of its name; the file is replaced as a whole."""
+        kept = [found for found in self._records if found["record"] != record]
+        self._write([*kept, {"record": record, **facts}])
 
-    def _checked(self, environment: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
-        """Take the checksums out of the records, and return the last."""
-        known = _chained("", environment)
-        for number, record in enumerate(records, start=2):
-            found = record.pop("sum", None)
-            known = _chained(known, record)
+    def fields(self) -> AbstractContextManager[None]:
+        """Turn the errors of using a record that is damaged (KeyError and the like) into FileFormatError."""
+        return JOURNAL.fields(self.path, passing=())
+
+    def mismatch(self, what: str) -> ResumeMismatch:
+        """Return the error that says why these records are of no use."""
+        return ResumeMismatch(f"{self.path}: {what}, or remove {self._removable} to begin anew")
+
+    def _write(self, records: Iterable[dict[str, Any]]) -> None:
+        known, lines = "", []
+        for line in ({**JOURNAL.header, "environment": self.environment}, *records):
+            text, known = signed(known, line)
+            lines.append(text)
+        with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        self._sum, self._records = known, list(records)
+
+    def _read(self, resume: bool) -> None:
+        header, records, length = JOURNAL.read_lines(self.path)
+        known = ""
+        for number, line in enumerate((header, *records), start=1):
+            with self.fields():
+                found = line.pop("sum")
+            _, known = signed(known, line)
             if found != known:
                 raise FileFormatError(
                     f"{self.path}, line {number}: changed since it was written; restore the file, or remove "
                     f"{self._removable} to begin anew"
                 )
-        return known
+        with self.fields():
+            before = header["environment"]
+            if not all(isinstance(found["record"], str) for found in records):
+                raise TypeError("the name of a record is not a string")
+        if not records:
+            return
+        if not resume:
+            raise self.mismatch(f"holds {len(records)} records of an earlier run; resume it")
+        differing = sorted(_differing(before, self.environment))
+        if differing:
+            raise self.mismatch(
+                f"was begun with other arguments or on another machine: {'; '.join(differing)}. "
+                "Use the earlier ones"
+            )
+        os.truncate(self.path, length)
+        self._sum, self._records = known, records
 
 
-def _chained(before: str, facts: Mapping[str, Any]) -> str:
-    """Return the checksum of facts and of everything before them."""
-    return hashlib.sha256(f"{before} {json.dumps(facts)}".encode()).hexdigest()[:16]
+def signed(before: str, line: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the text of a line with its checksum, and the checksum; `before` is that of the line before."""
+    text = json.dumps(line)
+    known = hashlib.sha256(f"{before} {text}".encode()).hexdigest()[:16]
+    return f'{text[:-1]}, "sum": "{known}"}}\n', known
 
 
 def _differing(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Pareto dominance: fronts, ranks, crowding distance and hypervolume.
+"""Pareto dominance: fronts and hypervolume.
 
 A point *dominates* another one if no objective of the first is worse and at least one is better.
 This is the only implementation of dominance in the library; serving policies use it as well.
@@ -16,10 +16,8 @@ from subnetact.errors import TableError
 
 __all__ = [
     "Costs",
-    "crowding_distance",
     "hypervolume",
     "non_dominated",
-    "non_dominated_ranks",
     "pareto_front",
     "spread",
 ]
@@ -129,56 +127,6 @@ def non_dominated(costs: Costs) -> list[int]:
         if not kept or not (costs[kept] <= costs[i]).all(1).any():
             kept.append(int(i))
     return kept
-
-
-def non_dominated_ranks(costs: Costs) -> npt.NDArray[np.int64]:
-    """Sort points into fronts (non-dominated sorting).
-
-    Args:
-        costs: array of shape (points, objectives); every objective is minimised.
-
-    Returns:
-        The rank of each point, of shape (points,): 0 for points that no other point dominates, 1 for
-        those that are dominated only by points of rank 0, and so on.
-
-    Source:
-        Deb et al., "A fast and elitist multiobjective genetic algorithm: NSGA-II", 2002, section III-A.
-    """
-    no_worse = np.all(costs[:, None] <= costs[None], axis=2)
-    dominates: npt.NDArray[np.bool_] = np.asarray(no_worse & ~no_worse.T)
-    rank = np.full(len(costs), -1)
-    level = 0
-    while (rank < 0).any():
-        left = np.flatnonzero(rank < 0)
-        rank[left[dominates[np.ix_(left, left)].sum(axis=0) == 0]] = level
-        level += 1
-    return rank
-
-
-def crowding_distance(costs: Costs, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return how far apart the neighbours of each point are among the points of the same rank.
-
-    Args:
-        costs: array of shape (points, objectives).
-        rank: the rank of each point, of shape (points,), as `non_dominated_ranks` returns it.
-
-    Returns:
-        The crowding distance of each point, of shape (points,). It is infinite for the first and the
-        last point of a rank in any objective.
-
-    Source:
-        Deb et al., "A fast and elitist multiobjective genetic algorithm: NSGA-II", 2002, section III-B.
-    """
-    distance = np.zeros(len(costs))
-    for level in range(int(rank.max(initial=-1)) + 1):
-        members = np.flatnonzero(rank == level)
-        for objective in costs[members].T:
-            order = np.argsort(objective, kind="stable")
-            extent = objective[order[-1]] - objective[order[0]]
-            distance[members[order[[0, -1]]]] = np.inf
-            if extent > 0:
-                distance[members[order[1:-1]]] += (objective[order[2:]] - objective[order[:-2]]) / extent
-    return distance
 
 
 def spread(values: Sequence[float], size: int) -> list[int]:

@@ -2,10 +2,9 @@
 
 - `search`: the function `search` with `SearchResult` and `Candidate`. Import the function from
   `subnetact` or from `subnetact.nas.search`; here the name means the module.
-- `nsga2`: proposes the subnets to evaluate next.
+- `nsga2`: proposes the subnets to evaluate next, and keeps those that were.
 - `genes`: initial populations, crossover and mutation in any search space.
 - `surrogate`: the Gaussian process that selects among many children.
-- `state`: the state of a search and the file to resume from.
 - `accuracy_predictor`: `AccuracyPredictor`, once-for-all's published predictors.
 - `latency_predictor`: `LatencyPredictor`, fitted to measured subnets; needs scipy.
 - `evaluation`: `evaluate`, the true accuracy on labelled data.

@@ -10,69 +10,80 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from subnetact.latency.pareto import Costs, crowding_distance, non_dominated_ranks
+from subnetact.latency.pareto import Costs
 from subnetact.nas.genes import Variation
-from subnetact.nas.state import SearchState
 from subnetact.nas.surrogate import Surrogate, select_by_expected_improvement
+from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 
-__all__ = ["METHODS", "evolve", "exhaust", "sample", "survivors"]
+__all__ = [
+    "METHODS",
+    "Objectives",
+    "SearchState",
+    "crowding_distance",
+    "evolve",
+    "exhaust",
+    "non_dominated_ranks",
+    "sample",
+    "survivors",
+]
 
-TRIES = 100
+Objectives: TypeAlias = tuple[float, ...]
+"""The accuracy in percent, which is maximised, then the latencies in ms, which are minimised."""
+
+MOST_FRUITLESS_TRIES = 100
 """A generation ends early after this many consecutive children that were evaluated before."""
-SMALL = 1_000_000
+ENUMERABLE_SPACE = 1_000_000
 """If a space has at most this many subnets, a search that finds no new one by chance enumerates it."""
 CHILDREN_PER_EVALUATION = 30
 """Children that the surrogate compares for each child that is evaluated."""
-TRAINING_SET = 300
+LARGEST_TRAINING_SET = 300
 """Evaluated subnets that the surrogate is fitted to, at most: the population, then the newest ones."""
-CROSSED = 0.9
+CROSSED_SHARE = 0.9
 """Share of children with two parents. The others have one."""
 
 
-def exhaust(state: SearchState, count: int) -> list[SubnetSpec]:
-    """Return the next subnets in the order of the space.
+class SearchState:
+    """A search between two generations.
 
-    Args:
-        state: the search so far.
-        count: how many subnets to return.
-
-    Returns:
-        At most `count` subnets that were not evaluated before; fewer if the space has no more.
+    Attributes:
+        found: the objectives of every evaluated subnet, in the order of evaluation.
+        population: positions in `found` of the parents of the next generation.
     """
+
+    def __init__(self, space: SubnetSpace, seed: int) -> None:
+        self.space = space
+        self.rng = np.random.default_rng(seed)
+        self.found: dict[SubnetSpec, Objectives] = {}
+        self.population: list[int] = []
+
+    def costs(self) -> Costs:
+        """Return what to minimise, (subnets, objectives): the negated accuracy, then the latencies."""
+        points = np.array(list(self.found.values()), dtype=np.float64)
+        points[:, 0] *= -1
+        return points
+
+
+def exhaust(state: SearchState, count: int) -> list[SubnetSpec]:
+    """Return up to `count` new subnets in the order of the space."""
     rest = (spec for spec in state.space.enumerate() if spec not in state.found)
     return list(itertools.islice(rest, count))
 
 
 def sample(state: SearchState, count: int) -> list[SubnetSpec]:
-    """Return random subnets; the first two of a search are the smallest and the largest subnet.
-
-    Args:
-        state: the search so far.
-        count: how many subnets to return.
-
-    Returns:
-        At most `count` distinct subnets that were not evaluated before.
-    """
+    """Return up to `count` new random subnets; a search begins with the smallest and the largest one."""
     return _new(state, _sampled(state), count)
 
 
 def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[SubnetSpec]:
-    """Return the next generation.
+    """Return the next generation of up to `count` new subnets.
 
     The first generation is the initial population of `Variation`. Afterwards parents are selected by
     binary tournaments on rank, then on crowding distance. A child takes each gene from one of its two
     parents and is then mutated. Out of `CHILDREN_PER_EVALUATION` times as many children, the surrogate
-    selects those with the largest expected improvement of the hypervolume.
-
-    Args:
-        state: the search so far.
-        count: how many subnets to return.
-        surrogate: whether a surrogate selects among many children. If False, this is plain NSGA-II.
-
-    Returns:
-        At most `count` distinct subnets that were not evaluated before.
+    selects those with the largest expected improvement of the hypervolume; without it, this is plain NSGA-II.
 
     Source:
         NSGA-II: Deb et al., 2002. Crossover and mutation of subnets: Cai et al., "Once-for-all", ICLR
@@ -87,7 +98,7 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
     if len(children) <= count:
         return children
     newest = range(len(state.found) - 1, -1, -1)
-    training_set = list(dict.fromkeys([*state.population, *newest]))[:TRAINING_SET]
+    training_set = list(dict.fromkeys([*state.population, *newest]))[:LARGEST_TRAINING_SET]
     specs, costs = list(state.found), state.costs()
     known, new = (variation.features(some) for some in ([specs[i] for i in training_set], children))
     groups = [axis for axis, slots in enumerate(variation.axes) for _ in slots]
@@ -103,15 +114,7 @@ def evolve(state: SearchState, count: int, surrogate: bool = True) -> list[Subne
 
 
 def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
-    """Select the next population: by rank, then by crowding distance.
-
-    Args:
-        costs: objectives of all evaluated subnets, of shape (subnets, objectives), to be minimised.
-        pool: positions in `costs` to select from.
-        count: size of the population.
-
-    Returns:
-        Positions of the selected subnets, the best one first.
+    """Return the positions in `costs` of the next population, chosen from `pool`, the best one first.
 
     Source:
         Deb et al., NSGA-II, 2002, section III-C.
@@ -120,6 +123,41 @@ def survivors(costs: Costs, pool: Sequence[int], count: int) -> list[int]:
     rank = non_dominated_ranks(costs[members])
     order = np.lexsort((-crowding_distance(costs[members], rank), rank))
     return [int(i) for i in members[order[:count]]]
+
+
+def non_dominated_ranks(costs: Costs) -> npt.NDArray[np.int64]:
+    """Return the rank of each point: 0 if no other dominates it, 1 if only points of rank 0 do, and so on.
+
+    Source:
+        Deb et al., NSGA-II, 2002, section III-A.
+    """
+    no_worse = np.all(costs[:, None] <= costs[None], axis=2)
+    dominates: npt.NDArray[np.bool_] = np.asarray(no_worse & ~no_worse.T)
+    rank = np.full(len(costs), -1)
+    level = 0
+    while (rank < 0).any():
+        left = np.flatnonzero(rank < 0)
+        rank[left[dominates[np.ix_(left, left)].sum(axis=0) == 0]] = level
+        level += 1
+    return rank
+
+
+def crowding_distance(costs: Costs, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return how far apart the neighbours of each point of the same rank are; infinite at the ends of a rank.
+
+    Source:
+        Deb et al., NSGA-II, 2002, section III-B.
+    """
+    distance = np.zeros(len(costs))
+    for level in range(int(rank.max(initial=-1)) + 1):
+        members = np.flatnonzero(rank == level)
+        for objective in costs[members].T:
+            order = np.argsort(objective, kind="stable")
+            extent = objective[order[-1]] - objective[order[0]]
+            distance[members[order[[0, -1]]]] = np.inf
+            if extent > 0:
+                distance[members[order[1:-1]]] += (objective[order[2:]] - objective[order[:-2]]) / extent
+    return distance
 
 
 Method: TypeAlias = Callable[[SearchState, int], list[SubnetSpec]]
@@ -140,7 +178,7 @@ def _children(state: SearchState, variation: Variation) -> Iterator[SubnetSpec]:
         return parents[min(one, two, key=lambda i: (rank[i], -distance[i]))]
 
     while True:
-        crossed = state.rng.random() < CROSSED
+        crossed = state.rng.random() < CROSSED_SHARE
         genes = variation.cross(parent(), parent()) if crossed else variation.genes(parent())
         yield variation.spec(variation.mutate(genes))
 
@@ -156,7 +194,7 @@ def _new(state: SearchState, specs: Iterator[SubnetSpec], count: int) -> list[Su
     """Return the first `count` distinct subnets of an endless iterator that were not evaluated before."""
     new: dict[SubnetSpec, None] = {}
     tries = 0
-    while len(new) < count and tries < TRIES:
+    while len(new) < count and tries < MOST_FRUITLESS_TRIES:
         spec = next(specs)
         tries += 1
         if spec not in state.found and spec not in new:
@@ -164,4 +202,4 @@ def _new(state: SearchState, specs: Iterator[SubnetSpec], count: int) -> list[Su
             tries = 0
     if new:
         return list(new)
-    return exhaust(state, count) if state.space.size() <= SMALL else []
+    return exhaust(state, count) if state.space.size() <= ENUMERABLE_SPACE else []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias, overload
 
 import numpy as np
@@ -14,9 +13,10 @@ from tqdm import tqdm
 
 from subnetact.costs.model import CostModel
 from subnetact.errors import SearchError
+from subnetact.files.journal import Journal
 from subnetact.latency.pareto import non_dominated, spread
-from subnetact.nas.nsga2 import METHODS, survivors
-from subnetact.nas.state import Objectives, SearchState
+from subnetact.nas.nsga2 import METHODS, Objectives, SearchState, survivors
+from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -122,8 +122,8 @@ def search(
         remeasure: measures a chosen subnet again, and returns its latency in ms or one latency per batch
             size. The result holds only subnets that are still Pareto-optimal after their second
             measurement; others of the front take the places of those that are not.
-        resume: file to which the state is written after every generation. If the file exists, the
-            search continues from it, with the same result as without the interruption.
+        resume: file to which every evaluation is written at once. If the file exists, what it holds is not
+            evaluated again, and the result is the same as without the interruption.
         progress: if True, show a progress bar when standard error is a terminal.
 
     Returns:
@@ -131,8 +131,8 @@ def search(
 
     Raises:
         SearchError: arguments contradict each other, or an accuracy or latency is not a finite number.
-        ResumeMismatch: the state in `resume` belongs to another space or to other settings.
-        FileFormatError: the state in `resume` is damaged.
+        ResumeMismatch: the evaluations in `resume` are of another space or of other settings.
+        FileFormatError: `resume` is damaged.
         MissingFile: the folder of `resume` does not exist.
 
     Source:
@@ -160,22 +160,35 @@ def search(
     else:
         gain = accuracy
     settings = {
+        "space": supernet.space.id,
+        "axes": [axis.name for axis in supernet.space.axes],
+        "seed": seed,
         "method": method,
         "evaluations": evaluations,
         "population": population,
         "batch_sizes": list(sizes),
         "accuracy": accuracy is not None,
     }
-    state = SearchState(supernet.space, settings, seed)
-    if resume is not None and Path(resume).exists():
-        state.load(resume)
-    _run(state, gain, functions, resume, progress)
+    journal = None if resume is None else Journal(resume, settings)
+    state = SearchState(supernet.space, seed)
+
+    def measured(spec: SubnetSpec) -> Objectives:
+        return _finite(spec, gain(spec), *(one(spec) for one in functions))
+
+    total = supernet.space.size() if method == "exhaustive" else min(supernet.space.size(), evaluations)
+    evaluate = _Remembered(measured, journal, "evaluated", supernet.space, 1 + len(functions))
+    _run(state, method, population, total, evaluate, progress)
     front = _front(state)
     if remeasure is None:
         chosen = [front[i] for i in spread([state.found[spec][1] for spec in front], size)]
         latencies = {spec: state.found[spec][1:] for spec in chosen}
     else:
-        latencies = _remeasured(state, front, size, remeasure, resume, progress)
+
+        def measured_again(spec: SubnetSpec) -> Objectives:
+            return _latencies(spec, remeasure(spec), len(functions))
+
+        again = _Remembered(measured_again, journal, "remeasured", supernet.space, len(functions))
+        latencies = _remeasured(state.found, front, size, again, progress)
     known = accuracy is not None
 
     def candidate(spec: SubnetSpec, ms: Objectives) -> Candidate:
@@ -216,36 +229,57 @@ def _check(
         )
 
 
+class _Remembered:
+    """A function of subnets that is called once for each, also if the search is killed and resumed."""
+
+    def __init__(
+        self,
+        function: Callable[[SubnetSpec], Objectives],
+        journal: Journal | None,
+        record: str,
+        space: SubnetSpace,
+        count: int,
+    ) -> None:
+        self._function, self._journal, self._record = function, journal, record
+        self._known: dict[SubnetSpec, Objectives] = {}
+        if journal is not None:
+            with journal.fields():
+                for line in journal.of(record):
+                    spec = space.check(SubnetSpec.from_json(line["spec"]))
+                    self._known[spec] = _finite(spec, *line["objectives"])
+                    if len(self._known[spec]) != count:
+                        raise ValueError(f"{count} objectives are needed")
+
+    def __call__(self, spec: SubnetSpec) -> Objectives:
+        if spec not in self._known:
+            self._known[spec] = self._function(spec)
+            if self._journal is not None:
+                self._journal.append(self._record, spec=spec.to_json(), objectives=list(self._known[spec]))
+        return self._known[spec]
+
+
 def _run(
     state: SearchState,
-    gain: Callable[[SubnetSpec], float],
-    latencies: Sequence[Latency],
-    path: str | os.PathLike[str] | None,
+    method: str,
+    population: int,
+    total: int,
+    evaluate: Callable[[SubnetSpec], Objectives],
     progress: bool,
 ) -> None:
-    settings = state.settings
-    method, population = settings["method"], settings["population"]
-    propose = METHODS[method]
-    total = state.space.size()
-    if method != "exhaustive":
-        total = min(total, settings["evaluations"])
-    with tqdm(total=total, initial=len(state.found), desc="searching", disable=not progress or None) as bar:
+    with tqdm(total=total, desc="searching", disable=not progress or None) as bar:
         while len(state.found) < total:
             before = len(state.found)
             count = population if method != "evolution" else max(population // (4 if before else 2), 2)
-            for spec in propose(state, min(count, total - before)):
-                state.found[spec] = _values(spec, gain(spec), *(latency(spec) for latency in latencies))
+            for spec in METHODS[method](state, min(count, total - before)):
+                state.found[spec] = evaluate(spec)
                 bar.update()
             if len(state.found) == before:
                 break
             pool = [*state.population, *range(before, len(state.found))]
             state.population = survivors(state.costs(), pool, population)
-            state.generation += 1
-            if path is not None:
-                state.save(path)
 
 
-def _values(spec: SubnetSpec, *values: float) -> Objectives:
+def _finite(spec: SubnetSpec, *values: float) -> Objectives:
     numbers = tuple(float(value) for value in values)
     if not all(map(math.isfinite, numbers)):
         raise SearchError(f"{spec}: accuracy and latencies must be finite numbers, got {numbers}")
@@ -259,28 +293,22 @@ def _front(state: SearchState) -> list[SubnetSpec]:
 
 
 def _remeasured(
-    state: SearchState,
+    found: Mapping[SubnetSpec, Objectives],
     front: Sequence[SubnetSpec],
     size: int,
-    remeasure: Callable[[SubnetSpec], float | Sequence[float]],
-    path: str | os.PathLike[str] | None,
+    remeasure: Callable[[SubnetSpec], Objectives],
     progress: bool,
 ) -> dict[SubnetSpec, Objectives]:
     """Measure the chosen subnets again until `size` of the measured ones are Pareto-optimal.
 
     Subnets that turn out to be dominated are replaced by subnets of the front that are not yet measured.
     """
-    found = state.found
     pending = [front[i] for i in spread([found[spec][1] for spec in front], size)]
     again: dict[SubnetSpec, Objectives] = {}
     with tqdm(desc="measuring again", unit=" subnets", disable=not progress or None) as bar:
         while True:
             for spec in pending:
-                if spec not in state.remeasured:
-                    state.remeasured[spec] = _latencies(spec, remeasure(spec), len(found[spec]) - 1)
-                    if path is not None:
-                        state.save(path)
-                again[spec] = state.remeasured[spec]
+                again[spec] = remeasure(spec)
                 bar.update()
             measured = list(again)
             costs = np.array([[-found[spec][0], *again[spec]] for spec in measured])
@@ -295,14 +323,14 @@ def _latencies(spec: SubnetSpec, given: float | Sequence[float], count: int) -> 
     listed = np.atleast_1d(np.asarray(given, dtype=np.float64)).tolist()
     if len(listed) != count:
         raise SearchError(f"remeasure: {count} latencies are needed for {spec}, got {len(listed)}")
-    return _values(spec, *listed)
+    return _finite(spec, *listed)
 
 
 def _farthest(
     rest: Sequence[SubnetSpec],
     trusted: Sequence[SubnetSpec],
     count: int,
-    found: dict[SubnetSpec, Objectives],
+    found: Mapping[SubnetSpec, Objectives],
 ) -> list[SubnetSpec]:
     """Choose subnets whose latencies in the search are farthest from those of the trusted subnets."""
     rest, taken = list(rest), [found[spec][1] for spec in trusted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import subnetact
 from subnetact.calibration.calibration_norm import CalibrationNorm
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import FileFormatError, ResumeMismatch, StaleWeights
+from subnetact.files.journal import Journal
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -175,16 +175,16 @@ def test_other_work_is_refused(digits: Supernet, tmp_path: Path) -> None:
     before = rows(digits)
     other_batches = [*BATCHES[:2], BATCHES[2] + 1, *BATCHES[3:]]
     for chosen, batches, options, message in (
-        (specs[:-1], BATCHES, {}, "other subnets"),
-        (specs, BATCHES, {"rule": "cumulative_unbiased"}, "other rule"),
-        (specs, BATCHES, {"tolerance": 50.0}, "other tolerance"),
+        (specs[:-1], BATCHES, {}, "subnets was"),
+        (specs, BATCHES, {"rule": "cumulative_unbiased"}, "rule was"),
+        (specs, BATCHES, {"tolerance": 50.0}, "tolerance was"),
         (specs, other_batches, {}, "its first 6 batches are others"),
         (specs, BATCHES[:-1], {}, "it has 6 batches, the data only 5"),
     ):
         with pytest.raises(ResumeMismatch, match=message):
             subnetact.calibrate(digits, chosen, batches, False, resume=path, **options)
     digits.load_state_dict({name: t * 1.5 for name, t in digits.state_dict().items()}, norms=digits.norms)
-    with pytest.raises(ResumeMismatch, match="other weights"):
+    with pytest.raises(ResumeMismatch, match="weights was"):
         subnetact.calibrate(digits, specs, BATCHES, False, resume=path)
     assert same(rows(digits), before)
 
@@ -197,18 +197,31 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
         with pytest.raises(FileFormatError, match=message):
             subnetact.calibrate(digits, specs, BATCHES[:2], False, resume=path)
 
-    whole, tensors = path.read_bytes(), load_file(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    for cut in (0, 7, len(whole) // 2, len(whole) - 1):
+    whole = path.read_bytes()
+    header, progress = (json.loads(line) for line in whole.splitlines())
+    for cut in (0, 7, 40):
         path.write_bytes(whole[:cut])
-        refused("unfinished: not readable")
-    save_file(tensors, path, {**metadata, "schema": "2"})
-    refused("schema 2, this version reads 1 to 1")
-    save_file(tensors, path, {**metadata, "format": "other"})
-    refused("not an unfinished calibration")
-    save_file({name: t[:-1] for name, t in tensors.items()}, path, metadata)
-    refused("channels, not")
+        refused("unfinished, line 1: not readable")
+    path.write_bytes(whole.replace(b'"given": 2', b'"given": 3'))
+    refused("unfinished, line 2: changed since it was written")
+    facts = {name: progress[name] for name in ("given", "digest", "seconds")}
+    run = progress["run"]
+    name, shape, data = run["norms"][0][3]
+    for wrong in (
+        [name, [shape[0] + 2, shape[1] - 2], data],
+        [name, [2, 4], "A" * 40 + "==="],
+        ["Tensor", shape, data],
+        data,
+    ):
+        for changed in (
+            {"norms": [[*run["norms"][0][:3], wrong], *run["norms"][1:]]},
+            {"norms": run["norms"][1:]},
+            {"stopped": [[specs[0].to_json(), wrong, 1]]},
+            {"finished": "two"},
+        ):
+            path.unlink()
+            Journal(path, header["environment"]).append("progress", **{**facts, "run": {**run, **changed}})
+            refused("damaged")
 
 
 def test_interrupted_data_leave_what_was_saved(digits: Supernet, tmp_path: Path) -> None:

@@ -17,21 +17,12 @@ from subnetact.files.atomic import replacing
 from subnetact.files.documents import DocumentFormat, FolderFormat, parse_json
 from subnetact.files.journal import Journal
 from subnetact.latency.table import LatencyTable
-from subnetact.nas.state import SearchState
 from subnetact.serving.live.corrections import Corrections
 from subnetact.serving.simulation.replay import LiveRun
-from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.norm_table import NormTable
 
 NOTE = DocumentFormat("a note", "tests.note", 2, "write another")
 TABLE = LatencyTable.from_arrays(["a"], [70.0], [1], [[1.0]])
-
-
-def state() -> SearchState:
-    space = SubnetSpace(
-        "own", [Axis.uniform("width", ["all"], (4, 8))], lambda v: {"width": int(v["width"][0])}
-    )
-    return SearchState(space, {}, 0)
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -40,7 +31,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "norm table": ("norms.safetensors", NormTable.load),
     "corrections": ("corrections.json", Corrections(TABLE).load),
     "decision log": ("log.jsonl", LiveRun.load),
-    "search state": ("search.json", lambda path: state().load(path)),
     "journal": ("journal.jsonl", lambda path: Journal(path, {})),
     "bundle": ("bundle.json", lambda path: load_bundle(path.parent, None)),
     "export": ("export.json", lambda path: read_version(path.parent, "subnetact.programs", print)),

@@ -55,7 +55,7 @@ def test_a_journal_of_another_environment_is_refused_by_name(tmp_path: Path) -> 
         ('{"kind": "other"}\n', "not a journal"),
         ("\x00\n", "line 1: not readable as a journal"),
         ('{"kind": 3}\n{"a": 1}\n', "not a journal"),
-        ('{"kind": "subnetact.journal", "schema": 1, "environment": {}}\n{"a": 1}\n', "a field is missing"),
+        ('{"kind": "subnetact.journal", "schema": 1, "environment": {}}\n{"a": 1}\n', "damaged: .*'sum'"),
     ],
 )
 def test_other_files_are_not_taken_for_a_journal(tmp_path: Path, text: str, words: str) -> None:
@@ -92,12 +92,16 @@ def test_an_edited_journal_is_refused(tmp_path: Path) -> None:
             Journal(path, {"threads": 1})
 
 
-def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+def test_a_record_is_replaced_by_one_of_its_name(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
-    header = {"kind": "subnetact.journal", "schema": 1, "environment": {"threads": 1}}
-    path.write_text(json.dumps(header) + '\n{"record": "window", "cell": [0, 0, 1]}\n')
-    Journal(path, {"threads": 1}).append("window", cell=[0, 1, 1])
-    assert [line["cell"][1] for line in Journal(path, {"threads": 1})] == [0, 1]
+    journal = Journal(path, {"threads": 1})
+    journal.append("window", ms=1.0)
+    for done in range(3):
+        journal.replace("progress", done=done)
+        journal.append("window", ms=2.0 + done)
+    for found in (journal, Journal(path, {"threads": 1})):
+        assert [line["done"] for line in found.of("progress")] == [2]
+        assert [line["ms"] for line in found.of("window")] == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(

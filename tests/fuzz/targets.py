@@ -39,9 +39,9 @@ from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import MissingExtra, QueueFull, SubnetActError
 from subnetact.export import load_exported, to_exported_programs
+from subnetact.files import journal
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
-from subnetact.nas.state import SearchState
 from subnetact.profile.cli import main as profile_main
 from subnetact.profile.measurements import Measurements
 from subnetact.serve.cli import main as serve_main
@@ -201,6 +201,25 @@ def lines_file(path: Path, source: random.Random) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
+def journal_file(path: Path, source: random.Random) -> None:
+    """Change a journal, with the right checksums most of the time, as an attacker can."""
+    if source.random() < 0.2:
+        lines_file(path, source)
+        return
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    i = source.randrange(len(lines))
+    lines[i] = changed({name: value for name, value in lines[i].items() if name != "sum"}, source)
+    known, written = "", []
+    for line in lines:
+        if isinstance(line, dict) and line:
+            line.pop("sum", None)
+            signed_line, known = journal.signed(known, line)
+            written.append(signed_line.encode("utf-8", "surrogatepass"))
+        else:
+            written.append(text(line) + b"\n")
+    path.write_bytes(b"".join(written))
+
+
 def tensor_file(path: Path, source: random.Random) -> None:
     """Change a safetensors file in place: JSON in its metadata, its header, or its bytes."""
     data = path.read_bytes()
@@ -264,16 +283,10 @@ def seeds() -> Path:
         "latency_and_batch_ns": [{"batch_size": 1, "mean": 1e6, "std": 1.0, "p99": 2e6, "stages": stages}],
     }
     (place / "superserve.json").write_text(json.dumps({"models": [model]}))
-    journal = Journal(place / "journal.jsonl", {"threads": 1})
+    windows = Journal(place / "journal.jsonl", {"threads": 1})
     for i in range(3):
-        journal.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
-    lines = (place / "journal.jsonl").read_text().replace(', "checksums": true', "")
-    (place / "journal.jsonl").write_text(lines)
-    state = search_state()
-    for spec in digits().space.sample(0, 4):
-        state.found[spec] = (70.0, 1.0)
-    state.population = [0, 1]
-    state.save(place / "search.json")
+        windows.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
+    search_from(place / "search.jsonl")
     Corrections(TABLE).save(place / "corrections.json")
     table_json = TABLE.with_accuracy([70.0, 80.0]).to_json()
     header = {
@@ -327,9 +340,11 @@ def digits() -> subnetact.Supernet:
     return supernet
 
 
-def search_state() -> SearchState:
-    """Return a new search in the space of digits."""
-    return SearchState(digits().space, {"objectives": 1}, 0)
+def search_from(path: Path) -> None:
+    """Search the space of digits, resuming from a journal."""
+    made_up: Any = lambda spec: 1.0 + len(spec.key)  # noqa: E731
+    options: dict[str, Any] = {"evaluations": 8, "population": 2, "remeasure": made_up, "progress": False}
+    subnetact.search(digits(), made_up, made_up, resume=path, **options)
 
 
 def copied(name: str, place: Path) -> Path:
@@ -889,13 +904,13 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "export": fuzz_export,
     "checkpoint": fuzz_checkpoint,
     "constructor": fuzz_constructor,
-    "journal": reader("journal.jsonl", lines_file, lambda p: Measurements(Journal(p, {"threads": 1}))),
-    "search state": reader("search.json", json_file, lambda path: search_state().load(path)),
+    "journal": reader("journal.jsonl", journal_file, lambda p: Measurements(Journal(p, {"threads": 1}))),
+    "search": reader("search.jsonl", journal_file, search_from),
     "corrections": reader("corrections.json", json_file, lambda path: Corrections(TABLE).load(path)),
     "decision log": reader("log.jsonl", lines_file, LiveRun.load),
     "unfinished calibration": reader(
         "unfinished",
-        tensor_file,
+        journal_file,
         lambda path: subnetact.calibrate(
             load_digits_supernet(), list(digits().norms), list(_first_batches()), progress=False, resume=path
         ),

@@ -1,0 +1,104 @@
+"""Unfinished: the journal with which an interrupted calibration goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from os import PathLike
+from typing import Any
+
+import torch
+
+from subnetact import __version__
+from subnetact.calibration.run import CalibrationRun
+from subnetact.files.journal import Journal
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.batches import tensors_of
+from subnetact.supernet.supernet import Supernet
+
+__all__ = ["Unfinished"]
+
+PROGRESS = "progress"
+"""The name of the only record: the averages so far, and the checksum of the batches that they are of."""
+
+
+class Unfinished:
+    """The averages of a calibration so far, in a journal that belongs to its weights, subnets and settings.
+
+    The data must be the same as well: `enters` compares the batches.
+
+    Attributes:
+        seconds: the time that the work in the file took.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        supernet: Supernet,
+        specs: Sequence[SubnetSpec],
+        rule: str | None,
+        largest_error: float | None,
+    ) -> None:
+        rules = sorted({rule or norm.rule for norm in supernet.norm_operators().values()})
+        keys = blake2b("\n".join(sorted(spec.key for spec in specs)).encode(), digest_size=8)
+        self._journal = Journal(
+            path,
+            {
+                "weights": supernet.fingerprint(),
+                "subnets": f"{len(specs)} of {supernet.space.id}, {keys.hexdigest()}",
+                "rule": ", ".join(rules),
+                "tolerance": largest_error,
+                "device": next(supernet.network.parameters()).device.type,
+                "versions": f"subnetact {__version__}, torch {torch.__version__}",
+            },
+        )
+        self._digest = blake2b(digest_size=16)
+        self._given = 0
+        self._stored: dict[str, Any] | None = None
+        self._stored_given, self._stored_digest, self.seconds = 0, "", 0.0
+        with self._journal.fields():
+            for line in self._journal.of(PROGRESS):
+                self._stored = dict(line["run"])
+                self._stored_given, self._stored_digest = int(line["given"]), line["digest"]
+                self.seconds = float(line["seconds"])
+
+    def enters(self, x: Any, given: int, finished: int) -> bool:
+        """Take batch number `given` (from 1) into the checksum; tell whether it is to be run.
+
+        Raises:
+            ResumeMismatch: the batches so far are not those of the file.
+        """
+        for part in tensors_of(x):
+            self._digest.update(f"{tuple(part.shape)} {part.dtype}".encode())
+            self._digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        self._given = given
+        if self._stored_given == given and self._stored_digest != self._digest.hexdigest():
+            raise self._journal.mismatch(f"its first {given} batches are others. Give the same data")
+        return given > finished
+
+    def check_length(self, given: int) -> None:
+        """Check that the data has at least as many batches as the file.
+
+        Raises:
+            ResumeMismatch: the data has fewer batches.
+        """
+        if given < self._stored_given:
+            raise self._journal.mismatch(
+                f"it has {self._stored_given} batches, the data only {given}. Give the same data"
+            )
+
+    def save(self, run: CalibrationRun, seconds: float) -> None:
+        """Keep the state of a run between two subnets, `seconds` after it was started or resumed."""
+        self._journal.replace(
+            PROGRESS,
+            given=self._given,
+            digest=self._digest.hexdigest(),
+            seconds=self.seconds + seconds,
+            run=run.state(),
+        )
+
+    def restore(self, run: CalibrationRun) -> None:
+        """Bring a prepared run to the state in the file, if there is one."""
+        if self._stored is not None:
+            with self._journal.fields():
+                run.restore(self._stored)
