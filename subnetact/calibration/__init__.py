@@ -44,7 +44,7 @@ Which file answers which question:
 - `calibrate.py`: the function and its report. `run.py`: the work of one calibration, batch by batch.
 - `calibration_norm.py`: how statistics are averaged, and when a subnet has seen enough batches.
 - `shared_forward.py`: the graph of all subnets; `inplace.py`: which of its nodes may overwrite their inputs.
-- `unfinished.py`: the journal with which an interrupted calibration goes on (`resume=`).
+- `progress.py`: the journal with which an interrupted calibration goes on (`resume=`).
 """
 
 from subnetact.calibration.calibrate import CalibrationReport

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from subnetact.calibration.progress import Progress
 from subnetact.calibration.run import CalibrationRun
-from subnetact.calibration.unfinished import Unfinished
 from subnetact.device import ran_out_of_memory
 from subnetact.errors import SpecError, StaleWeights, SubnetActError
 from subnetact.operators.subnet_norm import CALIBRATION_RULES
@@ -188,7 +188,7 @@ def calibrate(
                     return CalibrationReport(adopted=adopted)
         saved = None
         if resume is not None:
-            saved = Unfinished(resume, supernet, wanted, rule, largest_error)
+            saved = Progress(resume, supernet, wanted, rule, largest_error)
         run = CalibrationRun(supernet, wanted, rule, largest_error, memory_mb * 2**20)
         require = partial(_require_same_weights, supernet, began)
         inputs_of = partial(_inputs, network=supernet.network, labels=labels)
@@ -227,7 +227,7 @@ def _pass(
     run: CalibrationRun,
     batches: Iterable[Any],
     inputs_of: Callable[[Any], Any],
-    saved: Unfinished | None,
+    saved: Progress | None,
     save_every_s: float,
     start: float,
     progress: bool,
@@ -252,7 +252,7 @@ def _pass(
                 run.prepare(x)
                 if saved is not None:
                     saved.restore(run)
-            if saved is not None and not saved.enters(x, given, run.finished):
+            if saved is not None and not saved.needs_run(x, given, run.finished):
                 bar.update(subnets)
                 continue
             if not run.active:

@@ -1,4 +1,4 @@
-"""Unfinished: the journal with which an interrupted calibration goes on."""
+"""Progress: the journal with which an interrupted calibration goes on."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import tensors_of
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["Unfinished"]
+__all__ = ["Progress"]
 
 PROGRESS = "progress"
 """The name of the only record: the averages so far, and the checksum of the batches that they are of."""
 
 
-class Unfinished:
+class Progress:
     """The averages of a calibration so far, in a journal that belongs to its weights, subnets and settings.
 
-    The data must be the same as well: `enters` compares the batches.
+    The data must be the same as well: `needs_run` compares the batches.
 
     Attributes:
         seconds: the time that the work in the file took.
@@ -62,8 +62,8 @@ class Unfinished:
                 self._stored_given, self._stored_digest = int(line["given"]), line["digest"]
                 self.seconds = float(line["seconds"])
 
-    def enters(self, x: Any, given: int, finished: int) -> bool:
-        """Take batch number `given` (from 1) into the checksum; tell whether it is to be run.
+    def needs_run(self, x: Any, given: int, finished: int) -> bool:
+        """Take batch number `given` (from 1) into the checksum; return whether it has to be run.
 
         Raises:
             ResumeMismatch: the batches so far are not those of the file.
