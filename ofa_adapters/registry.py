@@ -16,6 +16,7 @@ from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import Features
 from ofa_adapters.notation import plain
 from subnetact.errors import SpecError
+from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.insert import insert_
@@ -160,7 +161,7 @@ def load(
         norm.rule = found.calibration
     if tensors is not None and found.listed_statistics:
         _adopt(supernet)
-    return supernet
+    return guard_caches_(supernet)
 
 
 def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:

@@ -42,23 +42,23 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     device           153    58      8
     command           69    22      5
     comparison        58    34      7
-    spec              90    65      7
-    space            464   269      9
-    operators       1864  1166     17
-    supernet        2536  1260      6
-    insertion       3269   857      0
+    spec              81    53      6
+    space            411   217      6
+    operators       1864  1165     17
+    supernet        2166  1114      6
+    insertion       3731  1002      0
     digits           176    51      7
-    ofa_adapters    2958  1275     12
+    ofa_adapters    2959  1275     12
     training         200    82      3
     calibration      960   379      2
     latency          806   476      4
     engine          3009  1387      5
     workers         1059   337      0
-    costs            330   163      5
-    nas              861   425      6
+    costs            294   118      5
+    nas              860   425      6
     profile         1788   691     10
     serving         7976  3826     76
-    generation      1542   590     11
+    generation      1544   590     11
     export          2113   818      6
     demo             717   184      0
     simulate          19     6      2
@@ -66,7 +66,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1149   547      4
-    all            37933 16527    257
+    all            37929 16416    253
 
 Glossary
 --------

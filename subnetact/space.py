@@ -1,7 +1,4 @@
-"""SubnetSpace: the search space of a supernet, with its axes, their choices and the sizes that they mean.
-
-CacheRules says for the space of a language model what the key-value cache of a subnet depends on.
-"""
+"""SubnetSpace: the search space of a supernet, with its axes, their choices and the sizes that they mean."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 
@@ -24,9 +21,6 @@ from subnetact.spec import FLOAT32, PRECISION, PRECISIONS, SubnetSpec, Value, sh
 
 __all__ = [
     "Axis",
-    "CacheLayer",
-    "CacheRules",
-    "CacheSignature",
     "SizeRow",
     "Slot",
     "SubnetSpace",
@@ -134,83 +128,6 @@ class Axis:
         return cls(name, tuple(Slot(slot, tuple(choices)) for slot in slots))
 
 
-CacheSignature: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""What the shapes and what the values of a key-value cache depend on, for one subnet."""
-
-
-@dataclass(frozen=True)
-class CacheLayer:
-    """A layer of a language model, and the sizes on which its keys and values in a cache depend.
-
-    Attributes:
-        name: the name of the layer in the network.
-        kept: a position in size rows, and the size there with which subnets keep the layer. If None, every
-            subnet keeps it.
-        writes: whether the layer has keys and values of its own. A layer that reads those of another layer
-            writes nothing.
-        shape: the positions of the sizes that give keys and values their shape, of the heads for example.
-        inner: the positions of the other sizes that its keys and values depend on, beside its input.
-        rest: the positions of the sizes in the layer that its keys and values do not depend on, of its
-            feed-forward network for example. Those of the layers behind it do.
-    """
-
-    name: str
-    kept: tuple[int, int] | None
-    writes: bool
-    shape: tuple[int, ...]
-    inner: tuple[int, ...]
-    rest: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CacheRules:
-    """What the key-value cache of a subnet depends on.
-
-    The keys and values of a layer come from its input. They depend on everything in front of the layer, and
-    on nothing behind it: subnets that agree up to the last layer that writes have the same cache.
-
-    Attributes:
-        outside: the positions in size rows of all sizes outside of the layers.
-        layers: the layers in the order in which they run.
-    """
-
-    outside: tuple[int, ...]
-    layers: tuple[CacheLayer, ...]
-
-    def signature(self, row: SizeRow) -> CacheSignature:
-        """Return what the cache of the subnet of a size row depends on, shapes apart from values."""
-        kept = [layer.kept is None or row[layer.kept[0]] == layer.kept[1] for layer in self.layers]
-        writers = [i for i, layer in enumerate(self.layers) if layer.writes]
-        shapes = tuple(_at(row, self.layers[i].shape) if kept[i] else None for i in writers)
-        last = max((i for i in writers if kept[i]), default=-1)
-        values: list[tuple[Any, ...]] = [_at(row, self.outside)]
-        for i, layer in enumerate(self.layers[: last + 1]):
-            rest = _at(row, layer.rest) if i < last else ()
-            values.append((_at(row, layer.inner), rest) if kept[i] else ())
-        return shapes, tuple(values)
-
-    def difference(self, before: CacheSignature, now: CacheSignature) -> str | None:
-        """Return why a subnet cannot read the cache of another one at all, or None if it can.
-
-        Args:
-            before: the signature of the subnet that filled the cache.
-            now: the signature of the subnet that is to read it.
-        """
-        writers = [layer for layer in self.layers if layer.writes]
-        for layer, then, here in zip(writers, before[0], now[0], strict=True):
-            if then != here:
-                did, does = ("kept", "skips") if here is None else ("skipped", "keeps")
-                other = f"that {did} this layer, and this subnet {does} it"
-                if then is not None and here is not None:
-                    other = "with keys and values of other sizes in this layer"
-                return f"{layer.name}: the key-value cache was filled by a subnet {other}"
-        return None
-
-
-def _at(row: SizeRow, positions: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(row[position] for position in positions)
-
-
 class SubnetSpace:
     """All subnets of a supernet.
 
@@ -237,8 +154,6 @@ class SubnetSpace:
             does not change it.
         resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
             specifications of other spaces. The last 4,096 results are cached.
-        cache_rules: what the key-value cache of a subnet depends on. The space of a supernet of a language
-            model has them (`supernet.space`); for other spaces, this is None.
 
     Raises:
         SpecError: the axes contradict themselves, an axis has the name `precision`, a choice is a truth
@@ -274,7 +189,6 @@ class SubnetSpace:
         for spec in self._telling():
             digest.update(json.dumps(self._sizes_of(spec)).encode())
         self.id = f"{name}-{digest.hexdigest()[:12]}"
-        self.cache_rules: CacheRules | None = None
         self._remember()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -302,7 +216,7 @@ class SubnetSpace:
         return copied
 
     def _state(self) -> dict[str, Any]:
-        return {key: v for key, v in self.__dict__.items() if key not in ("resolve", "cache_signature")}
+        return {key: v for key, v in self.__dict__.items() if key != "resolve"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -310,7 +224,6 @@ class SubnetSpace:
 
     def _remember(self) -> None:
         self.resolve = lru_cache(maxsize=4096)(self._row)
-        self.cache_signature = lru_cache(maxsize=4096)(self._signature)
 
     def with_precision(self, *precisions: str, slots: Sequence[str] = ("network",)) -> SubnetSpace:
         """Return this space with one more axis, `precision`, which says what subnets compute in.
@@ -549,55 +462,6 @@ class SubnetSpace:
         while len(found) < min(n, self.size()):
             found[self._draw(source)] = None
         return list(found)[:n]
-
-    # -- key-value caches ------------------------------------------------------------------------
-
-    def cache(self, a: SubnetSpec, b: SubnetSpec) -> Literal["exact", "approximate", "incompatible"]:
-        """Tell whether a subnet can continue on the key-value cache of another one.
-
-        The relation is symmetric. `supernet.switch` applies it to a cache.
-
-        Args:
-            a: the subnet that filled the cache.
-            b: the subnet that is to continue.
-
-        Returns:
-            `"exact"`: both subnets compute the same keys and values, so b answers as if it had filled the
-            cache itself. `"approximate"`: the keys and values have the same shapes, but other values.
-            `"incompatible"`: a layer that one of them keeps and the other one skips has no past, or the keys
-            and values have other shapes.
-
-        Raises:
-            SpecError: a specification is not legal, or it is not known what the caches of this space depend
-                on, because the networks are no language models.
-
-        Example:
-            >>> supernet.space.cache(large, small)
-            'exact'
-        """
-        first, second = self.cache_signature(a), self.cache_signature(b)
-        if first == second:
-            return "exact"
-        return "approximate" if first[0] == second[0] else "incompatible"
-
-    def with_cache_rules(self, rules: CacheRules) -> SubnetSpace:
-        """Return a copy of this space, of the same id, for which `cache` answers.
-
-        Args:
-            rules: what the key-value cache of a subnet depends on.
-        """
-        copied = self.__copy__()
-        copied.cache_rules = rules
-        return copied
-
-    def _signature(self, spec: SubnetSpec) -> CacheSignature:
-        if self.cache_rules is None:
-            raise SpecError(
-                f"{self.name}: it is not known what a key-value cache depends on here; ask the space of a "
-                "supernet (supernet.space), whose layers write caches of transformers"
-            )
-        shapes, values = self.cache_rules.signature(self.resolve(spec))
-        return shapes, (*values, dict(spec.values).get(PRECISION))
 
     # -- counting and sizes ----------------------------------------------------------------------
 

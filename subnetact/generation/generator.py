@@ -28,6 +28,7 @@ from subnetact.errors import (
 from subnetact.generation.completion import Completion, Generated, TokenDeadlines, check_prompt
 from subnetact.generation.step_policy import StepPolicy
 from subnetact.generation.step_table import StepTable
+from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.scheduling.checks import check_count, check_positive, expired_rule, unreachable
 from subnetact.serving.scheduling.context import Policy
@@ -134,7 +135,7 @@ class Generator:
     Args:
         supernet: a supernet of a language model of transformers, in evaluation mode.
         subnets: the subnets to choose from, in the order of the table. Every two of them must be able to
-            continue on each other's key-value cache (`supernet.space.cache`).
+            continue on each other's key-value cache (`cache_relation`).
         table: the latencies of steps, measured with `profile_steps`, with the accuracy of every subnet.
         token_ms: the usual time from one token to the next, in ms.
         policy: makes a policy from the table of a context bucket, which may ask for less accuracy than the
@@ -589,7 +590,7 @@ class Generator:
 def _check_caches(supernet: Supernet, subnets: Sequence[SubnetSpec], allow_approximate: bool) -> None:
     first = subnets[0]
     for other in subnets[1:]:
-        relation = supernet.space.cache(first, other)
+        relation = cache_relation(supernet, first, other)
         if relation == "incompatible" or (relation == "approximate" and not allow_approximate):
             way = (
                 "generate with subnets that keep the same layers and heads"

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subnetact.errors import InsertError, MissingExtra, StaleWeights
+from subnetact.insertion.key_value_cache import empty_pages, switch
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.key_value_cache import empty_pages
 from subnetact.supernet.supernet import Supernet
 
 try:
@@ -163,7 +163,7 @@ class ElasticDecoder(nn.Module):
     def _empty(self, cache: Any) -> None:
         empty_pages(cache)
         if self._allow_approximate:
-            self._supernet[0].switch(cache, self._subnets[0], allow_approximate=True)
+            switch(self._supernet[0], cache, self._subnets[0], allow_approximate=True)
 
     def forward(self, **arguments: Any) -> Any:
         """Run the chosen subnet."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from subnetact.device import machine
 from subnetact.errors import TableError
 from subnetact.generation.step_table import StepTable
+from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.latency.table import LatencyTable
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
@@ -122,7 +123,7 @@ def _sharing_pages(supernet: Supernet, specs: Sequence[SubnetSpec]) -> list[list
     groups: list[list[int]] = []
     for i, spec in enumerate(specs):
         for group in groups:
-            if supernet.space.cache(specs[group[0]], spec) != "incompatible":
+            if cache_relation(supernet, specs[group[0]], spec) != "incompatible":
                 group.append(i)
                 break
         else:

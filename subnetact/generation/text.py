@@ -22,6 +22,7 @@ from subnetact.errors import FileFormatError, MissingExtra
 from subnetact.files.tensors import read_tensors
 from subnetact.insertion.description import Description
 from subnetact.insertion.insert import describe, insert_
+from subnetact.insertion.key_value_cache import switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -257,7 +258,7 @@ def next_token_quality(
             logits = supernet.subnet(spec)(given, use_cache=False).logits
         else:
             cache = supernet.subnet(written_by)(piece[:, :first], use_cache=True).past_key_values
-            view = supernet.switch(cache, spec, allow_approximate=True)
+            view = switch(supernet, cache, spec, allow_approximate=True)
             logits = view(given, past_key_values=cache, use_cache=True).logits
         loss += float(F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
         right += int((logits.argmax(-1) == wanted).sum())

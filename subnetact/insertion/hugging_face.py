@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
+from subnetact.insertion.key_value_cache import note_skipped_
 from subnetact.insertion.layer_vocabulary import NEURONS, SKIPPED, number_of
 from subnetact.operators.skipped_layer import SkippedLayer, skipped
 from subnetact.supernet.batches import as_batch, call_with, map_tensors
-from subnetact.supernet.key_value_cache import note_skipped_layer
 
 __all__ = ["as_pretrained", "heterogeneous"]
 
@@ -136,7 +136,7 @@ def _build_layers(model: nn.Module, config: Any) -> None:
         stated = config.per_layer_config[i]
         skip = sorted(getattr(stated, "skip", None) or [])
         if skip == sorted(SKIPPED):
-            stack[i] = note_skipped_layer(layer, skipped(layer))
+            stack[i] = note_skipped_(layer, skipped(layer))
         elif skip:
             raise InsertError(
                 f"layer {i} skips {skip}; a layer is kept, or skipped as a whole ({list(SKIPPED)})"

@@ -17,6 +17,7 @@ from subnetact.insertion.analysis import LAYERS, TracedModel
 from subnetact.insertion.blocks import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
+from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import vocabulary_of
 from subnetact.insertion.proof import Proof, outputs_of
 from subnetact.operators import Elastic
@@ -151,7 +152,7 @@ def insert_(
         >>> print(supernet.report)
     """
     if isinstance(description, SubnetSpace) and elastic is not None and not options:
-        return _checked(put_operators_(model, description, elastic), example)
+        return guard_caches_(_checked(put_operators_(model, description, elastic), example), example)
     example = as_batch(example)
     if "proof" in options:
         raise InsertError("proof: insert_ tries every description; give the option to describe")
@@ -170,7 +171,7 @@ def insert_(
         )
     supernet = put_operators_(model, description.space, description.elastic)
     _adopt_statistics(supernet)
-    return supernet
+    return guard_caches_(supernet, example)
 
 
 # -- finding ----------------------------------------------------------------------------------------

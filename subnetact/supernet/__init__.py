@@ -10,8 +10,7 @@ Which file answers which question:
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in
   which all weights that a subnet does not use are NaN or zero.
-- `stack_use.py`: whether a network sees the positions of its layers; `key_value_cache.py`: which subnet
-  may continue on the key-value cache of another one, and what skipped layers write into it.
+- `stack_use.py`: whether a network sees the positions of its layers.
 - `precision.py`: which modules run at the precision of the subnet, and how far they are off.
 - `name_prefix.py`: the prefixes that wrappers add to names of tensors.
 - `batches.py`: what a network is called with.

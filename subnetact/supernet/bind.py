@@ -12,7 +12,6 @@ from subnetact.operators.layer_select import LayerSelect
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
-from subnetact.supernet.key_value_cache import note_skipped
 
 __all__ = ["bind", "bind_module"]
 
@@ -77,9 +76,7 @@ def bind_module(
         frozen: as for `bind`.
     """
     if isinstance(module, LayerSelect):
-        stack = module.select({name: child(name) for name in module.kept(row)})
-        note_skipped(module, stack)
-        return stack
+        return module.select({name: child(name) for name in module.kept(row)})
     modules = {name: child(name) for name in module._modules}
     if isinstance(module, Operator):
         if isinstance(module, SubnetNorm):

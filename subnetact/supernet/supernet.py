@@ -39,8 +39,6 @@ from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check, check_precisions
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.key_value_cache import CacheWriter, layout_of
-from subnetact.supernet.key_value_cache import recompute as recompute_
 from subnetact.supernet.name_prefix import prefix_hint, without_prefix
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
@@ -114,6 +112,8 @@ class Supernet(nn.Module):
         origin: how bundles build the supernet again: `{"name": family, "constructor": arguments}`. If None,
             loading a bundle needs a function that builds the supernet.
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
+        on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
+            that it reads, before anybody uses it. Key-value caches are guarded by it.
 
     Source:
         SuperServe, section 3.
@@ -126,13 +126,13 @@ class Supernet(nn.Module):
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
     precision: PrecisionSettings | None = None
+    on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
 
     def __init__(self, network: nn.Module, space: SubnetSpace, report: InsertReport) -> None:
         super().__init__()
         self.network = network
         self.training = network.training
-        self._cache_layout = layout_of(network)
-        self.space = space if self._cache_layout is None else space.with_cache_rules(self._cache_layout.rules)
+        self.space = space
         self.report = report
         self._norms = NormTable(space.id)
         self._active = space.largest()
@@ -339,58 +339,6 @@ class Supernet(nn.Module):
         self._substituted()
         return self._generation
 
-    def switch(
-        self, cache: Any, spec: SubnetSpec, *, allow_approximate: bool = False, recompute: Any = None
-    ) -> nn.Module:
-        """Return the view of a subnet that continues on a key-value cache that other subnets have filled.
-
-        Views check every cache themselves. Without this method they continue on the cache of another subnet
-        if its keys and values are the same (`space.cache(a, b)` is `"exact"`, and the weights have not
-        changed since) and raise `CacheMismatch` if not. A cache that was reset is free for every subnet. Call
-        this method to choose another subnet between two tokens. It takes microseconds if the view is cached
-        and nothing is recomputed.
-
-        Args:
-            cache: a key-value cache of transformers, a `DynamicCache` for example, or the pages of continuous
-                batching, for which approximate subnets are then allowed for good. The subnets that wrote it
-                are noted on it.
-            spec: the subnet that is to continue.
-            allow_approximate: whether keys and values of other numbers will do, which have the same shapes
-                (`"approximate"`, or of former weights of this supernet). The answers are then those of
-                neither subnet.
-            recompute: the tokens of all positions in the cache, as a tensor of shape (batch, positions), or
-                the named arguments that the network takes for them. The subnet computes the keys and values
-                again, from the first position on that it would not have written itself, so that it answers
-                as if it had run from the beginning. If None, nothing is computed.
-
-        Returns:
-            The view, as `subnet` returns it.
-
-        Raises:
-            CacheMismatch: a layer of the subnet has no past in the cache, keys and values have other shapes,
-                or they have other numbers and neither option allows that: those of another subnet, or of
-                weights that have changed since. The cache is then unchanged. It is raised as well if the
-                cache belongs to another supernet, or does not hold the given tokens.
-            SpecError: the specification is malformed, or of another space, or the networks of this space are
-                no language models whose caches are known.
-
-        Example:
-            >>> output = supernet.subnet(large)(prompt, use_cache=True)
-            >>> view = supernet.switch(output.past_key_values, small)
-            >>> output = view(token, past_key_values=output.past_key_values)
-        """
-        signature = self.space.cache_signature(spec)
-        assert self._cache_layout is not None
-        while True:
-            weights, view = self.generation.weights, self.subnet(spec)
-            if weights is self._generation.weights:  # Otherwise they were exchanged in the meantime.
-                break
-        writer = CacheWriter(self._cache_layout, self.space.id, signature, weights)
-        if recompute is not None:
-            recompute_(view, cache, writer, recompute)
-        writer.claim(cache, allow_approximate)
-        return view
-
     def actuate(self, spec: SubnetSpec) -> None:
         """Make `supernet(x)` run another subnet from now on. Forward passes under way are not affected.
 
@@ -458,8 +406,9 @@ class Supernet(nn.Module):
         spec = self.space.check(spec)
         with torch.no_grad(), self._exchange:
             fresh = spec.precision == FLOAT32
-            network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, guarded=False)).eval()
-            self._guard(network, spec, self.generation.weights.of_copy(network))
+            network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, hooked=False)).eval()
+            if self.on_bind is not None:
+                self.on_bind(self, network, spec, self.generation.weights.of_copy(network))
             return network
 
     def remove(self) -> nn.Module:
@@ -1106,7 +1055,7 @@ class Supernet(nn.Module):
         statistics: NormRow | None,
         fresh: bool = False,
         note: dict[str, tuple[Tensor, Tensor]] | None = None,
-        guarded: bool = True,
+        hooked: bool = True,
     ) -> nn.Module:
         """Bind the network of one subnet; `note` receives the statistics of every BatchNorm in it."""
         row = self.space.resolve(spec)
@@ -1122,15 +1071,9 @@ class Supernet(nn.Module):
 
         with self._exchange:
             view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._freeze)
-            if guarded:
-                self._guard(view, spec, self._generation.weights)
+            if hooked and self.on_bind is not None:
+                self.on_bind(self, view, spec, self._generation.weights)
         return view
-
-    def _guard(self, view: nn.Module, spec: SubnetSpec, weights: Weights) -> None:
-        """Let the network of a subnet check the key-value caches that it is given, if it takes any."""
-        if self._cache_layout is not None:
-            signature = self.space.cache_signature(spec)
-            CacheWriter(self._cache_layout, self.space.id, signature, weights).guard(view)
 
     def _freeze(self, tensor: Tensor) -> Tensor:
         """Return a frozen tensor on the storage of a parameter or buffer, one for all views.

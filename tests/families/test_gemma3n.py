@@ -28,6 +28,7 @@ from subnetact.errors import (
     MissingExtra,
     SpecError,
 )
+from subnetact.insertion.key_value_cache import cache_relation, switch
 from subnetact.operators import LayerSelect
 
 transformers = pytest.importorskip("transformers")
@@ -204,20 +205,20 @@ def test_switching_every_token_in_the_tail_equals_running_alone(supernet: subnet
         for i in range(5, 10):
             ffn[i] = rng.choice([8, 12, 24])
         specs.append(space.spec(keep=keep, ffn=[w or 24 for w in ffn]))
-    assert {space.cache(a, b) for a in specs for b in specs} == {"exact"}
+    assert {cache_relation(supernet, a, b) for a in specs for b in specs} == {"exact"}
     other = space.spec(keep=list(base["keep"]), ffn=[8 if w in (None, 12, 24) else 24 for w in base["ffn"]])
-    assert space.cache(base, other) == "approximate"
+    assert cache_relation(supernet, base, other) == "approximate"
     output = supernet.subnet(specs[0])(TOKENS, use_cache=True)
     tokens, cache = TOKENS, output.past_key_values
     for spec in specs[1:]:
         tokens = torch.cat([tokens, output.logits[:, -1:].argmax(-1)], dim=1)
-        output = supernet.switch(cache, spec)(tokens[:, -1:], past_key_values=cache)
+        output = switch(supernet, cache, spec)(tokens[:, -1:], past_key_values=cache)
         alone = logits(supernet.subnet(spec), tokens)[:, -1:]
         torch.testing.assert_close(output.logits, alone, rtol=5e-5, atol=5e-5)
         assert output.logits.argmax(-1).tolist() == alone.argmax(-1).tolist()
     with pytest.raises(CacheMismatch):
-        supernet.switch(cache, other)
-    view = supernet.switch(cache, other, recompute=tokens)
+        switch(supernet, cache, other)
+    view = switch(supernet, cache, other, recompute=tokens)
     found = view(TOKENS[:, :1], past_key_values=cache).logits
     expected = logits(view, torch.cat([tokens, TOKENS[:, :1]], dim=1))[:, -1:]
     torch.testing.assert_close(found, expected, rtol=5e-5, atol=5e-5)

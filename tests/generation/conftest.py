@@ -9,6 +9,7 @@ import torch
 from generation_tables import step_table
 
 from subnetact.generation import StepTable
+from subnetact.insertion.key_value_cache import switch
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -62,7 +63,7 @@ def alone(llama: Supernet, widths: list[SubnetSpec]) -> Callable[[list[int], tup
     def generate(prompt: list[int], subnets: tuple[int, ...]) -> list[int]:
         cache, given, tokens = DynamicCache(config=llama.network.config), torch.tensor([prompt]), []
         for subnet in subnets:
-            view = llama.switch(cache, widths[subnet], allow_approximate=True)
+            view = switch(llama, cache, widths[subnet], allow_approximate=True)
             logits = view(given, past_key_values=cache, use_cache=True).logits[0, -1]
             tokens.append(int(logits.argmax()))
             given = torch.tensor([[tokens[-1]]])

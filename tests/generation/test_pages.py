@@ -15,6 +15,7 @@ import ofa_adapters
 from subnetact import SubnetSpec, Supernet, insert_
 from subnetact.errors import BatchFailed, CacheMismatch, PolicyError
 from subnetact.generation import Generator, profile_steps
+from subnetact.insertion.key_value_cache import cache_relation, switch
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.policies import Fixed
 
@@ -117,7 +118,7 @@ def test_exact_subnets_switch_as_if_each_ran_from_scratch(kind: str, cache_token
     """Eight places, sequences that join, leave and are pushed out of small caches, and prompts in parts."""
     supernet = KINDS[kind]()
     specs = exact_subnets(kind, supernet)
-    assert {supernet.space.cache(a, b) for a in specs for b in specs} == {"exact"}
+    assert {cache_relation(supernet, a, b) for a in specs for b in specs} == {"exact"}
     rng, running, used = random.Random(1), [], set()
     options = {"max_sequences": 8, "step_tokens": 24, "cache_tokens": cache_tokens}
     with generator_of(supernet, specs, **options) as generator:
@@ -148,7 +149,7 @@ def test_subnets_with_fewer_heads_and_layers_generate_what_transformers_does(sup
 def test_views_refuse_the_pages_of_others(supernet: Supernet, change: dict[str, tuple[int, int]]) -> None:
     """Without the generator's own check, the views find out in the step that would go wrong."""
     specs = [supernet.space.largest(), changed(supernet, **change)]
-    relation = supernet.space.cache(*specs)
+    relation = cache_relation(supernet, *specs)
     exact = changed(supernet, ffn=(LAST, 8))
     with generator_of(supernet, [specs[0], exact], max_sequences=1) as generator:
         pages = generator._loop.batch_processor.cache
@@ -158,12 +159,12 @@ def test_views_refuse_the_pages_of_others(supernet: Supernet, change: dict[str, 
             generator.submit([5, 6], max_new_tokens=3, **LONG).result(60)
         assert isinstance(caught.value.__cause__, CacheMismatch)
         with pytest.raises(CacheMismatch, match="recompute"):
-            supernet.switch(pages, specs[1], recompute=torch.tensor([[5, 6]]))
+            switch(supernet, pages, specs[1], recompute=torch.tensor([[5, 6]]))
         if relation == "incompatible":
             with pytest.raises(CacheMismatch, match=r"model\.layers\."):
-                supernet.switch(pages, specs[1], allow_approximate=True)
+                switch(supernet, pages, specs[1], allow_approximate=True)
             return
-        supernet.switch(pages, specs[1], allow_approximate=True)
+        switch(supernet, pages, specs[1], allow_approximate=True)
         assert len(generator.submit([5, 6], max_new_tokens=3, **LONG).result(60).tokens) == 3
 
 
@@ -171,9 +172,9 @@ def test_pages_belong_to_one_supernet(supernet: Supernet) -> None:
     other = KINDS["gemma3"]()
     with generator_of(supernet, [supernet.space.largest()]) as generator:
         pages = generator._loop.batch_processor.cache
-        supernet.switch(pages, supernet.space.largest())
+        switch(supernet, pages, supernet.space.largest())
         with pytest.raises(CacheMismatch, match="give the subnets of every supernet a cache of their own"):
-            other.switch(pages, other.space.largest(), allow_approximate=True)
+            switch(other, pages, other.space.largest(), allow_approximate=True)
 
 
 def test_steps_of_incompatible_subnets_are_measured_apart(supernet: Supernet) -> None:

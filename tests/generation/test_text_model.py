@@ -23,6 +23,7 @@ from subnetact.generation.text import (
     text_tokenizer,
     tokens,
 )
+from subnetact.insertion.key_value_cache import cache_relation
 from subnetact.supernet.supernet import Supernet
 
 pytest.importorskip("transformers")
@@ -97,7 +98,7 @@ def test_a_subnet_of_every_axis_reaches_the_told_loss_on_held_out_text(
 def test_the_wider_the_better_on_own_caches_and_on_others(supernet: Supernet, held_out: torch.Tensor) -> None:
     subnets = switchable_subnets(supernet)
     smallest, largest = subnets[0], subnets[-1]
-    assert supernet.space.cache(smallest, largest) == "approximate"
+    assert cache_relation(supernet, smallest, largest) == "approximate"
     stream = held_out[: 257 * 24]
     own = {
         spec: next_token_quality(supernet, spec, stream, written_by=spec)[0] for spec in (smallest, largest)

@@ -27,13 +27,13 @@ from subnetact.engine import bundle as bundles
 from subnetact.engine import promotion
 from subnetact.errors import CacheMismatch, StaleWeights
 from subnetact.files.tensors import read_tensors
+from subnetact.insertion import key_value_cache
+from subnetact.insertion.key_value_cache import CacheWriter, cache_relation, switch
 from subnetact.operators import ElasticKernel, KernelConv2d, tensor_version
 from subnetact.operators.base import PackedCopy
 from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
-from subnetact.supernet import supernet as supernets
 from subnetact.supernet.generation import Moment
-from subnetact.supernet.key_value_cache import CacheWriter
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.supernet import Supernet
@@ -458,10 +458,10 @@ class Texts:
                     view = supernet.subnet(spec)
                 else:
                     given = before if way == "recompute" else None
-                    view = supernet.switch(cache, spec, recompute=given)
+                    view = switch(supernet, cache, spec, recompute=given)
                 logits = view(new, past_key_values=cache, use_cache=True).logits[:, -1]
         except CacheMismatch:
-            exact = own and supernet.space.cache(one["spec"], spec) == "exact"
+            exact = own and cache_relation(supernet, one["spec"], spec) == "exact"
             assert not exact, "a cache that fits was refused"
             assert way != "recompute", "a cache that is computed again was refused"
             assert before.shape[1], "an empty cache was refused"
@@ -665,11 +665,11 @@ def _noted(patch: pytest.MonkeyPatch, seen: Callable[[Moment], Moment]) -> None:
         def moment(self) -> Moment:
             return seen(self.weights.moment())
 
-    def writer(layout: Any, space: str, signature: Any, weights: Any) -> CacheWriter:
+    def writer(rules: Any, space: str, signature: Any, weights: Any) -> CacheWriter:
         blind: Any = Blind(weights)
-        return CacheWriter(layout, space, signature, blind)
+        return CacheWriter(rules, space, signature, blind)
 
-    patch.setattr(supernets, "CacheWriter", writer)
+    patch.setattr(key_value_cache, "CacheWriter", writer)
 
 
 IMAGE_FAULTS: dict[Fault, str] = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet, insert_
 from subnetact.errors import CacheMismatch, InsertError
+from subnetact.insertion.key_value_cache import switch
 from subnetact.operators import LayerSelect, WeightSlice
 
 pytest.importorskip("transformers")
@@ -131,7 +132,7 @@ def test_a_cache_of_a_subnet_with_other_layers_is_refused() -> None:
         CacheMismatch, match=r"model\.layers\.2: .* skipped this layer, and this subnet keeps it"
     ):
         full(TOKENS[:, :1], past_key_values=copy.deepcopy(cache))
-    other = supernet.switch(cache, skipping(supernet, 2, ffn=12), allow_approximate=True)
+    other = switch(supernet, cache, skipping(supernet, 2, ffn=12), allow_approximate=True)
     assert other(TOKENS[:, :1], past_key_values=cache).logits.isfinite().all()
     cache.reset()
     full(TOKENS, past_key_values=cache)

@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet, describe, insert_
 from subnetact.errors import CacheMismatch, CheckpointError, ForeignSpec, SpecError
+from subnetact.insertion.key_value_cache import cache_relation, switch
 from subnetact.operators import WeightSlice
 
 transformers = pytest.importorskip("transformers")
@@ -81,8 +83,8 @@ def test_the_relation_of_two_subnets_is_that_of_their_caches(kind: str) -> None:
         pairs.append((a, space.spec(**values)))
     seen = set()
     for a, b in pairs:
-        relation = space.cache(a, b)
-        assert relation == space.cache(b, a)
+        relation = cache_relation(supernet, a, b)
+        assert relation == cache_relation(supernet, b, a)
         seen.add(relation)
         left, right = (entries(cache_of(supernet.subnet(spec))) for spec in (a, b))
         shapes = [[t.shape for t in found] for found in (left, right)]
@@ -91,13 +93,13 @@ def test_the_relation_of_two_subnets_is_that_of_their_caches(kind: str) -> None:
         else:
             assert shapes[0] == shapes[1]
             equal = all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
-            only_queries = kind == "gemma" and space.cache(a, b) == "approximate"
+            only_queries = kind == "gemma" and cache_relation(supernet, a, b) == "approximate"
             assert equal == (relation == "exact") or only_queries, (str(a), str(b))
     assert seen == {"exact", "approximate", "incompatible"}
 
 
 def test_relations_by_hand(llama: Supernet) -> None:
-    cache, large = llama.space.cache, llama.space.largest()
+    cache, large = partial(cache_relation, llama), llama.space.largest()
     assert cache(large, subnet(llama, ffn=(4, 0.5))) == "exact"
     assert cache(large, subnet(llama, ffn=(3, 0.5))) == "approximate"
     assert cache(large, subnet(llama, heads=(4, 0.5))) == "incompatible"
@@ -105,8 +107,9 @@ def test_relations_by_hand(llama: Supernet) -> None:
     without_last = [subnet(llama, depth=(3, 0), ffn=(slot, 0.5)) for slot in (2, 3, 4)]
     assert cache(without_last[1], without_last[2]) == "exact"  # Layer 3 is the last that writes.
     assert cache(without_last[0], without_last[1]) == "approximate"
-    assert pickle.loads(pickle.dumps(llama.space.cache_rules)) == llama.space.cache_rules
-    assert copy.deepcopy(llama.space).cache(large, large) == "exact"
+    copied = copy.deepcopy(llama)
+    assert copied.on_bind == llama.on_bind
+    assert cache_relation(copied, large, large) == "exact"
 
 
 def test_the_cache_of_another_precision_holds_other_numbers() -> None:
@@ -115,27 +118,27 @@ def test_the_cache_of_another_precision_holds_other_numbers() -> None:
     supernet.enable_precision("int8")
     space, large = supernet.space, supernet.space.at_precision(supernet.space.largest(), "float32")
     quantised = space.at_precision(large, "int8")
-    assert space.cache(large, quantised) == space.cache(quantised, large) == "approximate"
-    assert space.cache(quantised, quantised) == "exact"
-    assert space.cache(large, plain.largest()) == "exact"
+    relation = partial(cache_relation, supernet)
+    assert relation(large, quantised) == relation(quantised, large) == "approximate"
+    assert relation(quantised, quantised) == "exact"
+    assert relation(large, plain.largest()) == "exact"
     cache = cache_of(supernet.subnet(large))
     with pytest.raises(CacheMismatch, match="allow_approximate=True"):
-        supernet.switch(cache, quantised)
+        switch(supernet, cache, quantised)
 
 
 def test_copies_of_a_space_are_the_same_space(llama: Supernet) -> None:
     copied = copy.copy(llama.space)
     assert copied.id == llama.space.id
-    large, small = copied.largest(), copied.smallest()
+    small = copied.smallest()
     assert copied.resolve(small) == llama.space.resolve(small)
-    assert copied.cache(large, small) == llama.space.cache(large, small)
 
 
 def test_networks_without_caches_have_no_relation() -> None:
     space = SubnetSpace("s", [Axis.uniform("w", ["1"], [2, 4])], lambda v: {"w": v["w"][0]})
     supernet = insert_(nn.Sequential(nn.Linear(3, 4)).eval(), space, {"0": WeightSlice.on(out="w")})
     small = supernet.space.smallest()
-    for call in (lambda: supernet.space.cache(small, small), lambda: supernet.switch(None, small)):
+    for call in (lambda: cache_relation(supernet, small, small), lambda: switch(supernet, None, small)):
         with pytest.raises(SpecError, match="s: it is not known what a key-value cache depends on here"):
             call()
 
@@ -143,12 +146,12 @@ def test_networks_without_caches_have_no_relation() -> None:
 def test_specifications_of_other_spaces_are_refused(llama: Supernet) -> None:
     other = supernet_of("llama", num_hidden_layers=4)
     with pytest.raises(ForeignSpec):
-        llama.space.cache(llama.space.largest(), other.space.largest())
+        cache_relation(llama, llama.space.largest(), other.space.largest())
     cache = cache_of(other.subnet(other.space.largest()))
     with pytest.raises(
         CacheMismatch, match=r"filled by a subnet of LlamaForCausalLM-\w+, this one is of Lla"
     ):
-        llama.switch(cache, llama.space.largest())
+        switch(llama, cache, llama.space.largest())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,12 +161,12 @@ def test_switching_every_token_between_exact_subnets_changes_no_token(kind: str)
     supernet = supernet_of(kind)
     end = {axis.name: len(axis.slots) - 1 for axis in supernet.space.axes}
     specs = [supernet.space.largest(), subnet(supernet, ffn=(end["ffn"], 0.5))]
-    assert supernet.space.cache(*specs) == "exact"
+    assert cache_relation(supernet, *specs) == "exact"
     output = supernet.subnet(specs[0])(TOKENS, use_cache=True)
     tokens, cache = TOKENS, output.past_key_values
     for step in range(8):
         tokens = torch.cat([tokens, output.logits[:, -1:].argmax(-1)], dim=1)
-        view = supernet.switch(cache, specs[step % 2])
+        view = switch(supernet, cache, specs[step % 2])
         output = view(tokens[:, -1:], past_key_values=cache)
         alone = supernet.subnet(specs[step % 2])(tokens, use_cache=False).logits[:, -1:]
         torch.testing.assert_close(output.logits, alone, rtol=5e-5, atol=5e-5)
@@ -178,7 +181,7 @@ def test_an_approximate_cache_has_to_be_accepted(llama: Supernet) -> None:
     cache = cache_of(llama.subnet(large))
     before = copy.deepcopy(entries(cache))
     for refused in (
-        lambda: llama.switch(cache, small),
+        lambda: switch(llama, cache, small),
         lambda: llama.subnet(small)(TOKENS[:, :1], past_key_values=cache),
     ):
         with pytest.raises(
@@ -186,32 +189,32 @@ def test_an_approximate_cache_has_to_be_accepted(llama: Supernet) -> None:
         ):
             refused()
     assert all(map(torch.equal, entries(cache), before))
-    view = llama.switch(cache, small, allow_approximate=True)
+    view = switch(llama, cache, small, allow_approximate=True)
     for _ in range(2):
         assert view(TOKENS[:, :1], past_key_values=cache).logits.isfinite().all()
     for spec in (large, subnet(llama, ffn=(1, 0.5))):  # Now the cache is nobody's own.
         with pytest.raises(CacheMismatch, match="whose keys and values are others"):
-            llama.switch(cache, spec)
+            switch(llama, cache, spec)
     cache.crop(-2)
-    llama.switch(cache, large)
+    switch(llama, cache, large)
     with pytest.raises(CacheMismatch):
-        llama.switch(cache, small)
+        switch(llama, cache, small)
 
 
 @torch.no_grad()
 def test_a_cropped_cache_remembers_who_wrote_what_is_left(llama: Supernet) -> None:
     large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
     cache = cache_of(llama.subnet(large), TOKENS[:, :5])
-    view = llama.switch(cache, small, allow_approximate=True)
+    view = switch(llama, cache, small, allow_approximate=True)
     view(TOKENS[:, 5:8], past_key_values=cache)
     cache.crop(-5)
-    view = llama.switch(cache, small, allow_approximate=True)
+    view = switch(llama, cache, small, allow_approximate=True)
     view(TOKENS[:, 3:6], past_key_values=cache)
     cache.crop(-1)
     with pytest.raises(CacheMismatch):
-        llama.switch(cache, large)
+        switch(llama, cache, large)
     cache.crop(-2)
-    llama.switch(cache, large)
+    switch(llama, cache, large)
 
 
 @pytest.mark.parametrize("change", [{"depth": (1, 0)}, {"heads": (2, 0.5)}])
@@ -221,7 +224,7 @@ def test_an_incompatible_cache_is_never_used(llama: Supernet, change: dict[str, 
     for filled, next_one in ((large, small), (small, large)):
         cache = cache_of(llama.subnet(filled))
         with pytest.raises(CacheMismatch, match=r"model\.layers\.2: the key-value cache was"):
-            llama.switch(cache, next_one, allow_approximate=True)
+            switch(llama, cache, next_one, allow_approximate=True)
         llama.subnet(filled)(TOKENS[:, :1], past_key_values=cache)
         cache.reset()
         fresh = llama.subnet(next_one)(TOKENS, past_key_values=cache).logits
@@ -237,7 +240,7 @@ def test_recomputing_makes_a_cache_right(kind: str) -> None:
     specs = [supernet.space.largest(), *(supernet.space.sample(rng) for _ in range(6))]
     cache, tokens = cache_of(supernet.subnet(specs[0])), TOKENS
     for spec in specs[1:]:
-        view = supernet.switch(cache, spec, recompute=tokens)
+        view = switch(supernet, cache, spec, recompute=tokens)
         found = view(TOKENS[:, :1], past_key_values=cache).logits
         tokens = torch.cat([tokens, TOKENS[:, :1]], dim=1)
         expected = view(tokens, use_cache=False).logits[:, -1:]
@@ -248,15 +251,15 @@ def test_recomputing_makes_a_cache_right(kind: str) -> None:
 def test_only_foreign_positions_are_recomputed(llama: Supernet) -> None:
     large, small = llama.space.largest(), subnet(llama, ffn=(0, 0.5))
     cache = cache_of(llama.subnet(large))
-    llama.switch(cache, small, allow_approximate=True)(TOKENS[:, :2], past_key_values=cache)
+    switch(llama, cache, small, allow_approximate=True)(TOKENS[:, :2], past_key_values=cache)
     tokens = torch.cat([TOKENS, TOKENS[:, :2]], dim=1)
     kept = [t[:, :, :11].clone() for t in entries(cache)]
     view, ran = llama.subnet(large), []
     handle = view.register_forward_pre_hook(
         lambda _m, _a, kwargs: ran.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    llama.switch(cache, large, recompute=tokens)
-    llama.switch(cache, large, recompute=tokens)
+    switch(llama, cache, large, recompute=tokens)
+    switch(llama, cache, large, recompute=tokens)
     handle.remove()
     assert ran == [2]
     assert all(torch.equal(a, b[:, :, :11]) for a, b in zip(kept, entries(cache), strict=True))
@@ -270,11 +273,11 @@ def test_recomputing_loses_nothing_if_it_cannot_be_done(llama: Supernet) -> None
     with pytest.raises(
         CacheMismatch, match=r"the cache holds 11 positions, the tokens are of shape \(2, 3\)"
     ):
-        llama.switch(cache, small, recompute=TOKENS[:, :3])
+        switch(llama, cache, small, recompute=TOKENS[:, :3])
     with pytest.raises(CacheMismatch, match="recompute: give the token ids"):
-        llama.switch(cache, small, recompute={"labels": TOKENS})
+        switch(llama, cache, small, recompute={"labels": TOKENS})
     with pytest.raises(IndexError):
-        llama.switch(cache, small, recompute=TOKENS + 1000)
+        switch(llama, cache, small, recompute=TOKENS + 1000)
     assert all(map(torch.equal, entries(cache), before))
     llama.subnet(large)(TOKENS[:, :1], past_key_values=cache)
 
@@ -285,9 +288,9 @@ def test_caches_of_unknown_origin_have_to_be_accepted(llama: Supernet) -> None:
     cache, large = cache_of(plain), llama.space.largest()
     with pytest.raises(CacheMismatch, match="filled by a network that is no subnet of a supernet"):
         llama.subnet(large)(TOKENS[:, :1], past_key_values=cache)
-    llama.switch(cache, large, allow_approximate=True)(TOKENS[:, :1], past_key_values=cache)
+    switch(llama, cache, large, allow_approximate=True)(TOKENS[:, :1], past_key_values=cache)
     with pytest.raises(CacheMismatch):
-        llama.switch(cache, subnet(llama, ffn=(0, 0.5)))
+        switch(llama, cache, subnet(llama, ffn=(0, 0.5)))
 
 
 @torch.no_grad()
@@ -297,7 +300,7 @@ def test_generation_copies_and_extracted_subnets_carry_the_note(llama: Supernet)
     made = view.generate(TOKENS, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     cache = copy.deepcopy(made.past_key_values)
     with pytest.raises(CacheMismatch):
-        llama.switch(cache, small)
+        switch(llama, cache, small)
     with pytest.raises(CacheMismatch):
         llama.extract(small)(TOKENS[:, :1], past_key_values=cache)
     own = llama.extract(large)(TOKENS[:, :1], past_key_values=cache).logits
@@ -307,7 +310,7 @@ def test_generation_copies_and_extracted_subnets_carry_the_note(llama: Supernet)
     static = transformers.StaticCache(config=llama.network.config, max_cache_len=32)
     view(TOKENS, past_key_values=static)
     with pytest.raises(CacheMismatch):
-        llama.switch(static, small)
+        switch(llama, static, small)
     gc.collect()
 
 
@@ -318,7 +321,7 @@ def test_a_cache_belongs_to_the_weights_that_wrote_it() -> None:
     foreign = cache_of(supernet.subnet(large))
     for call in (
         lambda: other.subnet(large)(token, past_key_values=foreign),
-        lambda: other.switch(foreign, large),
+        lambda: switch(other, foreign, large),
     ):
         with pytest.raises(CacheMismatch, match="of another supernet"):
             call()
@@ -333,7 +336,7 @@ def test_a_cache_belongs_to_the_weights_that_wrote_it() -> None:
         with pytest.raises(CacheMismatch, match="the weights have changed since"):
             supernet.subnet(large)(token, past_key_values=kept)
     filled = entries(before)[0].clone()
-    again = supernet.switch(before, large, recompute=TOKENS)
+    again = switch(supernet, before, large, recompute=TOKENS)
     assert not torch.equal(entries(before)[0], torch.zeros_like(filled))
     expected = supernet.subnet(large)(torch.cat([TOKENS, token], 1), use_cache=False).logits[:, -1]
     got = again(token, past_key_values=before).logits[:, -1]
@@ -361,5 +364,5 @@ def test_switching_between_ready_subnets_binds_and_computes_nothing(
     for view in views:
         view.register_forward_pre_hook(lambda *_: pytest.fail("it computed something"))
     for i in (0, 1, 0, 2, 1, 2):
-        assert llama.switch(cache, specs[i], allow_approximate=True) is views[i]
+        assert switch(llama, cache, specs[i], allow_approximate=True) is views[i]
     llama.refresh()  # The fixture is shared, and the hooks are on its views.

@@ -1,0 +1,255 @@
+"""CacheRules: what the key-value cache of a subnet of a language model depends on.
+
+A cache holds keys and values per layer. Those of a layer come from its input, so they depend on everything in
+front of the layer. `rules_of` finds the layers by the structure of the network: a stack of layers that take a
+cache and contain an attention with the index of its entry (`layer_idx`). What runs in a layer after its keys
+and values are written is seen in one run of the network; where it does not run, everything in a layer counts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from subnetact.device import raise_if_out_of_memory
+from subnetact.operators.base import Operator
+from subnetact.operators.layer_select import LayerSelect
+from subnetact.space import SizeRow, SubnetSpace
+from subnetact.spec import PRECISION, SubnetSpec
+from subnetact.supernet.batches import call_with
+from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import shared_view
+
+__all__ = ["CACHE_NAMES", "CacheArgument", "CacheLayer", "CacheRules", "CacheSignature", "rules_of"]
+
+CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+_QUERY = re.compile(r"^w?q(uer(y|ies))?(_|$)")
+
+CacheSignature: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""What the shapes and what the values of a key-value cache depend on, for one subnet."""
+
+
+@dataclass(frozen=True)
+class CacheArgument:
+    """The argument of a layer's forward that takes the cache."""
+
+    name: str
+    position: int
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> CacheArgument | None:
+        """Find it among the names that transformers uses."""
+        parameters = list(inspect.signature(type(template_of(layer)).forward).parameters)[
+            1:
+        ]  # without `self`
+        return next((cls(name, parameters.index(name)) for name in CACHE_NAMES if name in parameters), None)
+
+    def among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the cache of one call, or None."""
+        return kwargs.get(self.name, args[self.position] if len(args) > self.position else None)
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """A layer of a language model, and the sizes on which its keys and values in a cache depend.
+
+    Attributes:
+        name: the name of the layer in the network.
+        argument: the argument that takes the cache.
+        kept: a position in size rows, and the size there with which subnets keep the layer. If None, every
+            subnet keeps it.
+        writes: whether the layer has keys and values of its own. A layer that reads those of another layer
+            writes nothing.
+        shape: the positions of the sizes that give keys and values their shape, of the heads for example.
+        inner: the positions of the other sizes that its keys and values depend on, beside its input.
+        rest: the positions of the sizes in the layer that its keys and values do not depend on, of its
+            feed-forward network for example. Those of the layers behind it do.
+    """
+
+    name: str
+    argument: CacheArgument
+    kept: tuple[int, int] | None
+    writes: bool
+    shape: tuple[int, ...]
+    inner: tuple[int, ...]
+    rest: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheRules:
+    """What the key-value cache of a subnet depends on.
+
+    Subnets that agree up to the last layer that writes have the same cache.
+
+    Attributes:
+        outside: the positions in size rows of all sizes outside of the layers.
+        layers: the layers in the order in which they run.
+    """
+
+    outside: tuple[int, ...]
+    layers: tuple[CacheLayer, ...]
+
+    def signature(self, space: SubnetSpace, spec: SubnetSpec) -> CacheSignature:
+        """Return what the cache of a subnet depends on, shapes apart from values."""
+        row = space.resolve(spec)
+        kept = [layer.kept is None or row[layer.kept[0]] == layer.kept[1] for layer in self.layers]
+        writers = [i for i, layer in enumerate(self.layers) if layer.writes]
+        shapes = tuple(_at(row, self.layers[i].shape) if kept[i] else None for i in writers)
+        last = max((i for i in writers if kept[i]), default=-1)
+        values: list[tuple[Any, ...]] = [_at(row, self.outside)]
+        for i, layer in enumerate(self.layers[: last + 1]):
+            rest = _at(row, layer.rest) if i < last else ()
+            values.append((_at(row, layer.inner), rest) if kept[i] else ())
+        return shapes, (*values, dict(spec.values).get(PRECISION))
+
+    def difference(self, before: CacheSignature, now: CacheSignature) -> str | None:
+        """Return why a subnet cannot read the cache of another one at all, or None if it can."""
+        writers = [layer for layer in self.layers if layer.writes]
+        for layer, then, here in zip(writers, before[0], now[0], strict=True):
+            if then != here:
+                did, does = ("kept", "skips") if here is None else ("skipped", "keeps")
+                other = f"that {did} this layer, and this subnet {does} it"
+                if then is not None and here is not None:
+                    other = "with keys and values of other sizes in this layer"
+                return f"{layer.name}: the key-value cache was filled by a subnet {other}"
+        return None
+
+
+def _at(row: SizeRow, positions: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(row[position] for position in positions)
+
+
+def rules_of(supernet: Supernet, example: Any = None) -> CacheRules | None:
+    """Return what the caches of a language model depend on, or None if none of its layers takes a cache.
+
+    The example is run once. If it is None, the model's own `dummy_inputs` are.
+    """
+    network = supernet.network
+    layers: dict[str, tuple[nn.Module, CacheArgument, tuple[int, int] | None]] = {}
+    for path, stack in network.named_modules():
+        inside = any(path.startswith(f"{layer}.") for layer in layers)
+        if inside or not isinstance(template_of(stack), nn.ModuleList | nn.Sequential):
+            continue
+        for name, layer in stack._modules.items():
+            argument = None if layer is None else CacheArgument.of(layer)
+            if layer is not None and argument is not None and any(True for _ in attentions(layer)):
+                gate = stack.gate(name) if isinstance(stack, LayerSelect) else None
+                layers[f"{path}.{name}" if path else name] = layer, argument, gate
+    if not layers:
+        return None
+    run = _Run(supernet, {path: argument for path, (_, argument, _) in layers.items()}, example)
+    found = tuple(_layer(path, *facts, run) for path, facts in layers.items())
+    gates = {layer.kept[0] for layer in found if layer.kept}
+    outside = _positions(
+        m for path, m in network.named_modules() if not any(f"{path}.".startswith(f"{x}.") for x in layers)
+    )
+    return CacheRules(tuple(sorted(outside - gates)), found)
+
+
+class _Run:
+    """The order in which one run starts modules, with None wherever keys and values are written."""
+
+    def __init__(self, supernet: Supernet, arguments: dict[str, CacheArgument], example: Any) -> None:
+        self._events: list[str | None] = []
+        if example is None:
+            example = getattr(supernet.network, "dummy_inputs", None)
+        view = shared_view(supernet.network, supernet.space.resolve(supernet.space.largest()))
+        for path, module in view.named_modules():
+            if path in arguments:
+                watch = partial(self._watch, arguments[path])
+                module.register_forward_pre_hook(watch, with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._note, path))
+        try:
+            with torch.no_grad():
+                call_with(partial(view, use_cache=True), example)
+        except Exception as error:  # Nothing is known then of what runs after a write.
+            raise_if_out_of_memory(error)
+            self._events.clear()
+
+    def _note(self, path: str | None, *_: Any) -> None:
+        self._events.append(path)
+
+    def _watch(
+        self, argument: CacheArgument, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        cache = argument.among(args, kwargs)
+        for part in (cache, *(getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross"))):
+            if part is not None and "update" not in part.__dict__:
+                part.update = partial(self._update, part.update)
+
+    def _update(self, update: Any, *args: Any, **kwargs: Any) -> Any:
+        self._note(None)
+        return update(*args, **kwargs)
+
+    def after_write(self, attention: str) -> set[str]:
+        """Return the modules that ran only after an attention had written its keys and values."""
+        try:
+            written = self._events.index(None, self._events.index(attention))
+        except ValueError:
+            return set()
+        return {p for p in self._events[written:] if p is not None} - set(self._events[:written])
+
+
+def _layer(
+    path: str, layer: nn.Module, argument: CacheArgument, gate: tuple[int, int] | None, run: _Run
+) -> CacheLayer:
+    found = {f"{path}.{name}".rstrip("."): attention for name, attention in attentions(layer)}
+    after = {name: _inside(path, layer, run.after_write(name)) for name in found}
+    everything = _positions(layer.modules())
+    before = _positions(m for m in layer.modules() if not all(id(m) in behind for behind in after.values()))
+    shape = _positions(
+        (
+            m
+            for name, attention in found.items()
+            for child, inner in attention._modules.items()
+            if inner is not None and not _QUERY.search(child)
+            for m in inner.modules()
+            if id(m) not in after[name]
+        ),
+        inputs=False,
+    )
+    writes = any(map(writes_own, found.values()))
+    parts = (shape, before - shape, everything - before)
+    return CacheLayer(path, argument, gate, writes, *(tuple(sorted(part)) for part in parts))
+
+
+def _inside(path: str, layer: nn.Module, names: set[str]) -> set[int]:
+    """Return the ids of the modules of a layer that have these names or are inside of modules that do."""
+    found = [m for name, m in layer.named_modules() if f"{path}.{name}".rstrip(".") in names]
+    return {id(inner) for module in found for inner in module.modules()}
+
+
+def _positions(modules: Any, inputs: bool = True) -> set[int]:
+    return {
+        position
+        for m in modules
+        if isinstance(m, Operator)
+        for part, position in m.dims.items()
+        if inputs or not part.startswith("in_")
+    }
+
+
+def template_of(module: nn.Module) -> Any:
+    """Return the module that an operator replaced, or the module itself."""
+    return module.template if isinstance(module, Operator) else module
+
+
+def attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the innermost modules with an index of an entry in caches, each with its name in the layer."""
+    found = {name: template_of(module) for name, module in layer.named_modules()}
+    indexed = [name for name, module in found.items() if type(module.__dict__.get("layer_idx")) is int]
+    for name in indexed:
+        if not any(other.startswith(f"{name}." if name else "") and other != name for other in indexed):
+            yield name, found[name]
+
+
+def writes_own(attention: Any) -> bool:
+    """Tell whether an attention has keys and values of its own."""
+    return not getattr(attention, "is_kv_shared_layer", False)
