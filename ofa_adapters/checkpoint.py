@@ -6,7 +6,7 @@ import argparse
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,18 @@ from subnetact.files.atomic import read_regular, require_regular
 from subnetact.files.documents import parse_json
 from subnetact.files.tensors import read_tensors
 
-__all__ = ["fill", "match", "parsed_config", "read", "settings", "unwrap"]
+__all__ = ["fill", "layers_in", "match", "parsed_config", "read", "renamed", "sizes_in", "unwrap"]
 
 _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
 INDEX = "model.safetensors.index.json"
 """The file that says which part of a checkpoint a tensor is in."""
 _SHOWN = 12
+"""Names in an error message."""
 DEEPEST = 8
 """Most mappings around a state_dict. A damaged or hostile file may hold a mapping that contains itself."""
-LEAST_LIMIT, SHARING = 2**26, 16
-"""Tensors may claim as many bytes as the first number plus the second times the size of their file."""
+SMALL_BYTES, SHARED = 2**26, 16
+"""Tensors may claim this many bytes, and this many times the size of their file, because they may overlap."""
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 _INERT: list[Any] = [
     argparse.Namespace,
@@ -44,19 +45,7 @@ Unpickling them runs no code from the file."""
 
 
 def read(path: str | PathLike[str]) -> dict[str, Tensor]:
-    """Read the state_dict in a file, and take it out of its wrappers.
-
-    Args:
-        path: a `.pth`, `.pt` or `.safetensors` file, or a directory that contains `model.safetensors`,
-            `pytorch_model.bin`, or the parts that `model.safetensors.index.json` names.
-
-    Returns:
-        The tensors by name, on the CPU.
-
-    Raises:
-        CheckpointError: the file is missing or truncated, needs code to be unpickled, or contains no
-            state_dict.
-    """
+    """Read the state_dict in a file, or in a directory that transformers saved, without running its code."""
     file = Path(path)
     if (file / "bundle.json").is_file():
         raise CheckpointError(f"{path}: is a bundle, not a checkpoint; subnetact.Engine.load reads it")
@@ -88,8 +77,8 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path}: truncated or not a checkpoint ({error}); fetch it again") from error
     tensors = unwrap(content, str(path))
-    claimed, size = sum(map(_nbytes, tensors.values())), file.stat().st_size
-    if claimed > LEAST_LIMIT + SHARING * size:
+    claimed, size = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
+    if claimed > SMALL_BYTES + SHARED * size:
         raise CheckpointError(
             f"{path}: its tensors claim {claimed:,} bytes, the file has {size:,}; save contiguous tensors"
         )
@@ -113,18 +102,7 @@ def _parts(directory: Path) -> dict[str, Tensor]:
 
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
-    """Return the state_dict inside the wrappers `state_dict` and `model`.
-
-    Args:
-        content: what a checkpoint file contains: a state_dict, or a mapping with a state_dict inside.
-        subject: name of the checkpoint, for error messages.
-
-    Returns:
-        The tensors by name.
-
-    Raises:
-        CheckpointError: the content is not a state_dict.
-    """
+    """Return the state_dict inside the wrappers `state_dict` and `model`, if its tensors can be used."""
     for _ in range(DEEPEST):
         wrapped = [content.get(name) for name in _WRAPPERS] if isinstance(content, Mapping) else []
         inner = next((part for part in wrapped if isinstance(part, Mapping)), None)
@@ -161,10 +139,6 @@ def _unusable(tensor: Tensor) -> str | None:
     return f"{tensor.dtype}" if tensor.is_complex() else None
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _is_program(file: Path) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
@@ -173,36 +147,33 @@ def _is_program(file: Path) -> bool:
         return False
 
 
-def settings(directory: str | PathLike[str], known: Container[str]) -> dict[str, Any]:
-    """Return the entries of a directory's `config.json` that are constructor arguments.
-
-    Args:
-        directory: a directory that the `transformers` library saved.
-        known: names of the constructor arguments; other entries are left out.
-
-    Returns:
-        The constructor arguments by name.
-
-    Raises:
-        CheckpointError: there is no readable `config.json`.
-    """
-    return {key: value for key, value in parsed_config(directory).items() if key in known}
-
-
 def parsed_config(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return what `config.json` in a directory holds.
-
-    Args:
-        directory: a directory that the `transformers` library saved.
-
-    Raises:
-        CheckpointError: there is no readable `config.json`.
-    """
+    """Return what `config.json` holds in a directory that transformers saved."""
     path = Path(directory) / "config.json"
     try:
         return dict(parse_json(read_regular(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a readable configuration ({error})") from error
+
+
+def renamed(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return the tensors under the network's names."""
+    return {rename(key.removeprefix("module.")): tensor for key, tensor in tensors.items()}
+
+
+def sizes_in(tensors: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    """Return sizes by name, each read from an axis of a tensor; those of missing tensors are left out."""
+    return {
+        name: tensors[key].shape[axis]
+        for name, (key, axis) in axes.items()
+        if key in tensors and tensors[key].dim() > axis
+    }
+
+
+def layers_in(names: Iterable[str], stack: str) -> int:
+    """Return the number of layers in a stack, such as `blocks`."""
+    found = [re.match(rf"{stack}\.(\d+)\.", name) for name in names]
+    return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
 def match(
@@ -211,16 +182,9 @@ def match(
     rename: Callable[[str], str],
     unused: str | None = None,
 ) -> tuple[dict[str, Tensor], str]:
-    """Rename tensors to a network's names, and compare them with the network.
+    """Return the tensors under the network's names, and what does not fit, empty if all do.
 
-    Args:
-        own: the network's state_dict.
-        tensors: the tensors under upstream's names.
-        rename: maps an upstream name to the network's name.
-        unused: regular expression for upstream names that the network does not use.
-
-    Returns:
-        The tensors under the network's names, and a description of all mismatches, empty if there are none.
+    Keys that match `unused` and that the network does not have are left out.
     """
     given: dict[str, Tensor] = {}
     source: dict[str, str] = {}
@@ -263,21 +227,7 @@ def fill(
     hint: str = "Check the constructor arguments it was made with, and that the file is complete",
     allow_nonfinite: bool = False,
 ) -> None:
-    """Copy tensors into a network if all of them fit; otherwise leave the network unchanged.
-
-    Args:
-        network: the plain network.
-        tensors: the tensors under upstream's names; they are cast to the network's dtype.
-        rename: maps an upstream name to the network's name.
-        subject: name of the checkpoint, for error messages.
-        unused: regular expression for upstream names that the network does not use.
-        hint: the next step that the error message suggests if the tensors do not fit.
-        allow_nonfinite: whether tensors may be NaN or infinite.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, given twice, or has another shape; the message lists
-            them. Or values are NaN or infinite.
-    """
+    """Copy tensors into a network if all of them fit; otherwise leave the network unchanged."""
     own = network.state_dict()
     given, wrong = match(own, tensors, rename, unused)
     if wrong:

@@ -1,4 +1,4 @@
-"""The features that upstream's accuracy predictors read."""
+"""The features that upstream's accuracy predictors read, one function per encoding."""
 
 from __future__ import annotations
 
@@ -24,89 +24,36 @@ TUTORIAL_SIZES = (112, 128, 144, 160, 176, 192, 208, 224)
 
 
 def mobile_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Return the features of OFA's `MobileNetArchEncoder`.
-
-    They are one-hot: the image size, then the kernel size of every block, then the expansion of every block.
-
-    Args:
-        space: a space with the axes `kernel` and `expand`.
-        spec: a subnet of that space.
-        image_size: height and width of the input in pixels, one of `ARCH_ENCODER_SIZES`.
-
-    Returns:
-        The features, of shape (n_features,).
-
-    Raises:
-        IllegalChoice: the image size is not one of the encoding's sizes.
+    """Encode image size, kernels and expansions one-hot, as OFA's `MobileNetArchEncoder` does.
 
     Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py.
     """
-    size = _one_hot(ARCH_ENCODER_SIZES, _known(image_size, ARCH_ENCODER_SIZES))
+    size = _image_size(image_size, ARCH_ENCODER_SIZES)
     return _features(size, *_axis(space, spec, "kernel"), *_axis(space, spec, "expand"))
 
 
 def tutorial_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Return the features of `spec2feats` in OFA's tutorial.
-
-    They are one-hot: the kernel size of every block, then the expansion of every block, then the image size.
-
-    Args:
-        space: a space with the axes `kernel` and `expand`.
-        spec: a subnet of that space.
-        image_size: height and width of the input in pixels, one of `TUTORIAL_SIZES`.
-
-    Returns:
-        The features, of shape (n_features,).
-
-    Raises:
-        IllegalChoice: the image size is not one of the encoding's sizes.
+    """Encode kernels, expansions and image size one-hot, as `spec2feats` does.
 
     Source: mit-han-lab/once-for-all, ofa/tutorial.
     """
-    size = _one_hot(TUTORIAL_SIZES, _known(image_size, TUTORIAL_SIZES))
+    size = _image_size(image_size, TUTORIAL_SIZES)
     return _features(*_axis(space, spec, "kernel"), *_axis(space, spec, "expand"), size)
 
 
 def resnet_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Return the features of OFA's `ResNetArchEncoder`.
+    """Encode image size, whether the stem's middle layer is kept, widths and expansions one-hot.
 
-    They are one-hot: the image size, whether the stem's middle layer is kept, the width multiplier of every
-    stage, then the expansion of every block.
-
-    Args:
-        space: a space with the axes `depth`, `width` and `expand`, `depth` first.
-        spec: a subnet of that space.
-        image_size: height and width of the input in pixels, one of `ARCH_ENCODER_SIZES`.
-
-    Returns:
-        The features, of shape (n_features,).
-
-    Raises:
-        IllegalChoice: the image size is not one of the encoding's sizes.
-
-    Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py.
+    Source: mit-han-lab/once-for-all, ofa/nas/accuracy_predictor/arch_encoder.py, `ResNetArchEncoder`.
     """
-    size = _one_hot(ARCH_ENCODER_SIZES, _known(image_size, ARCH_ENCODER_SIZES))
+    size = _image_size(image_size, ARCH_ENCODER_SIZES)
     (stem, *_), (ends, *_) = spec["depth"], space.axes[0].slots
     kept = _one_hot((False, True), stem == ends.choices[-1])
     return _features(size, kept, *_axis(space, spec, "width"), *_axis(space, spec, "expand"))
 
 
 def raw_features(space: SubnetSpace, spec: SubnetSpec, image_size: int | None) -> Features:
-    """Return the features of AttentiveNAS' accuracy predictor.
-
-    They are the values of the configuration as numbers, axis by axis, with the resolution first.
-
-    Args:
-        space: a space with the axis `resolution`.
-        spec: a subnet of that space.
-        image_size: None, or the subnet's own resolution in pixels.
-
-    Returns:
-        The features, of shape (n_features,).
-
-    Raises:
-        IllegalChoice: the image size is not the subnet's resolution.
+    """Return the values of the configuration as numbers, axis by axis, with the resolution first.
 
     Source: facebookresearch/AttentiveNAS.
     """
@@ -123,17 +70,17 @@ def _axis(space: SubnetSpace, spec: SubnetSpec, name: str) -> list[list[float]]:
     return [_one_hot(slot.choices, value) for slot, value in zip(axis.slots, spec[name], strict=True)]
 
 
-def _one_hot(choices: Sequence[Value], value: Value | None) -> list[float]:
-    return [float(choice == value) for choice in choices]
-
-
-def _known(image_size: int | None, sizes: Sequence[int]) -> int:
-    if image_size is None or image_size not in sizes:
+def _image_size(image_size: int | None, known: Sequence[int]) -> list[float]:
+    if image_size is None or image_size not in known:
         raise IllegalChoice(
             f"image_size: {image_size!r} is not a choice of this encoding; "
-            f"choose from {', '.join(map(str, sizes))}"
+            f"choose from {', '.join(map(str, known))}"
         )
-    return image_size
+    return _one_hot(known, image_size)
+
+
+def _one_hot(choices: Sequence[Value], value: Value | None) -> list[float]:
+    return [float(choice == value) for choice in choices]
 
 
 def _features(*groups: list[float]) -> Features:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from ofa_adapters.checkpoint import fill, read, settings, unwrap
+from ofa_adapters.checkpoint import fill, parsed_config, read, unwrap
 from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import Features
-from ofa_adapters.notation import plain
+from ofa_adapters.layout import plain
 from subnetact.errors import SpecError
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
@@ -38,8 +38,8 @@ _MODULES = (
     "hydravit",
 )
 _LANGUAGE_MODELS = ("gemma3n",)
-LARGEST = 2**22
-"""No whole number in constructor arguments, such as a number of classes or of tokens, may be larger."""
+LARGEST_ARGUMENT = 2**22
+"""The largest whole number in constructor arguments, such as a number of classes or of tokens."""
 _ALIASES = {"alphanet": "attentivenas"}
 
 
@@ -54,17 +54,7 @@ def language_models() -> tuple[str, ...]:
 
 
 def family_of(name: str) -> Family:
-    """Return the description of a family.
-
-    Args:
-        name: one of `families()` or `language_models()`, or the other name of one (`alphanet`).
-
-    Returns:
-        The description.
-
-    Raises:
-        SpecError: the family is unknown.
-    """
+    """Return the description of one of all families; `alphanet` is a second name of `attentivenas`."""
     name = _ALIASES.get(name, name)
     known = (*_MODULES, *_LANGUAGE_MODELS)
     if name not in known:
@@ -88,11 +78,7 @@ def identify(tensors: Mapping[str, Any]) -> str | None:
 
 
 def recognised(tensors: Mapping[str, Any]) -> str | None:
-    """Return the family whose names a state_dict has, also if an ordinary model has the same ones.
-
-    Args:
-        tensors: a state_dict with upstream's names; only the names are read.
-    """
+    """Return the family whose names a state_dict has, also if an ordinary model has the same ones."""
     keys = Keys(key.removeprefix("module.") for key in tensors)
     return next((name for name in (*_MODULES, *_LANGUAGE_MODELS) if family_of(name).recognises(keys)), None)
 
@@ -142,8 +128,8 @@ def load(
         subject = f"{family}: {checkpoint}"
         tensors = read(checkpoint)
         if Path(checkpoint).is_dir():
-            stated = settings(checkpoint, known) if found.settings is None else found.settings(checkpoint)
-            constructor = {**stated, **constructor}
+            stated = (found.settings or parsed_config)(checkpoint)
+            constructor = {**{k: v for k, v in stated.items() if k in known}, **constructor}
     elif checkpoint is not None:
         subject = f"{family}: state_dict"
         tensors = unwrap(checkpoint, subject)
@@ -167,8 +153,12 @@ def load(
 def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
     for name, value in constructor.items():
         number, counts = plain(value), name in ("n_classes", "num_classes", "num_labels")
-        if (counts and (type(number) is not int or number < 1)) or (type(number) is int and number > LARGEST):
-            raise SpecError(f"{family}: {name} is {value!r:.60}; give a whole number from 1 to {LARGEST}")
+        if (counts and (type(number) is not int or number < 1)) or (
+            type(number) is int and number > LARGEST_ARGUMENT
+        ):
+            raise SpecError(
+                f"{family}: {name} is {value!r:.60}; give a whole number from 1 to {LARGEST_ARGUMENT}"
+            )
     try:
         return found.build(**constructor)
     except SpecError:

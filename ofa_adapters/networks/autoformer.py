@@ -6,28 +6,29 @@ Source: AutoFormer (Chen et al., ICCV 2021); microsoft/Cream, AutoFormer/model/s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import Family, Keys
-from ofa_adapters.notation import choices, is_list, plain
-from subnetact.errors import SpecError
-from subnetact.operators import (
-    Elastic,
-    ElasticAttribute,
-    LayerNormSlice,
-    LayerSelect,
-    ParameterSlice,
-    WeightSlice,
+from ofa_adapters.family import Built, Family
+from ofa_adapters.layout import Layout, block_slot, choices, is_list, plain
+from ofa_adapters.networks.vision_transformer import (
+    HEAD_FEATURES,
+    PARAMETERS,
+    TransformerBlock,
+    VisionTransformer,
+    drop_path_rates,
+    transformer_elastic,
 )
-from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
+from subnetact.errors import SpecError
+from subnetact.operators import Elastic, ElasticAttribute, LayerSelect
+from subnetact.space import Axis, AxisValues, Slot
 
-HEAD_FEATURES = 64
-KEYS = ("layer_num", "embed_dim", "num_heads", "mlp_ratio")
+EPS = 1e-5
+"""The eps of every LayerNorm."""
 
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "AutoFormer-T": {
@@ -54,14 +55,7 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The choices of an AutoFormer supernet, each ascending.
-
-    Attributes:
-        embed_dim: widths of the embedding.
-        num_heads: numbers of attention heads per block.
-        mlp_ratio: ratios of the feed-forward width to the embedding width, per block.
-        depth: numbers of blocks.
-    """
+    """The choices of an AutoFormer supernet, each ascending; heads and ratios are per block."""
 
     embed_dim: tuple[int, ...]
     num_heads: tuple[int, ...]
@@ -69,38 +63,21 @@ class SearchSpace:
     depth: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, embed: int, heads: int, ratio: float, depth: int, given: Mapping[str, Sequence[Any]] | None
-    ) -> SearchSpace:
-        """Return the choices of a supernet: the given ones, else the published ones, else a regular grid.
+    def given(cls, lists: Mapping[str, Sequence[Any]]) -> SearchSpace:
+        """Read upstream's search space."""
+        names = ("embed_dim", "num_heads", "mlp_ratio", "depth")
+        if set(lists) != set(names):
+            raise SpecError(f"autoformer: search_space has the keys {', '.join(names)}, got {sorted(lists)}")
+        return cls(*(choices(list(lists[name])) for name in names))
 
-        Args:
-            embed: embedding width of the full network.
-            heads: heads of the full network.
-            ratio: feed-forward ratio of the full network.
-            depth: blocks of the full network.
-            given: choices for each of the four axes. If None, those of the published supernet of this size;
-                if no supernet of this size was published, all widths that are multiples of 8, all ratios that
-                are multiples of 0.5, and all numbers of heads and blocks.
-
-        Returns:
-            The choices.
-
-        Raises:
-            SpecError: the given choices do not have exactly the four axes.
-        """
-        if given is not None:
-            names = ("embed_dim", "num_heads", "mlp_ratio", "depth")
-            if set(given) != set(names):
-                raise SpecError(
-                    f"autoformer: search_space has the keys {', '.join(names)}, got {sorted(given)}"
-                )
-            return cls(*(choices(list(given[name])) for name in names))
-        halves = tuple(i / 2 for i in range(1, int(ratio * 2) + 1)) or (ratio,)
+    @classmethod
+    def of_size(cls, embed: int, heads: int, ratio: float, depth: int) -> SearchSpace:
+        """Return the published choices of a full network of this size, else a regular grid."""
+        halves = tuple(i / 2 for i in range(1, int(ratio * 2) + 1))
         regular = cls(
             tuple(range(8, embed + 1, 8)) or (embed,),
             tuple(range(1, heads + 1)),
-            halves if halves[-1] == ratio else (*halves, ratio),
+            halves if ratio in halves else (*halves, ratio),
             tuple(range(1, depth + 1)),
         )
         return PUBLISHED.get((embed, heads, ratio, depth), regular)
@@ -115,78 +92,48 @@ PUBLISHED: Mapping[tuple[int, int, float, int], SearchSpace] = {
 
 
 @dataclass(frozen=True)
-class AutoFormerLayout:
-    """What the choices of an AutoFormer supernet mean in sizes.
+class AutoFormerLayout(Layout):
+    """The choices of a supernet of `depth` blocks, whose attributes are those of `build`."""
 
-    Attributes:
-        choices: the choices of every axis.
-        embed_dim: embedding width of the full network.
-        num_heads: heads of the full network.
-        depth: blocks of the full network.
-        change_qkv: whether a head always has 64 features. If false, the heads share all features.
-        relative_position: whether there are relative position embeddings, whose tables have a fixed number of
-            features per head.
-    """
-
-    choices: SearchSpace
-    embed_dim: int
-    num_heads: int
+    search: SearchSpace
     depth: int
     change_qkv: bool
-    relative_position: bool
+    abs_pos: bool
 
-    def heads(self) -> tuple[int, ...]:
-        """Return the numbers of heads that the network can run, ascending."""
-        if self.change_qkv:
-            return self.choices.num_heads
-        if self.relative_position:
-            return (self.num_heads,)
-        return tuple(h for h in self.choices.num_heads if self.embed_dim % h == 0)
+    family = "autoformer"
+    keys: ClassVar = {"layer_num": "depth", "embed_dim": "embed", "num_heads": "heads", "mlp_ratio": "mlp"}
+
+    def axes(self) -> list[Axis]:
+        def per_block(name: str, legal: Sequence[float]) -> Axis:
+            depths = self.search.depth
+            return Axis(name, tuple(block_slot(f"block{i}", legal, depths, i + 1) for i in range(self.depth)))
+
+        return [
+            Axis("depth", (Slot("blocks", self.search.depth),)),
+            Axis("embed", (Slot("stream", self.search.embed_dim),)),
+            per_block("heads", self.search.num_heads),
+            per_block("mlp", self.search.mlp_ratio),
+        ]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Return the size of every dimension for the values of the axes."""
         (depth,), (embed,) = values["depth"], values["embed"]
-        sizes: dict[str, Any] = {"embed": embed}
+        sizes = {"embed": embed}
         for i in range(self.depth):
-            heads: Any = values["heads"][i]
-            ratio: Any = values["mlp"][i]
             kept = i < depth
-            attention = HEAD_FEATURES * heads if kept else 0
-            sizes[f"block{i}.keep"] = kept
-            sizes[f"block{i}.heads"] = heads if kept else 0
-            sizes[f"block{i}.attention"] = attention
-            sizes[f"block{i}.qkv"] = 3 * attention
-            sizes[f"block{i}.mlp"] = int(embed * ratio) if kept else 0
+            heads = values["heads"][i] if kept else 0
+            sizes[f"block{i}.keep"] = int(kept)
+            sizes[f"block{i}.heads"] = heads
+            sizes[f"block{i}.attention"] = HEAD_FEATURES * heads
+            sizes[f"block{i}.qkv"] = 3 * HEAD_FEATURES * heads
+            sizes[f"block{i}.mlp"] = int(embed * values["mlp"][i]) if kept else 0
         return sizes
 
-    def space(self) -> SubnetSpace:
-        """Return the search space, which reads and writes upstream's configurations."""
-        depths = self.choices.depth
-        slots: dict[str, list[Slot]] = {"heads": [], "mlp": []}
-        for i in range(self.depth):
-            keeping = tuple(d for d in depths if d > i)
-            when = None if keeping == depths else UsedWhen("depth", 0, keeping)
-            slots["heads"].append(Slot(f"block{i}", self.heads(), when))
-            slots["mlp"].append(Slot(f"block{i}", self.choices.mlp_ratio, when))
-        axes = [
-            Axis("depth", (Slot("blocks", depths),)),
-            Axis("embed", (Slot("stream", self.choices.embed_dim),)),
-            *(Axis(name, tuple(found)) for name, found in slots.items()),
-        ]
-        return SubnetSpace("autoformer", axes, self.sizes, self.parse, self.format)
-
     def parse(self, config: Any) -> dict[str, Any]:
-        """Return the values of the axes for a configuration.
+        """Return the values of the axes.
 
         Args:
             config: upstream's dictionary, the tuple that upstream's evolution search writes, or the name of a
                 released subnet, a key of `RELEASED`.
-
-        Returns:
-            The values of every axis.
-
-        Raises:
-            SpecError: the configuration has none of these forms.
         """
         if isinstance(config, str):
             if config not in RELEASED:
@@ -196,14 +143,11 @@ class AutoFormerLayout:
             config = RELEASED[config]
         if is_list(config):
             config = self._from_tuple(plain(config))
-        if not isinstance(config, Mapping) or set(config) != set(KEYS):
-            got = sorted(map(str, config)) if isinstance(config, Mapping) else type(config).__name__
-            raise SpecError(f"autoformer: a configuration has exactly the keys {', '.join(KEYS)}; got {got}")
-        given = {key: plain(config[key]) for key in KEYS}
+        given = self.entries(config)
         depth = given["layer_num"]
         embed = given["embed_dim"] if is_list(given["embed_dim"]) else [given["embed_dim"]]
         if not embed or any(width != embed[0] for width in embed):
-            known = ", ".join(map(str, self.choices.embed_dim))
+            known = ", ".join(map(str, self.search.embed_dim))
             raise SpecError(f"autoformer: embed_dim is one of {known}, the same in every block, got {embed}")
         return {
             "depth": depth,
@@ -225,20 +169,27 @@ class AutoFormerLayout:
     def _per_block(self, key: str, values: Any, depth: Any) -> Any:
         if not is_list(values):
             return values
-        if depth not in self.choices.depth:
-            return (
-                self.heads()[0] if key == "num_heads" else self.choices.mlp_ratio[0]
-            )  # the space refuses the depth
+        if depth not in self.search.depth:
+            return None  # The space refuses the depth first.
         if len(values) != depth:
             raise SpecError(f"autoformer: {key} has one value per block, {depth}, got {len(values)}")
-        return [*values, *[None] * (self.depth - len(values))][: self.depth]
+        return [*values, *[None] * (self.depth - len(values))]
 
     def format(self, values: AxisValues) -> dict[str, Any]:
-        """Return the values of the axes as an upstream configuration."""
-        depth: Any = values["depth"][0]
+        (depth,), (embed,) = values["depth"], values["embed"]
         heads, ratios = (list(values[name][:depth]) for name in ("heads", "mlp"))
-        embed = [values["embed"][0]] * depth
-        return dict(zip(KEYS, (depth, embed, heads, ratios), strict=True))
+        return {"layer_num": depth, "embed_dim": [embed] * depth, "num_heads": heads, "mlp_ratio": ratios}
+
+    def elastic(self) -> dict[str, Elastic]:
+        names = [f"block{i}" for i in range(self.depth)]
+        blocks = [(f"{b}.qkv", f"{b}.attention", f"{b}.mlp") for b in names]
+        fixed = [(None, None, neurons) for _, _, neurons in blocks]
+        elastic = transformer_elastic("embed", blocks if self.change_qkv else fixed)
+        elastic["blocks"] = LayerSelect.on(**{str(i): f"{b}.keep" for i, b in enumerate(names)})
+        elastic |= {f"blocks.{i}.split": ElasticAttribute.on(heads=f"{b}.heads") for i, b in enumerate(names)}
+        if not self.abs_pos:
+            del elastic["pos_embed"]
+        return elastic
 
 
 class InterleavedLinear(nn.Linear):
@@ -327,39 +278,29 @@ class RelativePosition(nn.Module):
         return self.entries.expand(shape), self.lines.expand(shape)  # type: ignore[operator]
 
 
-def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
-    """Return a residual branch (N, T, width); in training, with a probability of `rate`, samples are zero."""
-    if not training or not rate:
-        return branch
-    keep = 1 - rate
-    return branch * (torch.rand(len(branch), 1, 1, device=branch.device) < keep) / keep
-
-
-class AutoFormerBlock(nn.Module):
-    """One pre-norm transformer block: attention and feed-forward network, each with a residual connection."""
+class AutoFormerBlock(TransformerBlock):
+    """A block whose attention may have relative positions, from upstream's constructor arguments."""
 
     def __init__(self, arguments: Mapping[str, Any], drop_path: float) -> None:
-        super().__init__()
-        width, hidden = arguments["embed_dim"], int(arguments["embed_dim"] * arguments["mlp_ratio"])
+        width, heads = arguments["embed_dim"], arguments["num_heads"]
         linear = InterleavedLinear if arguments["change_qkv"] else nn.Linear
-        self.attn_norm = nn.LayerNorm(width)
-        self.qkv = linear(width, 3 * width, arguments["qkv_bias"])
-        self.split = SplitHeads(arguments["num_heads"])
+        super().__init__(
+            linear(width, 3 * width, arguments["qkv_bias"]),
+            int(width * arguments["mlp_ratio"]),
+            EPS,
+            arguments["drop_rate"],
+            arguments["attn_drop_rate"],
+            drop_path,
+        )
+        self.split = SplitHeads(heads)
         self.position = None
         if arguments["relative_position"]:
             side = arguments["img_size"] // arguments["patch_size"]
-            features = width // arguments["num_heads"]
-            self.position = RelativePosition(side, arguments["max_relative_position"], features)
-        self.proj = nn.Linear(width, width)
-        self.ffn_norm = nn.LayerNorm(width)
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+            self.position = RelativePosition(side, arguments["max_relative_position"], width // heads)
         self.head_scale = bool(arguments["change_qkv"])
-        self.drop, self.attn_drop = float(arguments["drop_rate"]), float(arguments["attn_drop_rate"])
-        self.drop_path = drop_path
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Map (N, T, embed) to (N, T, embed) by attention, without the residual connection."""
+    def mix(self, x: Tensor) -> Tensor:
+        """Map (N, T, embed) to the concatenated results of all heads, (N, T, features)."""
         q, k, v = self.split(self.qkv(x)).unbind(0)
         # Without change_qkv upstream divides by the square root of the subnet's embedding width per head,
         # not of the number of features that a head really has.
@@ -370,75 +311,7 @@ class AutoFormerBlock(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, scale=scale)
         if self.position is not None:
             y = self.position.collect(y)
-        return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.drop, self.training)
-
-    def feed(self, x: Tensor) -> Tensor:
-        """Map (N, T, embed) to (N, T, embed) by the feed-forward network, without the residual connection."""
-        hidden = F.dropout(F.gelu(self.fc1(x)), self.drop, self.training)
-        return F.dropout(self.fc2(hidden), self.drop, self.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, embed) to (N, T, embed)."""
-        x = x + survive(self.attend(self.attn_norm(x)), self.drop_path, self.training)
-        return x + survive(self.feed(self.ffn_norm(x)), self.drop_path, self.training)
-
-
-class ClassToken(nn.Module):
-    """Adds the learned class token before the patches."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, patches, embed) to (N, 1 + patches, embed)."""
-        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
-
-
-class PositionEmbedding(nn.Module):
-    """Adds a learned position embedding."""
-
-    def __init__(self, positions: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.randn(1, positions, width) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, T, embed) to (N, T, embed)."""
-        return x + self.embedding
-
-
-class VisionTransformer(nn.Module):
-    """The full network: patch embedding, class token, transformer blocks, and a linear classifier.
-
-    Args:
-        arguments: upstream's constructor arguments by name, as `build` documents them.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, depth, size = arguments["embed_dim"], arguments["depth"], arguments["patch_size"]
-        patches = (arguments["img_size"] // size) ** 2
-        self.patch_embed = nn.Conv2d(arguments["in_chans"], width, size, size)
-        self.cls_token = ClassToken(width)
-        self.pos_embed = PositionEmbedding(1 + patches, width) if arguments["abs_pos"] else None
-        rates = [arguments["drop_path_rate"] * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(AutoFormerBlock(arguments, rate) for rate in rates))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, arguments["num_classes"])
-        self.gp = bool(arguments["gp"])
-        self.drop = float(arguments["drop_rate"])
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Map images (N, in_chans, img_size, img_size) to pooled features (N, embed)."""
-        x = self.cls_token(self.patch_embed(x).flatten(2).transpose(1, 2))
-        if self.pos_embed is not None:
-            x = self.pos_embed(x)
-        x = self.norm(self.blocks(F.dropout(x, self.drop, self.training)))
-        return x[:, 1:].mean(1) if self.gp else x[:, 0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (N, in_chans, img_size, img_size) to logits (N, num_classes)."""
-        return self.head(self.forward_features(x))  # type: ignore[no-any-return]
+        return y.transpose(1, 2).flatten(2)
 
 
 def build(
@@ -462,10 +335,8 @@ def build(
     abs_pos: bool = True,
     max_relative_position: int = 14,
     search_space: Mapping[str, Sequence[Any]] | None = None,
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
-
-    The arguments are those of upstream's `Vision_TransformerSuper`; the defaults are AutoFormer-T's.
+) -> Built:
+    """Build the family with the arguments of upstream's `Vision_TransformerSuper`, by default AutoFormer-T's.
 
     Args:
         img_size: height and width of the input in pixels.
@@ -488,14 +359,8 @@ def build(
         abs_pos: whether there are absolute position embeddings.
         max_relative_position: largest distance with a relative position embedding of its own, in patches.
         search_space: lists of choices for `embed_dim`, `num_heads`, `mlp_ratio` and `depth`. If None, those
-            that `SearchSpace.of` documents.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: the variant was never published (`pre_norm=False`, `scale=True`), or sizes do not fit
-            together.
+            of the published supernet of this size; if none was published, all widths that are multiples of 8,
+            all ratios that are multiples of 0.5, and all numbers of heads and blocks.
     """
     arguments = {k: v for k, v in locals().items() if k != "search_space"}
     if not pre_norm or scale:
@@ -505,38 +370,23 @@ def build(
             f"autoformer: img_size {img_size} must be a multiple of patch_size {patch_size}, and "
             f"embed_dim {embed_dim} of num_heads {num_heads}"
         )
-    if change_qkv and relative_position and embed_dim // num_heads != 64:
+    if change_qkv and relative_position and embed_dim // num_heads != HEAD_FEATURES:
         raise SpecError(
-            f"autoformer: with change_qkv a head has 64 features, so embed_dim must be 64 * num_heads, "
-            f"got {embed_dim} and {num_heads}"
+            f"autoformer: with change_qkv a head has {HEAD_FEATURES} features, so embed_dim must be "
+            f"{HEAD_FEATURES} * num_heads, got {embed_dim} and {num_heads}"
         )
-    searched = SearchSpace.of(embed_dim, num_heads, mlp_ratio, depth, search_space)
-    layout = AutoFormerLayout(searched, embed_dim, num_heads, depth, change_qkv, relative_position)
-    return VisionTransformer(arguments), layout.space(), _elastic(depth, change_qkv, abs_pos)
-
-
-def _elastic(depth: int, change_qkv: bool, abs_pos: bool) -> dict[str, Elastic]:
-    embed = "embed"
-    elastic = {
-        "patch_embed": WeightSlice.on(out=embed),
-        "cls_token": ParameterSlice.on(features=embed),
-        "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(depth)}),
-        "norm": LayerNormSlice.on(features=embed),
-        "head": WeightSlice.on(in_=embed),
-    }
-    if abs_pos:
-        elastic["pos_embed"] = ParameterSlice.on(features=embed)
-    for i in range(depth):
-        path, block = f"blocks.{i}", f"block{i}"
-        elastic[f"{path}.attn_norm"] = elastic[f"{path}.ffn_norm"] = LayerNormSlice.on(features=embed)
-        qkv = {"in_": embed, "out": f"{block}.qkv"} if change_qkv else {"in_": embed}
-        proj = {"in_": f"{block}.attention", "out": embed} if change_qkv else {"out": embed}
-        elastic[f"{path}.qkv"] = WeightSlice.on(**qkv)
-        elastic[f"{path}.split"] = ElasticAttribute.on(heads=f"{block}.heads")
-        elastic[f"{path}.proj"] = WeightSlice.on(**proj)
-        elastic[f"{path}.fc1"] = WeightSlice.on(in_=embed, out=f"{block}.mlp")
-        elastic[f"{path}.fc2"] = WeightSlice.on(in_=f"{block}.mlp", out=embed)
-    return elastic
+    if search_space is None:
+        search = SearchSpace.of_size(embed_dim, num_heads, mlp_ratio, depth)
+    else:
+        search = SearchSpace.given(search_space)
+    if not change_qkv:
+        # Heads share all features; the tables of relative positions have a fixed number of features per head.
+        dividing = tuple(heads for heads in search.num_heads if embed_dim % heads == 0)
+        search = replace(search, num_heads=(num_heads,) if relative_position else dividing)
+    layout = AutoFormerLayout(search, depth, change_qkv, abs_pos)
+    blocks = [AutoFormerBlock(arguments, rate) for rate in drop_path_rates(drop_path_rate, depth)]
+    network = VisionTransformer(blocks, arguments, EPS, drop_rate, positions=abs_pos, mean=gp)
+    return layout.built(network)
 
 
 _NAMES = {
@@ -547,22 +397,16 @@ _NAMES = {
     ".attn.rel_pos_embed_v.embeddings_table_h": ".position.value_horizontal",
     ".attn.qkv.": ".qkv.",
     ".attn.proj.": ".proj.",
-    ".attn_layer_norm.": ".attn_norm.",
-    ".ffn_layer_norm.": ".ffn_norm.",
+    ".attn_layer_norm.": ".norm1.",
+    ".ffn_layer_norm.": ".norm2.",
 }
-_PARAMETERS = {"cls_token": "cls_token.token", "pos_embed": "pos_embed.embedding"}
 
 
 def rename(key: str) -> str:
     """Return the plain network's name for a name in upstream's state_dict."""
     for theirs, ours in _NAMES.items():
         key = key.replace(theirs, ours)
-    return _PARAMETERS.get(key, key)
-
-
-def recognises(keys: Keys) -> bool:
-    """Return whether the names in a state_dict are those of an AutoFormer supernet."""
-    return keys.some(r"^patch_embed_super\.")
+    return PARAMETERS.get(key, key)
 
 
 FAMILY = Family(
@@ -570,6 +414,6 @@ FAMILY = Family(
     rename,
     source="microsoft/Cream, AutoFormer",
     licence="MIT",
-    recognises=recognises,
+    recognises=lambda keys: keys.some(r"^patch_embed_super\."),
     checkpoints=("supernet-tiny.pth", "supernet-small.pth", "supernet-base.pth"),
 )

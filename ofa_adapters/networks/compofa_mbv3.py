@@ -6,87 +6,84 @@ Source: CompOFA (Sahni et al., ICLR 2021); gatech-sysml/CompOFA, a fork of mit-h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from ofa_adapters.family import Family, Keys
-from ofa_adapters.networks.mobile_layout import MobileLayout, rename
-from ofa_adapters.networks.ofa_mbv3 import network_and_layout
-from ofa_adapters.notation import choices, is_list, upstream_config
+from ofa_adapters.family import Built, Family, Keys
+from ofa_adapters.layout import choices, is_list
+from ofa_adapters.networks.mobile import rename
+from ofa_adapters.networks.ofa_mbv3 import WIDTHS, MobileNetV3Layout
 from subnetact.errors import IllegalChoice, SpecError
-from subnetact.operators import Elastic
-from subnetact.space import AxisValues, SubnetSpace
+from subnetact.space import Axis, AxisValues, make_divisible
 
 STAGE_KERNELS = (3, 5, 3, 3, 5)
 SLOTS_PER_STAGE = 4
 
 
 @dataclass(frozen=True)
-class CompoundLayout(MobileLayout):
-    """A `MobileLayout` in which kernels may be fixed and the depth may decide the expansion of its stage."""
+class CompoundLayout(MobileNetV3Layout):
+    """A MobileNetV3 in which kernels may be fixed, and the depth may decide the expansions of its stage.
 
-    def parse(self, config: Any) -> dict[str, Any]:
-        """Return the values of the axes for an upstream configuration.
+    Attributes:
+        fixed_kernels: kernel size of every block slot. If None, kernels are an axis of the space.
+        ratios: the expansion ratio for every depth. If None, expansions are an axis of the space.
+    """
 
-        Args:
-            config: upstream's `{"ks", "e", "d"}`. `ks` may be left out if kernels are fixed, and `e` if the
-                depth decides the expansion. If they are given, they must agree with what is implied.
+    fixed_kernels: tuple[int, ...] | None = None
+    ratios: Mapping[int, float] | None = None
 
-        Returns:
-            The values of every axis.
+    family = "compofa_mbv3"
+    optional = ("ks", "e")
 
-        Raises:
-            SpecError: a key is missing or unknown, or a list has the wrong length.
-            IllegalChoice: a value contradicts what is implied.
-        """
-        given = upstream_config(self.family, config, ("d",), ("ks", "e"))
-        values = {"depth": given["d"]}
-        slots = len(self.blocks)
-        for key, axis in (("ks", "kernel"), ("e", "expand")):
-            implied = self.fixed_kernels if key == "ks" else self._tied(given["d"]) if self.tied else None
-            stated = given.get(key)
-            if implied is None:
-                if stated is None:
-                    raise SpecError(f"{self.family}: a configuration needs the key {key!r}")
-                values[axis] = stated
-            elif stated is not None:
-                self._agree(axis, stated if is_list(stated) else [stated] * slots, implied, given["d"])
-        return values
+    def implied(self, depths: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+        """Return the values of the axes that this space does not have, for the depth of every stage."""
+        found: dict[str, tuple[Any, ...]] = {}
+        if self.fixed_kernels:
+            found["kernel"] = self.fixed_kernels
+        if self.ratios:
+            found["expand"] = tuple(self.ratios[depths[stage]] for stage, _ in self.blocks)
+        return found
 
-    def _tied(self, depths: Any) -> list[Any]:
-        per_stage = depths if is_list(depths) else [depths] * len(self.stages)
-        if self.tied is None or len(per_stage) != len(self.stages):
-            return [None] * len(self.blocks)
-        return [self._ratio(per_stage[stage]) for stage, _ in self.blocks]
+    def axes(self) -> list[Axis]:
+        fixed = {"kernel": self.fixed_kernels, "expand": self.ratios}
+        return [axis for axis in super().axes() if not fixed.get(axis.name)]
 
-    def _ratio(self, depth: Any) -> float | None:
-        known = self.tied and isinstance(depth, int | float) and depth in self.tied
-        return self.tied[int(depth)] if self.tied and known else None
-
-    def _agree(self, axis: str, stated: Sequence[Any], implied: Sequence[Any], depths: Any) -> None:
-        per_stage = depths if is_list(depths) else [depths] * len(self.stages)
-        if len(stated) != len(self.blocks):
-            raise SpecError(f"{self.family}: {axis} has {len(self.blocks)} slots, got {len(stated)} values")
-        if len(per_stage) != len(self.stages):
-            return
-        for i, (stage, position) in enumerate(self.blocks):
-            depth = per_stage[stage]
-            kept = isinstance(depth, int | float) and position < depth
-            if kept and implied[i] is not None and not _equal(stated[i], implied[i]):
-                raise IllegalChoice(
-                    f"{self.family}: {axis}[{i}] (block{i}): {stated[i]!r} is not a choice; "
-                    f"choose from {implied[i]}, which depth {depth} of stage{stage + 1} implies"
-                )
+    def sizes(self, values: AxisValues) -> dict[str, int]:
+        return super().sizes({**values, **self.implied(values["depth"])})
 
     def format(self, values: AxisValues) -> dict[str, Any]:
         """Return the values of the axes as a configuration for upstream's `set_active_subnet`."""
-        depths = list(values["depth"])
-        expand = self._tied(depths) if self.tied else list(values["expand"])
+        complete = {**values, **self.implied(values["depth"])}
         kernel = None if self.fixed_kernels else list(values["kernel"])
-        return {"wid": None, "ks": kernel, "e": expand, "d": depths}
+        return {"wid": None, "ks": kernel, "e": list(complete["expand"]), "d": list(values["depth"])}
+
+    def parse(self, config: Any) -> dict[str, Any]:
+        """Return the values of the axes; stated kernels and expansions must agree with what is implied."""
+        given = self.entries(config)
+        values = {"depth": given["d"]}
+        depths = given["d"] if is_list(given["d"]) else [given["d"]] * len(self.stages)
+        legal = len(depths) == len(self.stages) and all(depth in self.depths for depth in depths)
+        for key, axis, fixed in (("ks", "kernel", self.fixed_kernels), ("e", "expand", self.ratios)):
+            if not fixed:
+                if given.get(key) is None:
+                    raise SpecError(f"{self.family}: a configuration needs the key {key!r}")
+                values[axis] = given[key]
+            elif given.get(key) is not None and legal:  # The space refuses other depths.
+                self._agree(axis, given[key], depths)
+        return values
+
+    def _agree(self, axis: str, stated: Any, depths: Sequence[int]) -> None:
+        slots = stated if is_list(stated) else [stated] * len(self.blocks)
+        if len(slots) != len(self.blocks):
+            raise SpecError(f"{self.family}: {axis} has {len(self.blocks)} slots, got {len(slots)} values")
+        implied = self.implied(depths)[axis]
+        for i, (stage, position) in enumerate(self.blocks):
+            if position < depths[stage] and not _equal(slots[i], implied[i]):
+                raise IllegalChoice(
+                    f"{self.family}: {axis}[{i}] (block{i}): {slots[i]!r} is not a choice; "
+                    f"choose from {implied[i]}, which depth {depths[stage]} of stage{stage + 1} implies"
+                )
 
 
 def _equal(value: Any, implied: float) -> bool:
@@ -105,10 +102,8 @@ def build(
     compound: bool = True,
     fixed_kernel: bool = True,
     kernel_transform_mode: int | None = None,
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
-
-    The arguments are those of `OFAMobileNetV3` in the CompOFA fork.
+) -> Built:
+    """Build the family with the arguments of `OFAMobileNetV3` in the CompOFA fork.
 
     Args:
         n_classes: number of classes.
@@ -124,16 +119,10 @@ def build(
         fixed_kernel: whether every block has the kernel size of MobileNetV3.
         kernel_transform_mode: upstream's class attribute. If None, smaller kernels are centre crops of the
             largest; if 1, they are made by learned matrices, as in the elastic checkpoints.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: several widths, depths and expansions of different number, or stages that are too deep.
     """
-    widths, depths, expands = choices(width_mult_list), choices(depth_list), choices(expand_ratio_list)
-    if len(widths) != 1:
-        raise SpecError(f"width_mult_list: the width is not elastic, give one multiplier, got {widths}")
+    multipliers, depths, expands = choices(width_mult_list), choices(depth_list), choices(expand_ratio_list)
+    if len(multipliers) != 1:
+        raise SpecError(f"width_mult_list: the width is not elastic, give one multiplier, got {multipliers}")
     if compound and len(depths) != len(expands):
         raise SpecError(
             f"compound: depths {depths} and expand ratios {expands} cannot be paired; give as many of each"
@@ -146,32 +135,22 @@ def build(
     if fixed_kernel:
         # Upstream indexes a list of four entries per stage by block position, even if stages are shorter.
         fixed = tuple(STAGE_KERNELS[i // SLOTS_PER_STAGE] for i in range(depths[-1] * len(STAGE_KERNELS)))
-    network, layout = network_and_layout(
-        "compofa_mbv3",
-        widths[0],
-        n_classes,
-        bn_param,
-        dropout_rate,
-        first_residual=True,
-        matrices=kernel_transform_mode is not None,
-        kernels=choices(ks_list),
-        expands=expands,
-        depths=depths,
-        fixed_kernels=fixed,
-        tied=dict(zip(depths, expands, strict=True)) if compound else None,
-        cls=CompoundLayout,
+    layout = CompoundLayout(
+        tuple(make_divisible(width * multipliers[0]) for width in WIDTHS),
+        choices(ks_list),
+        expands,
+        depths,
+        fixed,
+        dict(zip(depths, expands, strict=True)) if compound else None,
     )
-    return network, layout.space(), layout.elastic()
+    matrices = kernel_transform_mode is not None
+    return layout.built(layout.network(n_classes, bn_param, dropout_rate, matrices))
 
 
-def recognises(keys: Keys) -> bool:
-    """Return whether the names are those of a CompOFA network: OFA's old names without kernel matrices."""
-    return (
-        keys.some(r"^first_conv\.")
-        and keys.some(r"^final_expand_layer\.")
-        and keys.some(r"\.mobile_inverted_conv\.")
-        and not keys.some(r"_matrix$")
-    )
+def _recognises(keys: Keys) -> bool:
+    """Return whether the names are OFA's old names without kernel matrices."""
+    ends = keys.some(r"^first_conv\.") and keys.some(r"^final_expand_layer\.")
+    return ends and keys.some(r"\.mobile_inverted_conv\.") and not keys.some(r"_matrix$")
 
 
 FAMILY = Family(
@@ -179,7 +158,7 @@ FAMILY = Family(
     rename,
     source="gatech-sysml/CompOFA",
     licence="Apache-2.0",
-    recognises=recognises,
+    recognises=_recognises,
     unused=r"_matrix$",
     checkpoints=("model_best_compofa_simple.pth.tar", "model_best_compofa_simple_elastic.pth.tar"),
 )

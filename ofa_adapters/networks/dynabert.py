@@ -11,31 +11,26 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import Family, Keys
-from ofa_adapters.notation import choices, upstream_config
+from ofa_adapters.checkpoint import layers_in, renamed, sizes_in
+from ofa_adapters.family import Built, Family
+from ofa_adapters.layout import Layout, choices
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
-from subnetact.space import (
-    Axis,
-    AxisValues,
-    Slot,
-    SubnetSpace,
-)
+from subnetact.space import Axis, AxisValues
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+HEAD_FEATURES = 64
+"""Features of a head if neither constructor arguments nor a configuration tell the number of heads."""
 
 
 class BertLayer(nn.Module):
-    """One post-norm transformer layer.
-
-    Heads keep their size, so the number of heads follows from the number of query features.
-    """
+    """One post-norm layer, in which the number of heads follows from the number of query features."""
 
     def __init__(
         self, width: int, heads: int, hidden: int, activation: str, eps: float, drop: float, attn_drop: float
@@ -108,16 +103,7 @@ class BertClassifier(nn.Module):
     def encode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states of all tokens.
-
-        Args:
-            input_ids: tokens (N, T).
-            attention_mask: ones for tokens and zeros for padding, (N, T). If None, there is no padding.
-            token_type_ids: token types (N, T). If None, all are 0.
-
-        Returns:
-            Hidden states (N, T, width), also for padding.
-        """
+        """Map tokens, a mask with zeros for padding and types, all (N, T), to hidden states (N, T, width)."""
         if self.first_position is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         else:
@@ -162,11 +148,10 @@ def build(
     vocab_size_or_config_json_file: int | None = None,
     width_mult_list: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
     depth_mult_list: Sequence[float] = (0.5, 0.75, 1.0),
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
+) -> Built:
+    """Build the family with the arguments of transformers' `BertConfig`, `num_labels`, and DynaBERT's lists.
 
-    The arguments are those of the `BertConfig` of `transformers`, `num_labels`, and DynaBERT's two lists. If
-    a checkpoint is loaded, sizes that are not given are read from its tensors.
+    If a checkpoint is loaded, sizes that are not given are read from its tensors.
 
     Args:
         vocab_size: number of tokens.
@@ -187,13 +172,6 @@ def build(
         vocab_size_or_config_json_file: the former name of `vocab_size`; if given, it takes precedence.
         width_mult_list: the trained multipliers of heads and neurons.
         depth_mult_list: the trained multipliers of layers.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: the model type or the activation is unknown, sizes do not divide each other, or a
-            multiplier leaves no head or no layer.
     """
     if model_type not in ("bert", "roberta") or hidden_act not in ACTIVATIONS:
         raise SpecError(
@@ -235,18 +213,11 @@ def build(
         hidden_dropout_prob,
         (1 if pad_token_id is None else pad_token_id) if model_type == "roberta" else None,
     )
-    return network, layout.space(), _elastic(num_hidden_layers)
+    return layout.built(network)
 
 
 def kept_layers(depth_mult: float, layers: int) -> list[int]:
-    """Return the layers that a depth keeps; they are evenly spread over the network.
-
-    Args:
-        depth_mult: share of the layers that is kept, above 0 and at most 1.
-        layers: number of layers of the full network.
-
-    Returns:
-        Positions of the kept layers, ascending.
+    """Return the positions of the layers that a depth keeps; they are evenly spread over the network.
 
     Source: upstream's modeling_bert.py, `BertEncoder`.
     """
@@ -254,63 +225,45 @@ def kept_layers(depth_mult: float, layers: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class DynaBertLayout:
-    """What the choices of a DynaBERT supernet mean in sizes.
-
-    Attributes:
-        width: hidden size.
-        heads: heads per layer of the full network.
-        hidden: neurons per layer of the full network.
-        layers: layers of the full network.
-        widths: multipliers of heads and neurons, ascending.
-        depths: multipliers of layers, ascending.
-    """
+class DynaBertLayout(Layout):
+    """The full network's hidden size, heads and neurons per layer, and layers; the multipliers to choose."""
 
     width: int
     heads: int
-    hidden: int
+    neurons: int
     layers: int
     widths: tuple[float, ...]
     depths: tuple[float, ...]
 
+    family = "dynabert"
+    keys: ClassVar = {"width_mult": "width", "depth_mult": "depth"}
+    single = ("width_mult", "depth_mult")
+
+    def axes(self) -> list[Axis]:
+        return [
+            Axis.uniform("width", ["heads and neurons"], self.widths),
+            Axis.uniform("depth", ["layers"], self.depths),
+        ]
+
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Return the size of every dimension for the values of the axes."""
-        w: Any
-        d: Any
-        (w,), (d,) = values["width"], values["depth"]
-        fraction = round(self.heads * w) * 1.0 / self.heads
-        kept = kept_layers(d, self.layers)
-        sizes = {
+        (width,), (depth,) = values["width"], values["depth"]
+        fraction = round(self.heads * width) / self.heads
+        kept = kept_layers(depth, self.layers)
+        return {
             "attention": max(1, int(fraction * self.width)),
-            "neurons": max(1, int(fraction * self.hidden)),
+            "neurons": max(1, int(fraction * self.neurons)),
+            **{f"layer{i}.keep": int(i in kept) for i in range(self.layers)},
         }
-        return sizes | {f"layer{i}.keep": int(i in kept) for i in range(self.layers)}
 
-    def space(self) -> SubnetSpace:
-        """Return the search space, which reads and writes upstream's `{"width_mult", "depth_mult"}`."""
-        width = Axis("width", (Slot("heads and neurons", self.widths),))
-        depth = Axis("depth", (Slot("layers", self.depths),))
-        return SubnetSpace("dynabert", [width, depth], self.sizes, _parse, _format)
-
-
-def _parse(config: Any) -> dict[str, Any]:
-    given = upstream_config("dynabert", config, ("width_mult", "depth_mult"))
-    return {"width": given["width_mult"], "depth": given["depth_mult"]}
-
-
-def _format(values: AxisValues) -> dict[str, Any]:
-    return {"width_mult": values["width"][0], "depth_mult": values["depth"][0]}
-
-
-def _elastic(layers: int) -> dict[str, Elastic]:
-    elastic = {"layers": LayerSelect.on(**{str(i): f"layer{i}.keep" for i in range(layers)})}
-    for i in range(layers):
-        for name in ("query", "key", "value"):
-            elastic[f"layers.{i}.{name}"] = WeightSlice.on(out="attention")
-        elastic[f"layers.{i}.attention_output"] = WeightSlice.on(in_="attention")
-        elastic[f"layers.{i}.intermediate"] = WeightSlice.on(out="neurons")
-        elastic[f"layers.{i}.output"] = WeightSlice.on(in_="neurons")
-    return elastic
+    def elastic(self) -> dict[str, Elastic]:
+        elastic = {"layers": LayerSelect.on(**{str(i): f"layer{i}.keep" for i in range(self.layers)})}
+        for i in range(self.layers):
+            for name in ("query", "key", "value"):
+                elastic[f"layers.{i}.{name}"] = WeightSlice.on(out="attention")
+            elastic[f"layers.{i}.attention_output"] = WeightSlice.on(in_="attention")
+            elastic[f"layers.{i}.intermediate"] = WeightSlice.on(out="neurons")
+            elastic[f"layers.{i}.output"] = WeightSlice.on(in_="neurons")
+        return elastic
 
 
 _NAMES = {
@@ -349,48 +302,27 @@ def rename(key: str) -> str:
 
 
 def infer(tensors: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the constructor arguments with sizes from the tensors.
-
-    The tensors do not reveal the number of heads, so heads of 64 features are assumed if that number is not
-    given.
-
-    Args:
-        tensors: the tensors under upstream's names.
-        given: the constructor arguments that were given, which take precedence.
-
-    Returns:
-        The completed constructor arguments.
-    """
-    stripped = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
-    own = {rename(key): tensor for key, tensor in stripped.items()}
-    layers = [int(found[1]) for key in own if (found := re.match(r"layers\.(\d+)\.", key))]
-    roberta = any(key.startswith(("roberta.", "classifier.out_proj.")) for key in stripped)
-    shapes = {
-        "vocab_size": ("words.weight", 0),
-        "hidden_size": ("words.weight", 1),
-        "max_position_embeddings": ("positions.weight", 0),
-        "type_vocab_size": ("types.weight", 0),
-        "intermediate_size": ("layers.0.intermediate.weight", 0),
-        "num_labels": ("classifier.weight", 0),
-    }
-    found_sizes: dict[str, Any] = {
-        name: own[key].shape[axis]
-        for name, (key, axis) in shapes.items()
-        if key in own and own[key].dim() > axis
-    }
-    if layers:
-        found_sizes["num_hidden_layers"] = max(layers) + 1
-    if roberta:
-        found_sizes.update(model_type="roberta", layer_norm_eps=1e-5)
-    hidden = given.get("hidden_size", found_sizes.get("hidden_size", 0))
-    if hidden and hidden % 64 == 0:
-        found_sizes["num_attention_heads"] = hidden // 64
-    return {**found_sizes, **given}
-
-
-def recognises(keys: Keys) -> bool:
-    """Return whether the names in a state_dict are those of a BERT or RoBERTa."""
-    return keys.some(r"encoder\.layer\.\d+\.attention\.self\.query\.")
+    """Complete the constructor arguments that were given with sizes from the tensors."""
+    own = renamed(tensors, rename)
+    found: dict[str, Any] = sizes_in(
+        own,
+        {
+            "vocab_size": ("words.weight", 0),
+            "hidden_size": ("words.weight", 1),
+            "max_position_embeddings": ("positions.weight", 0),
+            "type_vocab_size": ("types.weight", 0),
+            "intermediate_size": ("layers.0.intermediate.weight", 0),
+            "num_labels": ("classifier.weight", 0),
+        },
+    )
+    if layers := layers_in(own, "layers"):
+        found["num_hidden_layers"] = layers
+    if any(re.match(r"(module\.)?(roberta\.|classifier\.out_proj\.)", key) for key in tensors):
+        found.update(model_type="roberta", layer_norm_eps=1e-5)
+    hidden = given.get("hidden_size", found.get("hidden_size", 0))
+    if hidden and hidden % HEAD_FEATURES == 0:
+        found["num_attention_heads"] = hidden // HEAD_FEATURES
+    return {**found, **given}
 
 
 FAMILY = Family(
@@ -398,7 +330,7 @@ FAMILY = Family(
     rename,
     source="huawei-noah/Pretrained-Language-Model, DynaBERT",
     licence="Apache-2.0",
-    recognises=recognises,
+    recognises=lambda keys: keys.some(r"encoder\.layer\.\d+\.attention\.self\.query\."),
     ordinary="a BERT or RoBERTa",
     checkpoints=("a directory of pytorch_model.bin or model.safetensors, and config.json",),
     unused=UNUSED,

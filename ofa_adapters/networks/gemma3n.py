@@ -19,17 +19,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ofa_adapters.checkpoint import parsed_config
-from ofa_adapters.family import Family, Keys
+from ofa_adapters.checkpoint import parsed_config, renamed
+from ofa_adapters.family import Built, Family
+from ofa_adapters.layout import Layout, is_list
 from subnetact.errors import CheckpointError, IllegalChoice, MissingExtra, SpecError
 from subnetact.operators import Elastic, LayerSelect, WeightSlice
-from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
+from subnetact.space import Axis, AxisValues, Slot, UsedWhen
 from subnetact.spec import shown
 
 DIMS, SKIPPED = "FFN Hidden Dims", "Layers Skipped"
@@ -37,62 +37,55 @@ DIMS, SKIPPED = "FFN Hidden Dims", "Layers Skipped"
 
 
 @dataclass(frozen=True)
-class Gemma3nLayout:
-    """What the choices of a subnet mean.
-
-    Attributes:
-        widths: the widths to choose from, per layer, ascending.
-        storing: the layers whose keys and values later layers read.
-    """
+class Gemma3nLayout(Layout):
+    """The widths to choose from per layer, ascending, and the layers whose keys and values others read."""
 
     widths: tuple[tuple[int, ...], ...]
     storing: tuple[int, ...]
 
-    def __call__(self, values: AxisValues) -> dict[str, int]:
-        """Return the size of every dimension for the values of the axes."""
-        kept = {f"layers.{i}.keep": int(k) for i, k in enumerate(values["keep"])}
-        widths = {f"layers.{i}.ffn": int(w or self.widths[i][0]) for i, w in enumerate(values["ffn"])}
-        return kept | widths
+    family = "gemma3n"
 
-    def space(self) -> SubnetSpace:
-        """Return the search space, which reads and writes the two columns of the published slices."""
+    def axes(self) -> list[Axis]:
         keep, ffn = [], []
         for i, widths in enumerate(self.widths):
             fixed = i in self.storing
             name = f"layer {i}, whose keys and values later layers read" if fixed else f"layer {i}"
             keep.append(Slot(name, (1,) if fixed else (0, 1)))
             ffn.append(Slot(f"layer {i}", widths, UsedWhen("keep", i, (1,))))
-        axes = [Axis("ffn", tuple(ffn)), Axis("keep", tuple(keep))]
-        return SubnetSpace("gemma3n", axes, self, _Reader(self), _Writer(self))
+        return [Axis("ffn", tuple(ffn)), Axis("keep", tuple(keep))]
 
+    def sizes(self, values: AxisValues) -> dict[str, int]:
+        kept = {f"layers.{i}.keep": keep for i, keep in enumerate(values["keep"])}
+        return kept | {f"layers.{i}.ffn": w or self.widths[i][0] for i, w in enumerate(values["ffn"])}
 
-@dataclass(frozen=True)
-class _Writer:
-    layout: Gemma3nLayout
+    def elastic(self) -> dict[str, Elastic]:
+        elastic: dict[str, Elastic] = {}
+        for i in range(len(self.widths)):
+            mlp, width = f"model.layers.{i}.mlp", f"layers.{i}.ffn"
+            elastic[f"{mlp}.gate_proj"] = elastic[f"{mlp}.up_proj"] = WeightSlice.on(out=width)
+            elastic[f"{mlp}.down_proj"] = WeightSlice.on(in_=width)
+        skippable = {str(i): f"layers.{i}.keep" for i in range(len(self.widths)) if i not in self.storing}
+        elastic["model.layers"] = LayerSelect.on(**skippable)
+        return elastic
 
-    def __call__(self, values: AxisValues) -> dict[str, list[int]]:
+    def format(self, values: AxisValues) -> dict[str, list[int]]:
         kept = [i for i, keep in enumerate(values["keep"]) if keep]
         skipped = [i for i, keep in enumerate(values["keep"]) if not keep]
-        return {DIMS: [int(values["ffn"][i]) for i in kept], SKIPPED: skipped}
+        return {DIMS: [values["ffn"][i] for i in kept], SKIPPED: skipped}
 
-
-@dataclass(frozen=True)
-class _Reader:
-    layout: Gemma3nLayout
-
-    def __call__(self, config: Any) -> Any:
-        """Return axis values of a published slice, or what is no slice as it is."""
+    def parse(self, config: Any) -> Any:
+        """Return the values of the axes for a published slice, or what is no slice as it is."""
         if not isinstance(config, Mapping) or DIMS not in config:
             return config
-        count = len(self.layout.widths)
+        count = len(self.widths)
         skipped, widths = _numbers(SKIPPED, config.get(SKIPPED)), _numbers(DIMS, config[DIMS])
         for i in skipped:
             if not 0 <= i < count:
                 raise SpecError(f"gemma3n: {SKIPPED}: layer {i} does not exist; choose 0 to {count - 1}")
-            if i in self.layout.storing:
+            if i in self.storing:
                 raise IllegalChoice(
                     f"gemma3n: layer {i} cannot be skipped, because later layers read its keys and values; "
-                    f"skip none of {', '.join(map(str, self.layout.storing))}"
+                    f"skip none of {', '.join(map(str, self.storing))}"
                 )
         kept = [i for i in range(count) if i not in skipped]
         if len(set(skipped)) < len(skipped) or len(widths) != len(kept):
@@ -102,7 +95,7 @@ class _Reader:
             )
         given = dict(zip(kept, widths, strict=True))
         return {
-            "ffn": [given.get(i, self.layout.widths[i][0]) for i in range(count)],
+            "ffn": [given.get(i, self.widths[i][0]) for i in range(count)],
             "keep": [int(i in given) for i in range(count)],
         }
 
@@ -131,25 +124,12 @@ def _numbers(column: str, value: Any) -> list[int]:
     return list(value)
 
 
-def storing_layers(layer_types: Sequence[str], shared: int) -> tuple[int, ...]:
-    """Return the layers whose keys and values are read by the last layers, which own none.
-
-    Args:
-        layer_types: the kind of attention of every layer.
-        shared: the number of layers at the end that own no keys and values.
-    """
-    first = len(layer_types) - shared
-    if not shared:
-        return ()
-    return tuple(sorted(max(i for i in range(first) if layer_types[i] == kind) for kind in set(layer_types)))
-
-
 def build(
     config: Mapping[str, Any] | None = None,
     widths: Sequence[int] | Sequence[Sequence[int]] | None = None,
     dtype: str = "float32",
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
+) -> Built:
+    """Build the family with transformers.
 
     Args:
         config: the arguments of transformers' `Gemma3nTextConfig`, or its `to_dict()`. If None, the defaults,
@@ -157,13 +137,6 @@ def build(
         widths: the feed-forward widths to choose from, in every layer or one list per layer. If None, half of
             the full width of a layer and all of it, as Gemma 3n was trained.
         dtype: the dtype of the weights, an attribute name of torch.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: the configuration is none of Gemma 3n, or a width is not between 1 and the full width.
-        MissingExtra: transformers is not installed.
     """
     try:
         from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
@@ -183,22 +156,14 @@ def build(
     full = list(settings.intermediate_size)
     layout = Gemma3nLayout(_widths(full, widths), tuple(i for i, mode in enumerate(modes) if mode == "store"))
     network: nn.Module = Gemma3nForCausalLM(settings)
-    network = network.to(kind).eval()
-    elastic: dict[str, Elastic] = {}
-    for i in range(len(full)):
-        mlp, width = f"model.layers.{i}.mlp", f"layers.{i}.ffn"
-        elastic[f"{mlp}.gate_proj"] = elastic[f"{mlp}.up_proj"] = WeightSlice.on(out=width)
-        elastic[f"{mlp}.down_proj"] = WeightSlice.on(in_=width)
-    skippable = {str(i): f"layers.{i}.keep" for i in range(len(full)) if i not in layout.storing}
-    elastic["model.layers"] = LayerSelect.on(**skippable)
-    return network, layout.space(), elastic
+    return layout.built(network.to(kind).eval())
 
 
 def _widths(full: list[int], given: Any) -> tuple[tuple[int, ...], ...]:
     if given is None:
         return tuple(tuple(sorted({max(1, n // 2), n})) for n in full)
-    listed = isinstance(given, Sequence) and len(given) > 0 and not isinstance(given, str)
-    each = listed and all(isinstance(w, Sequence) and not isinstance(w, str) for w in given)
+    listed = is_list(given) and len(given) > 0
+    each = listed and all(map(is_list, given))
     if not listed or (each and len(given) != len(full)):
         raise SpecError(f"gemma3n: widths are a list of numbers, or one list per layer, got {shown(given)}")
     found = []
@@ -219,33 +184,20 @@ def rename(key: str) -> str:
 
 def tied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with the output layer, which published checkpoints leave out as it is tied."""
-    found = dict(tensors)
-    own = {rename(key): tensor for key, tensor in tensors.items()}
+    own = renamed(tensors, rename)
     if "lm_head.weight" not in own and "model.embed_tokens.weight" in own:
-        found["lm_head.weight"] = own["model.embed_tokens.weight"]
-    return found
+        return {**tensors, "lm_head.weight": own["model.embed_tokens.weight"]}
+    return dict(tensors)
 
 
 def settings(directory: str | PathLike[str]) -> dict[str, Any]:
-    """Return the constructor arguments that `config.json` in a directory states.
-
-    Args:
-        directory: a directory that transformers saved, of the language model or of the whole model.
-
-    Raises:
-        CheckpointError: there is no readable `config.json`, or it is of another model.
-    """
+    """Return the configuration in a directory that transformers saved, of the language or the whole model."""
     content = parsed_config(directory)
     text = content.get("text_config", content)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
     if kind != "gemma3n_text":
-        raise CheckpointError(f"{Path(directory)}: config.json is of {shown(kind)}, not of gemma3n_text")
+        raise CheckpointError(f"{directory}: config.json is of {shown(kind)}, not of gemma3n_text")
     return {"config": dict(text)}
-
-
-def recognises(keys: Keys) -> bool:
-    """Return whether the names in a state_dict are those of Gemma 3n."""
-    return keys.some(r"\.altup\.prediction_coefs\.") and keys.some(r"embed_tokens_per_layer\.weight$")
 
 
 FAMILY = Family(
@@ -253,7 +205,9 @@ FAMILY = Family(
     rename,
     source="huggingface/transformers, google-gemini/gemma-cookbook",
     licence="Apache-2.0",
-    recognises=recognises,
+    recognises=lambda keys: (
+        keys.some(r"\.altup\.prediction_coefs\.") and keys.some(r"embed_tokens_per_layer\.weight$")
+    ),
     checkpoints=("google/gemma-3n-E4B", "google/gemma-3n-E4B-it"),
     unused=r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.|\.self_attn\.(k|v)_(proj|norm)\.",
     settings=settings,

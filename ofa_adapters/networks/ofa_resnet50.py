@@ -10,30 +10,17 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import Family, Keys
+from ofa_adapters.family import Built, Family
 from ofa_adapters.features import ARCH_ENCODER_SIZES, resnet_features
-from ofa_adapters.notation import choices, upstream_config
+from ofa_adapters.layout import Layout, block_slot, choices, is_list
 from subnetact.errors import IllegalChoice
-from subnetact.operators import (
-    Elastic,
-    LayerSelect,
-    SubnetNorm,
-    WeightSlice,
-)
-from subnetact.space import (
-    Axis,
-    AxisValues,
-    Slot,
-    SubnetSpace,
-    UsedWhen,
-    make_divisible,
-)
-from subnetact.spec import Value
+from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.space import Axis, AxisValues, Slot, make_divisible
 
 STAGE_WIDTHS = (256, 512, 1024, 2048)
 STAGE_STRIDES = (1, 2, 2, 2)
@@ -42,20 +29,12 @@ STEM_WIDTH = 64
 
 
 class ConvBnRelu(nn.Module):
-    """3x3 convolution, BatchNorm and ReLU.
+    """3x3 convolution, BatchNorm and ReLU, with or without a residual connection."""
 
-    Args:
-        in_: input channels.
-        out: output channels.
-        stride: stride of the convolution.
-        bn: arguments of the BatchNorm.
-        residual: whether the input is added to the output.
-    """
-
-    def __init__(self, in_: int, out: int, stride: int, bn: Mapping[str, float], residual: bool = False):
+    def __init__(self, in_: int, out: int, stride: int, bn: Mapping[str, Any], residual: bool = False):
         super().__init__()
         self.conv = nn.Conv2d(in_, out, 3, stride, 1, bias=False)
-        self.bn = nn.BatchNorm2d(out, **bn)  # type: ignore[arg-type]
+        self.bn = nn.BatchNorm2d(out, **bn)
         self.residual = residual
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,30 +44,20 @@ class ConvBnRelu(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A bottleneck of 1x1, 3x3 and 1x1 convolutions with a residual connection.
+    """A bottleneck of 1x1, 3x3 and 1x1 convolutions; only the first of a stage has a stride."""
 
-    Args:
-        in_: input channels.
-        mid: channels of the 3x3 convolution.
-        out: output channels.
-        stride: stride of the first block of a stage, whose shortcut is average pooling and a 1x1 convolution.
-            If None, the shortcut is the identity.
-        bn: arguments of every BatchNorm.
-    """
-
-    def __init__(self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, float]):
+    def __init__(self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, Any]):
         super().__init__()
         self.conv1 = nn.Conv2d(in_, mid, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(mid, **bn)  # type: ignore[arg-type]
+        self.bn1 = nn.BatchNorm2d(mid, **bn)
         self.conv2 = nn.Conv2d(mid, mid, 3, stride or 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(mid, **bn)  # type: ignore[arg-type]
+        self.bn2 = nn.BatchNorm2d(mid, **bn)
         self.conv3 = nn.Conv2d(mid, out, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(out, **bn)  # type: ignore[arg-type]
+        self.bn3 = nn.BatchNorm2d(out, **bn)
         self.downsample = None
         if stride is not None:
             pool = nn.AvgPool2d(stride, stride, ceil_mode=True)
-            conv = nn.Conv2d(in_, out, 1, bias=False)
-            norm = nn.BatchNorm2d(out, **bn)  # type: ignore[arg-type]
+            conv, norm = nn.Conv2d(in_, out, 1, bias=False), nn.BatchNorm2d(out, **bn)
             self.downsample = nn.Sequential(OrderedDict(pool=pool, conv=conv, bn=norm))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,44 +86,49 @@ class ResNet50D(nn.Module):
 
 
 @dataclass(frozen=True)
-class ResNet50Layout:
-    """What the choices of an OFA-ResNet50 supernet mean in sizes.
-
-    Attributes:
-        depths: numbers of additional blocks per stage, ascending.
-        expands: ratios of middle to output channels per block, ascending.
-        widths: width multipliers of the stem and of every stage, ascending.
-    """
+class ResNet50Layout(Layout):
+    """The depths add blocks to every stage; the expansions are ratios of middle to output channels."""
 
     depths: tuple[int, ...]
     expands: tuple[float, ...]
     widths: tuple[float, ...]
 
+    family = "ofa_resnet50"
+    keys: ClassVar = {"d": "depth", "e": "expand", "w": "width"}
+    ignored = ("image_size", "r")
+
     @property
     def blocks(self) -> list[tuple[int, int, int]]:
         """The stage, the position in the stage, and the smallest depth that keeps it, for every block."""
-        extra = self.depths[-1]
         return [
             (stage, position, position - base + 1)
             for stage, base in enumerate(BASE_DEPTHS)
-            for position in range(base + extra)
+            for position in range(base + self.depths[-1])
         ]
 
-    def stem(self, multipliers: Sequence[Any]) -> tuple[int, int]:
-        """Return the stem's middle and output channels.
-
-        Args:
-            multipliers: width multipliers, of which the first two are the stem's.
-        """
-        mid = make_divisible(make_divisible(STEM_WIDTH * multipliers[0]) // 2)
-        return mid, make_divisible(STEM_WIDTH * multipliers[1])
+    def axes(self) -> list[Axis]:
+        ends = tuple(dict.fromkeys((self.depths[0], self.depths[-1])))
+        stem = Slot("stem", ends, aliases=dict.fromkeys(self.depths[1:-1], ends[0]))
+        stages = [Slot(f"stage{s + 1}", self.depths) for s in range(len(STAGE_WIDTHS))]
+        expand = [
+            block_slot(f"block{i}", self.expands, self.depths, needed, 1 + stage)
+            for i, (stage, _, needed) in enumerate(self.blocks)
+        ]
+        widths = ["stem.mid", "stem.out", *(slot.name for slot in stages)]
+        return [
+            Axis("depth", (stem, *stages)),
+            Axis("expand", tuple(expand)),
+            Axis.uniform("width", widths, self.widths),
+        ]
 
     def sizes(self, values: AxisValues) -> dict[str, int]:
-        """Return the size of every dimension for the values of the axes."""
         depth, expand, width = (values[axis] for axis in ("depth", "expand", "width"))
-        mid, out = self.stem(width)
         stages = [make_divisible(base * w) for base, w in zip(STAGE_WIDTHS, width[2:], strict=True)]
-        sizes = {"stem.mid": mid, "stem.out": out, "stem.keep": int(depth[0] == self.depths[-1])}
+        sizes = {
+            "stem.mid": make_divisible(make_divisible(STEM_WIDTH * width[0]) // 2),
+            "stem.out": make_divisible(STEM_WIDTH * width[1]),
+            "stem.keep": int(depth[0] == self.depths[-1]),
+        }
         sizes.update({f"stage{stage + 1}": out for stage, out in enumerate(stages)})
         for i, (stage, _, needed) in enumerate(self.blocks):
             ratio = expand[i]
@@ -162,43 +136,11 @@ class ResNet50Layout:
             sizes[f"block{i}.keep"] = int(depth[1 + stage] >= needed)
         return sizes
 
-    def axes(self) -> tuple[Axis, Axis, Axis]:
-        """Return the axes `depth`, `expand` and `width`."""
-        ends = tuple(dict.fromkeys((self.depths[0], self.depths[-1])))
-        skipping: dict[Value, Value] = dict.fromkeys(self.depths[1:-1], ends[0])
-        stages = [Slot(f"stage{s + 1}", self.depths) for s in range(len(STAGE_WIDTHS))]
-        expand = []
-        for i, (stage, _, needed) in enumerate(self.blocks):
-            keeping = tuple(depth for depth in self.depths if depth >= needed)
-            always = keeping == self.depths
-            when = None if always else UsedWhen("depth", 1 + stage, keeping)
-            expand.append(Slot(f"block{i}", self.expands, when))
-        slots = ["stem.mid", "stem.out", *(slot.name for slot in stages)]
-        return (
-            Axis("depth", (Slot("stem", ends, aliases=skipping), *stages)),
-            Axis("expand", tuple(expand)),
-            Axis.uniform("width", slots, self.widths),
-        )
-
     def parse(self, config: Any) -> dict[str, Any]:
-        """Return the values of the axes for an upstream configuration.
-
-        Args:
-            config: upstream's `{"d", "e", "w"}`, whose `w` has indices into the width multipliers. A scalar
-                counts for every slot.
-
-        Returns:
-            The values of every axis.
-
-        Raises:
-            SpecError: a key is missing or unknown.
-            IllegalChoice: an entry of `w` is not such an index.
-        """
-        given = upstream_config("ofa_resnet50", config, ("d", "e", "w"))
-        w = given["w"]
-        listed = isinstance(w, Sequence) and not isinstance(w, str)
-        width = [self._width(index) for index in w] if listed else self._width(w)
-        return {"depth": given["d"], "expand": given["e"], "width": width}
+        """Return the values of the axes; upstream's `w` has indices into the width multipliers."""
+        values = super().parse(config)
+        w = values["width"]
+        return {**values, "width": [self._width(i) for i in w] if is_list(w) else self._width(w)}
 
     def _width(self, index: Any) -> float:
         if isinstance(index, bool) or not hasattr(index, "__index__") or not 0 <= index < len(self.widths):
@@ -208,10 +150,33 @@ class ResNet50Layout:
             )
         return float(self.widths[index])
 
-    def format(self, values: AxisValues) -> dict[str, list[Any]]:
-        """Return the values of the axes as an upstream configuration."""
-        indices = [self.widths.index(w) for w in values["width"]]
-        return {"d": list(values["depth"]), "e": list(values["expand"]), "w": indices}
+    def format(self, values: AxisValues) -> dict[str, Any]:
+        return {**super().format(values), "w": [self.widths.index(w) for w in values["width"]]}
+
+    def elastic(self) -> dict[str, Elastic]:
+        elastic = {
+            "input_stem": LayerSelect.on(**{"1": "stem.keep"}),
+            "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(len(self.blocks))}),
+            "classifier": WeightSlice.on(in_="stage4"),
+        }
+        mid, out = "stem.mid", "stem.out"
+        convs: list[tuple[str, str, str | None, str]] = [
+            (f"input_stem.{i}.conv", f"input_stem.{i}.bn", before, after)
+            for i, (before, after) in enumerate(((None, mid), (mid, mid), (mid, out)))
+        ]
+        before = "stem.out"
+        for i, (stage, position, _) in enumerate(self.blocks):
+            block, mid, out = f"blocks.{i}", f"block{i}.mid", f"stage{stage + 1}"
+            convs.append((f"{block}.conv1", f"{block}.bn1", before, mid))
+            convs.append((f"{block}.conv2", f"{block}.bn2", mid, mid))
+            convs.append((f"{block}.conv3", f"{block}.bn3", mid, out))
+            if position == 0:
+                convs.append((f"{block}.downsample.conv", f"{block}.downsample.bn", before, out))
+            before = out
+        for conv, norm, in_, width in convs:
+            elastic[conv] = WeightSlice.on(in_=in_, out=width)
+            elastic[norm] = SubnetNorm.on(channels=width)
+        return elastic
 
 
 def build(
@@ -221,10 +186,8 @@ def build(
     depth_list: int | Sequence[int] = (0, 1, 2),
     expand_ratio_list: float | Sequence[float] = (0.2, 0.25, 0.35),
     width_mult_list: float | Sequence[float] = (0.65, 0.8, 1.0),
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
-
-    The arguments are those of upstream's `OFAResNets`.
+) -> Built:
+    """Build the family with the arguments of upstream's `OFAResNets`.
 
     Args:
         n_classes: number of classes.
@@ -233,52 +196,22 @@ def build(
         depth_list: numbers of additional blocks per stage.
         expand_ratio_list: ratios of middle to output channels per block.
         width_mult_list: width multipliers of the stem and of every stage.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: a list is empty, or contains something other than finite numbers >= 0.
     """
     layout = ResNet50Layout(choices(depth_list), choices(expand_ratio_list), choices(width_mult_list))
-    space = SubnetSpace("ofa_resnet50", layout.axes(), layout.sizes, layout.parse, layout.format)
-    full = dict(zip(space.dimensions, space.resolve(space.largest()), strict=True))
+    full = layout.largest()
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}
-    mid, out = full["stem.mid"], full["stem.out"]
+    mid, before = full["stem.mid"], full["stem.out"]
     stem = nn.Sequential(
-        ConvBnRelu(3, mid, 2, bn), ConvBnRelu(mid, mid, 1, bn, residual=True), ConvBnRelu(mid, out, 1, bn)
+        ConvBnRelu(3, mid, 2, bn), ConvBnRelu(mid, mid, 1, bn, residual=True), ConvBnRelu(mid, before, 1, bn)
     )
     blocks = []
     for i, (stage, position, _) in enumerate(layout.blocks):
-        width = full[f"stage{stage + 1}"]
-        stride = STAGE_STRIDES[stage] if position == 0 else None
-        blocks.append(Bottleneck(out, full[f"block{i}.mid"], width, stride, bn))
-        out = width
-    classifier = nn.Linear(out, n_classes)
-    return ResNet50D(stem, nn.Sequential(*blocks), classifier, dropout_rate), space, _elastic(layout)
-
-
-def _elastic(layout: ResNet50Layout) -> dict[str, Elastic]:
-    elastic = {
-        "input_stem": LayerSelect.on(**{"1": "stem.keep"}),
-        "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(len(layout.blocks))}),
-        "classifier": WeightSlice.on(in_="stage4"),
-    }
-    for i, (in_, out) in enumerate(((None, "stem.mid"), ("stem.mid", "stem.mid"), ("stem.mid", "stem.out"))):
-        follows = {"out": out} if in_ is None else {"in_": in_, "out": out}
-        elastic[f"input_stem.{i}.conv"] = WeightSlice.on(**follows)
-        elastic[f"input_stem.{i}.bn"] = SubnetNorm.on(channels=out)
-    before = "stem.out"
-    for i, (stage, position, _) in enumerate(layout.blocks):
-        mid, out = f"block{i}.mid", f"stage{stage + 1}"
-        parts = [("conv1", "bn1", before, mid), ("conv2", "bn2", mid, mid), ("conv3", "bn3", mid, out)]
-        if position == 0:
-            parts.append(("downsample.conv", "downsample.bn", before, out))
-        for conv, norm, in_, width in parts:
-            elastic[f"blocks.{i}.{conv}"] = WeightSlice.on(in_=in_, out=width)
-            elastic[f"blocks.{i}.{norm}"] = SubnetNorm.on(channels=width)
+        out = full[f"stage{stage + 1}"]
+        stride = None if position else STAGE_STRIDES[stage]
+        blocks.append(Bottleneck(before, full[f"block{i}.mid"], out, stride, bn))
         before = out
-    return elastic
+    classifier = nn.Linear(before, n_classes)
+    return layout.built(ResNet50D(stem, nn.Sequential(*blocks), classifier, dropout_rate))
 
 
 def rename(key: str) -> str:
@@ -289,17 +222,12 @@ def rename(key: str) -> str:
     return key.replace(".conv.bn.", ".bn.").replace("classifier.linear.", "classifier.")
 
 
-def recognises(keys: Keys) -> bool:
-    """Return whether the names are those of an OFA-ResNet50 or of a network extracted from one."""
-    return keys.some(r"^input_stem\.")
-
-
 FAMILY = Family(
     build,
     rename,
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    recognises=recognises,
+    recognises=lambda keys: keys.some(r"^input_stem\."),
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
     image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": resnet_features},

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import CUMULATIVE_UNBIASED, Family, Keys
-from ofa_adapters.networks.slimmable_space import width_space
+from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
+from ofa_adapters.networks.slimmable_space import WidthLayout
 from subnetact.errors import SpecError
-from subnetact.operators import (
-    Elastic,
-    ModuleSwitch,
-    SwitchableModule,
-    WeightSlice,
-)
-from subnetact.space import SubnetSpace
+from subnetact.operators import Elastic, ModuleSwitch, SwitchableModule, WeightSlice
 
 STEM = 64
 STAGES = (64, 128, 256, 512)
@@ -63,9 +58,7 @@ class SlimmableBottleneck(nn.Module):
 class SlimmableResNet(nn.Module):
     """The full network: 7x7 stem, four stages of bottlenecks, global average pooling, linear classifier."""
 
-    def __init__(
-        self, stem: Sequence[int], blocks: Sequence[SlimmableBottleneck], width: int, classes: int
-    ) -> None:
+    def __init__(self, stem: Sequence[int], blocks: list[SlimmableBottleneck], width: int, classes: int):
         super().__init__()
         self.stem_conv = nn.Conv2d(3, max(stem), 7, 2, 3, bias=False)
         self.stem_norm = _norms(stem)
@@ -82,55 +75,72 @@ def _norms(widths: Sequence[int]) -> SwitchableModule:
     return SwitchableModule(*map(nn.BatchNorm2d, widths), default=list(widths).index(max(widths)))
 
 
+@dataclass(frozen=True)
+class SlimmableResNetLayout(WidthLayout):
+    """Stages of the given numbers of blocks."""
+
+    lengths: tuple[int, ...]
+
+    family = "slimmable_resnet50"
+
+    @property
+    def blocks(self) -> list[tuple[str, int, int]]:
+        """The dimension of the input, the stage and the position in the stage of every block."""
+        return [
+            (f"stage{s}" if position else f"stage{s - 1}" if s else "stem", s, position)
+            for s, length in enumerate(self.lengths)
+            for position in range(length)
+        ]
+
+    def stride(self, stage: int, position: int) -> int:
+        """Return the stride of a block."""
+        return 2 if stage and position == 0 else 1
+
+    def widths(self, multiplier: float) -> dict[str, int]:
+        stages = [int(base * multiplier * 4) for base in STAGES]
+        sizes = {"stem": int(STEM * multiplier), **{f"stage{s}": width for s, width in enumerate(stages)}}
+        return sizes | {f"mid{s}": width // 4 for s, width in enumerate(stages)}
+
+    def elastic(self) -> dict[str, Elastic]:
+        convs: list[tuple[str, str, str | None, str]] = [("stem_conv", "stem_norm", None, "stem")]
+        sizes = self.listed()
+        for i, (before, s, position) in enumerate(self.blocks):
+            path, out, mid = f"blocks.{i}", f"stage{s}", f"mid{s}"
+            convs.append((f"{path}.conv1", f"{path}.norm1", before, mid))
+            convs.append((f"{path}.conv2", f"{path}.norm2", mid, mid))
+            convs.append((f"{path}.conv3", f"{path}.norm3", mid, out))
+            if self.stride(s, position) != 1 or sizes[before] != sizes[out]:
+                convs.append((f"{path}.shortcut_conv", f"{path}.shortcut_norm", before, out))
+        elastic = {"classifier": WeightSlice.on(in_=f"stage{len(self.lengths) - 1}")}
+        for conv, norm, in_, width in convs:
+            elastic[conv] = WeightSlice.on(in_=in_, out=width)
+            elastic[norm] = ModuleSwitch.on(choice="position")
+        return elastic
+
+
 def build(
     num_classes: int = 1000,
     input_size: int = 224,  # noqa: ARG001
     width_mult_list: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
     depth: int = 50,
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
-
-    The arguments are those of upstream's `Model` and its flags.
+) -> Built:
+    """Build the family with the arguments of upstream's `Model` and its flags.
 
     Args:
         num_classes: number of classes.
         input_size: ignored; the network takes any input size.
         width_mult_list: the trained width multipliers, in the order of the checkpoint's BatchNorms.
         depth: number of layers: 50, 101 or 152.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: the depth is unknown, or the width multipliers are not distinct and positive.
     """
     if depth not in LENGTHS:
         raise SpecError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(LENGTHS)}")
-    sizes = {"stem": [int(STEM * w) for w in width_mult_list]}
-    sizes.update({f"stage{s}": [int(base * w * 4) for w in width_mult_list] for s, base in enumerate(STAGES)})
-    sizes.update({f"mid{s}": [width // 4 for width in sizes[f"stage{s}"]] for s in range(len(STAGES))})
-    space = width_space("slimmable_resnet50", width_mult_list, sizes)
-    elastic = {"classifier": WeightSlice.on(in_="stage3")}
-
-    def conv(path: str, norm: str, in_: str | None, out: str) -> None:
-        elastic[path] = WeightSlice.on(out=out) if in_ is None else WeightSlice.on(in_=in_, out=out)
-        elastic[norm] = ModuleSwitch.on(choice="position")
-
-    conv("stem_conv", "stem_norm", None, "stem")
-    blocks: list[SlimmableBottleneck] = []
-    before = "stem"
-    for s, length in enumerate(LENGTHS[depth]):
-        for position in range(length):
-            path, out, mid = f"blocks.{len(blocks)}", f"stage{s}", f"mid{s}"
-            block = SlimmableBottleneck(sizes[before], sizes[out], 2 if s and position == 0 else 1)
-            conv(f"{path}.conv1", f"{path}.norm1", before, mid)
-            conv(f"{path}.conv2", f"{path}.norm2", mid, mid)
-            conv(f"{path}.conv3", f"{path}.norm3", mid, out)
-            if block.shortcut_conv is not None:
-                conv(f"{path}.shortcut_conv", f"{path}.shortcut_norm", before, out)
-            blocks.append(block)
-            before = out
-    return SlimmableResNet(sizes["stem"], blocks, max(sizes["stage3"]), num_classes), space, elastic
+    layout = SlimmableResNetLayout(tuple(width_mult_list), LENGTHS[depth])
+    sizes = layout.listed()
+    blocks = [
+        SlimmableBottleneck(sizes[before], sizes[f"stage{s}"], layout.stride(s, position))
+        for before, s, position in layout.blocks
+    ]
+    return layout.built(SlimmableResNet(sizes["stem"], blocks, max(sizes["stage3"]), num_classes))
 
 
 _BODY = {"0": "conv1", "1": "norm1", "3": "conv2", "4": "norm2", "6": "conv3", "7": "norm3"}
@@ -149,17 +159,12 @@ def rename(key: str) -> str:
     return key
 
 
-def recognises(keys: Keys) -> bool:
-    """Return whether the names are those of a slimmable ResNet, which has a whole BatchNorm per width."""
-    return keys.some(r"^features\.1\.shortcut\.") and keys.some(r"\.bn\.0\.weight$")
-
-
 FAMILY = Family(
     build,
     rename,
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",
-    recognises=recognises,
+    recognises=lambda keys: keys.some(r"^features\.1\.shortcut\.") and keys.some(r"\.bn\.0\.weight$"),
     checkpoints=("s_resnet50_0.25_0.5_0.75_1.0.pt",),
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,

@@ -9,21 +9,17 @@ neither.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.family import CUMULATIVE_UNBIASED, Family, Keys
-from ofa_adapters.networks.slimmable_space import width_space
+from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Keys
+from ofa_adapters.networks.slimmable_space import WidthLayout
 from subnetact.errors import SpecError
-from subnetact.operators import (
-    Elastic,
-    PerWidthBatchNorm2d,
-    PerWidthNorm,
-    WeightSlice,
-)
-from subnetact.space import SubnetSpace, make_divisible
+from subnetact.operators import Elastic, PerWidthBatchNorm2d, PerWidthNorm, WeightSlice
+from subnetact.space import make_divisible
 
 STEM = 32
 TAIL = 1280
@@ -39,34 +35,37 @@ STAGES = (
 """Expansion, width, number of blocks and stride of every stage of MobileNetV2."""
 
 
+@dataclass(frozen=True)
+class BlockSlot:
+    """One block: the dimension of its input, its full sizes, the ratio of `mid` to `in_`, and its stride."""
+
+    before: str
+    in_: int
+    mid: int
+    out: int
+    expansion: int
+    stride: int
+
+
 class InvertedResidual(nn.Module):
     """1x1 expansion, depthwise 3x3 convolution, 1x1 projection; a residual connection if the shape stays.
 
     Args:
+        full: the block at full size.
         mid: channels of the depthwise convolution for every listed width.
         out: output channels for every listed width.
-        full: input, middle and output channels of the full network.
-        stride: stride of the depthwise convolution.
-        expand: whether the block has an expansion.
     """
 
-    def __init__(
-        self,
-        mid: Sequence[int],
-        out: Sequence[int],
-        full: tuple[int, int, int],
-        stride: int,
-        expand: bool,
-    ) -> None:
+    def __init__(self, full: BlockSlot, mid: Sequence[int], out: Sequence[int]) -> None:
         super().__init__()
-        full_in, full_mid, full_out = full
-        self.expand_conv = nn.Conv2d(full_in, full_mid, 1, bias=False) if expand else None
-        self.expand_norm = PerWidthBatchNorm2d(full_mid, mid) if expand else None
-        self.depth_conv = nn.Conv2d(full_mid, full_mid, 3, stride, 1, groups=full_mid, bias=False)
-        self.depth_norm = PerWidthBatchNorm2d(full_mid, mid)
-        self.project_conv = nn.Conv2d(full_mid, full_out, 1, bias=False)
-        self.project_norm = PerWidthBatchNorm2d(full_out, out)
-        self.residual = stride == 1 and full_in == full_out
+        expand = full.expansion != 1
+        self.expand_conv = nn.Conv2d(full.in_, full.mid, 1, bias=False) if expand else None
+        self.expand_norm = PerWidthBatchNorm2d(full.mid, mid) if expand else None
+        self.depth_conv = nn.Conv2d(full.mid, full.mid, 3, full.stride, 1, groups=full.mid, bias=False)
+        self.depth_norm = PerWidthBatchNorm2d(full.mid, mid)
+        self.project_conv = nn.Conv2d(full.mid, full.out, 1, bias=False)
+        self.project_norm = PerWidthBatchNorm2d(full.out, out)
+        self.residual = full.stride == 1 and full.in_ == full.out
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
@@ -78,28 +77,93 @@ class InvertedResidual(nn.Module):
         return x + y if self.residual else y  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class SlimmableMobileNetLayout(WidthLayout):
+    """Multipliers relative to the full network, which is `top` times as wide as a MobileNetV2."""
+
+    top: float
+
+    family = "us_mobilenet_v2"
+
+    @property
+    def stem(self) -> int:
+        """Output channels of the stem at full size."""
+        return make_divisible(STEM * self.top, minimum=1)
+
+    @property
+    def tail(self) -> int:
+        """Output channels of the last convolution, which are the same at every width."""
+        return make_divisible(TAIL * self.top, minimum=1) if self.top > 1 else TAIL
+
+    @property
+    def blocks(self) -> list[BlockSlot]:
+        """All blocks at full size."""
+        found: list[BlockSlot] = []
+        before, in_ = "stem", self.stem
+        for expansion, base, length, stride in STAGES:
+            out = make_divisible(base * self.top, minimum=1)
+            for position in range(length):
+                slot = BlockSlot(before, in_, in_ * expansion, out, expansion, 1 if position else stride)
+                before, in_ = f"block{len(found)}.out", out
+                found.append(slot)
+        return found
+
+    def widths(self, multiplier: float) -> dict[str, int]:
+        sizes = {"stem": self._width(multiplier, self.stem)}
+        for i, block in enumerate(self.blocks):
+            sizes[f"block{i}.mid"] = self._width(multiplier, block.mid, block.expansion)
+            sizes[f"block{i}.out"] = self._width(multiplier, block.out)
+        return sizes
+
+    def _width(self, multiplier: float, full: int, ratio: int = 1) -> int:
+        width = make_divisible(full * multiplier / ratio, minimum=1) * ratio
+        if width > full:
+            raise SpecError(
+                f"us_mobilenet_v2: a width of {multiplier} rounds {full} channels up to {width}; list larger "
+                "widths or build a wider network"
+            )
+        return width
+
+    def elastic(self) -> dict[str, Elastic]:
+        def norm(channels: str) -> Elastic:
+            return PerWidthNorm.on(channels=channels, position="position")
+
+        elastic = {
+            "stem_conv": WeightSlice.on(out="stem"),
+            "stem_norm": norm("stem"),
+            "tail_conv": WeightSlice.on(in_=f"block{len(self.blocks) - 1}.out"),
+        }
+        for i, block in enumerate(self.blocks):
+            mid, out = f"block{i}.mid", f"block{i}.out"
+            parts = {
+                "depth_conv": WeightSlice.on(out=mid),
+                "depth_norm": norm(mid),
+                "project_conv": WeightSlice.on(in_=mid, out=out),
+                "project_norm": norm(out),
+            }
+            if block.expansion != 1:
+                parts |= {"expand_conv": WeightSlice.on(in_=block.before, out=mid), "expand_norm": norm(mid)}
+            elastic.update({f"blocks.{i}.{name}": entry for name, entry in parts.items()})
+        return elastic
+
+
 class SlimmableMobileNetV2(nn.Module):
-    """The full network: stem, inverted residual blocks, a 1x1 convolution, pooling, linear classifier.
+    """The full network: stem, inverted residual blocks, a 1x1 convolution, pooling, linear classifier."""
 
-    The last convolution has the same output channels and BatchNorm at every width.
-    """
-
-    def __init__(
-        self,
-        stem: Sequence[int],
-        full_stem: int,
-        blocks: Sequence[InvertedResidual],
-        widths: tuple[int, int],
-        classes: int,
-    ) -> None:
+    def __init__(self, layout: SlimmableMobileNetLayout, listed: Mapping[str, list[int]], classes: int):
         super().__init__()
-        self.stem_conv = nn.Conv2d(3, full_stem, 3, 2, 1, bias=False)
-        self.stem_norm = PerWidthBatchNorm2d(full_stem, stem)
-        self.blocks = nn.Sequential(*blocks)
-        last, tail = widths
-        self.tail_conv = nn.Conv2d(last, tail, 1, bias=False)
-        self.tail_bn = nn.BatchNorm2d(tail)
-        self.classifier = nn.Linear(tail, classes)
+        slots = layout.blocks
+        self.stem_conv = nn.Conv2d(3, layout.stem, 3, 2, 1, bias=False)
+        self.stem_norm = PerWidthBatchNorm2d(layout.stem, listed["stem"])
+        self.blocks = nn.Sequential(
+            *(
+                InvertedResidual(slot, listed[f"block{i}.mid"], listed[f"block{i}.out"])
+                for i, slot in enumerate(slots)
+            )
+        )
+        self.tail_conv = nn.Conv2d(slots[-1].out, layout.tail, 1, bias=False)
+        self.tail_bn = nn.BatchNorm2d(layout.tail)
+        self.classifier = nn.Linear(layout.tail, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 3, H, W) to logits (N, num_classes)."""
@@ -117,10 +181,8 @@ def build(
     input_size: int = 224,  # noqa: ARG001
     width_mult_list: Sequence[float] = PUBLISHED_WIDTHS,
     width_mult_range: Sequence[float] = (0.35, 1.0),
-) -> tuple[nn.Module, SubnetSpace, dict[str, Elastic]]:
-    """Build the full network, its search space and its elastic description.
-
-    The arguments are those of upstream's `Model` and its flags.
+) -> Built:
+    """Build the family with the arguments of upstream's `Model` and its flags.
 
     Args:
         num_classes: number of classes.
@@ -128,62 +190,13 @@ def build(
         width_mult_list: the width multipliers, relative to the full network, in the order of the checkpoint's
             statistics.
         width_mult_range: the trained range of widths; its last entry is the multiplier of the full network.
-
-    Returns:
-        The plain network at full size, its search space, and its elastic description.
-
-    Raises:
-        SpecError: the width multipliers are not distinct, positive and at most 1, or one of them rounds up to
-            more channels than the full network has.
     """
-    top = width_mult_range[-1]
     if max(width_mult_list, default=0) > 1:
         raise SpecError(
             f"us_mobilenet_v2: widths are relative to the largest, at most 1, got {width_mult_list}"
         )
-    sizes: dict[str, list[int]] = {}
-
-    def dimension(name: str, full: int, ratio: int = 1) -> list[int]:
-        widths = [make_divisible(full * w / ratio, minimum=1) * ratio for w in width_mult_list]
-        if max(widths) > full:
-            raise SpecError(
-                f"us_mobilenet_v2: a width of {width_mult_list[widths.index(max(widths))]} rounds {full} "
-                f"channels up to {max(widths)}; list larger widths or build a wider network"
-            )
-        sizes[name] = widths
-        return widths
-
-    full_in = full_stem = make_divisible(STEM * top, minimum=1)
-    stem = dimension("stem", full_in)
-    elastic = {
-        "stem_conv": WeightSlice.on(out="stem"),
-        "stem_norm": PerWidthNorm.on(channels="stem", position="position"),
-    }
-    blocks: list[InvertedResidual] = []
-    before = "stem"
-    for expansion, base, length, stride in STAGES:
-        full_out = make_divisible(base * top, minimum=1)
-        for position in range(length):
-            i, full_mid = len(blocks), full_in * expansion
-            mid, out = f"block{i}.mid", f"block{i}.out"
-            mids, outs = dimension(mid, full_mid, expansion), dimension(out, full_out)
-            full = (full_in, full_mid, full_out)
-            blocks.append(InvertedResidual(mids, outs, full, 1 if position else stride, expansion != 1))
-            parts = {
-                "depth_conv": WeightSlice.on(out=mid),
-                "depth_norm": PerWidthNorm.on(channels=mid, position="position"),
-                "project_conv": WeightSlice.on(in_=mid, out=out),
-                "project_norm": PerWidthNorm.on(channels=out, position="position"),
-            }
-            if expansion != 1:
-                parts["expand_conv"] = WeightSlice.on(in_=before, out=mid)
-                parts["expand_norm"] = PerWidthNorm.on(channels=mid, position="position")
-            elastic.update({f"blocks.{i}.{name}": entry for name, entry in parts.items()})
-            before, full_in = out, full_out
-    elastic["tail_conv"] = WeightSlice.on(in_=before)
-    tail = make_divisible(TAIL * top, minimum=1) if top > 1 else TAIL
-    network = SlimmableMobileNetV2(stem, full_stem, blocks, (full_in, tail), num_classes)
-    return network, width_space("us_mobilenet_v2", width_mult_list, sizes), elastic
+    layout = SlimmableMobileNetLayout(tuple(width_mult_list), width_mult_range[-1])
+    return layout.built(SlimmableMobileNetV2(layout, layout.listed(), num_classes))
 
 
 _PARTS = ("expand_conv", "expand_norm", "depth_conv", "depth_norm", "project_conv", "project_norm")
@@ -208,9 +221,10 @@ def rename(key: str) -> str:
     return key
 
 
-def recognises(keys: Keys) -> bool:
-    """Return whether the names are those of a US-MobileNetV2, whose norms have one weight for all widths."""
-    return keys.some(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$") and not keys.some(r"\.bn\.0\.weight$")
+def _recognises(keys: Keys) -> bool:
+    """Return whether the names have one weight for all widths in every norm."""
+    per_width = keys.some(r"^features\.\d+\.body\.1\.bn\.0\.running_mean$")
+    return per_width and not keys.some(r"\.bn\.0\.weight$")
 
 
 FAMILY = Family(
@@ -218,7 +232,7 @@ FAMILY = Family(
     rename,
     source="JiahuiYu/slimmable_networks",
     licence="CC-BY-NC-4.0",
-    recognises=recognises,
+    recognises=_recognises,
     checkpoints=("us_mobilenet_v2_calibrated.pt",),
     calibration=CUMULATIVE_UNBIASED,
     listed_statistics=True,

@@ -1,0 +1,120 @@
+"""`Layout`: what the choices of a family mean in sizes, and how upstream writes a subnet down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import nn
+
+from ofa_adapters.family import Built
+from subnetact.errors import SpecError
+from subnetact.operators import Elastic
+from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
+
+__all__ = ["Layout", "block_slot", "choices", "is_list", "plain"]
+
+LARGEST = 8192
+"""The largest number in a list of choices, and the most numbers in it."""
+
+
+class Layout:
+    """What the choices of a family mean in sizes, and how upstream writes a subnet down.
+
+    A family states the facts below and defines `axes`, `sizes` and `elastic`. If its notation is more than
+    one key per axis, it extends `parse` and `format`. Layouts are pickled with the space.
+    """
+
+    family: ClassVar[str]
+    """The name of the search space."""
+    keys: ClassVar[Mapping[str, str]]
+    """The axis of every key of an upstream configuration."""
+    single: ClassVar[tuple[str, ...]] = ()
+    """The keys that hold one value instead of a list."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """The keys that a configuration may leave out."""
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """The keys of upstream's search results that do not describe the network."""
+
+    def axes(self) -> list[Axis]:
+        """Return the axes of the search space."""
+        raise NotImplementedError
+
+    def sizes(self, values: AxisValues) -> dict[str, int]:
+        """Return the size of every dimension for the values of the axes."""
+        raise NotImplementedError
+
+    def elastic(self) -> dict[str, Elastic]:
+        """Return the elastic description of the full network."""
+        raise NotImplementedError
+
+    def space(self) -> SubnetSpace:
+        """Return the search space, which reads and writes upstream's notation."""
+        return SubnetSpace(self.family, self.axes(), self.sizes, self.parse, self.format)
+
+    def built(self, network: nn.Module) -> Built:
+        """Return what a family's `build` returns."""
+        return network, self.space(), self.elastic()
+
+    def largest(self) -> dict[str, int]:
+        """Return the sizes of the full network."""
+        return self.sizes({axis.name: tuple(slot.choices[-1] for slot in axis.slots) for axis in self.axes()})
+
+    def parse(self, config: Any) -> dict[str, Any]:
+        """Return the values of the axes for an upstream configuration; a scalar counts for every slot."""
+        return {self.keys[key]: value for key, value in self.entries(config).items()}
+
+    def format(self, values: AxisValues) -> dict[str, Any]:
+        """Return the values of the axes as an upstream configuration."""
+        return {
+            key: values[axis][0] if key in self.single else list(values[axis])
+            for key, axis in self.keys.items()
+        }
+
+    def entries(self, config: Any) -> dict[str, Any]:
+        """Return the entries of an upstream configuration that describe the network, as plain values."""
+        if len(self.keys) == 1 and not isinstance(config, Mapping):
+            config = dict.fromkeys(self.keys, config)
+        names = ", ".join(self.keys)
+        if not isinstance(config, Mapping):
+            raise SpecError(f"{self.family}: a configuration is a dictionary of {names}, got {config!r}")
+        # OFA's search results also have the entry `wid`, which is None unless the whole network has a width.
+        given = {k: v for k, v in config.items() if k not in self.ignored and (k != "wid" or v is not None)}
+        if not {*self.keys} - {*self.optional} <= set(given) <= set(self.keys):
+            got = sorted(map(str, config))
+            raise SpecError(f"{self.family}: a configuration has exactly the keys {names}; got {got}")
+        return {key: plain(given[key]) for key in self.keys if key in given}
+
+
+def block_slot(name: str, legal: Sequence[Any], depths: Sequence[Any], needed: int, stage: int = 0) -> Slot:
+    """Return a slot that subnets use if the depth of a stage is at least `needed`."""
+    keeping = tuple(depth for depth in depths if depth >= needed)
+    when = None if keeping == tuple(depths) else UsedWhen("depth", stage, keeping)
+    return Slot(name, tuple(legal), when)
+
+
+def plain(value: Any) -> Any:
+    """Return NumPy arrays and scalars as lists and numbers, also inside lists; other values are unchanged."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a value has one entry per slot, instead of being one value for every slot."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def choices(values: Any) -> tuple[Any, ...]:
+    """Return the distinct choices, ascending, in a list, array or single number of upstream's constructor."""
+    values = plain(values)
+    listed = tuple(values) if is_list(values) else (values,)
+    if not listed or not all(type(v) in (int, float) and 0 <= v < math.inf for v in listed):
+        raise SpecError(f"a constructor's list is one or more numbers >= 0, got {values!r}")
+    if max(listed) > LARGEST or len(listed) > LARGEST:
+        raise SpecError(
+            f"a constructor's list has at most {LARGEST} numbers up to {LARGEST}, got {values!r:.60}"
+        )
+    return tuple(sorted(set(listed)))

@@ -1,0 +1,275 @@
+"""What the mobile families share: the inverted residual block, the network around it, and the layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ofa_adapters.layout import Layout, block_slot
+from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.space import Axis, AxisValues, Slot, make_divisible
+from subnetact.spec import Value
+
+__all__ = ["Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "block_elastic", "rename"]
+
+Activation: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class MBConv(nn.Module):
+    """An inverted residual block: 1x1 expansion, depthwise convolution, squeeze-excitation, 1x1 projection.
+
+    Args:
+        in_: input channels.
+        mid: channels of the depthwise convolution. If None, there is no expansion.
+        out: output channels.
+        kernels: kernel sizes of the depthwise convolution, ascending.
+        stride: stride of the depthwise convolution.
+        activation: activation after the expansion and after the depthwise convolution.
+        bn: arguments of every BatchNorm.
+        squeeze: channels of the squeeze-excitation. If None, there is none.
+        residual: whether the input is added to the output.
+        matrices: whether smaller kernels are made by learned matrices. If false, they are centre crops.
+    """
+
+    def __init__(
+        self,
+        in_: int,
+        mid: int | None,
+        out: int,
+        kernels: Sequence[int],
+        stride: int,
+        activation: Activation,
+        bn: Mapping[str, Any],
+        squeeze: int | None = None,
+        residual: bool = False,
+        matrices: bool = False,
+    ) -> None:
+        super().__init__()
+        self.expand_conv = None if mid is None else nn.Conv2d(in_, mid, 1, bias=False)
+        self.expand_bn = None if mid is None else nn.BatchNorm2d(mid, **bn)
+        width = in_ if mid is None else mid
+        self.depth_conv = KernelConv2d(width, kernels, stride, matrices and len(kernels) > 1)
+        self.depth_bn = nn.BatchNorm2d(width, **bn)
+        self.squeeze_reduce = None if squeeze is None else nn.Conv2d(width, squeeze, 1)
+        self.squeeze_expand = None if squeeze is None else nn.Conv2d(squeeze, width, 1)
+        self.project_conv = nn.Conv2d(width, out, 1, bias=False)
+        self.project_bn = nn.BatchNorm2d(out, **bn)
+        self.activation = activation
+        self.residual = residual
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Map (N, in_, H, W) to (N, out, H / stride, W / stride), without the residual connection."""
+        if self.expand_conv is not None and self.expand_bn is not None:
+            x = self.activation(self.expand_bn(self.expand_conv(x)))
+        x = self.activation(self.depth_bn(self.depth_conv(x)))
+        if self.squeeze_reduce is not None and self.squeeze_expand is not None:
+            squeezed = F.relu(self.squeeze_reduce(x.mean((2, 3), keepdim=True)))
+            x = x * F.hardsigmoid(self.squeeze_expand(squeezed))
+        return self.project_bn(self.project_conv(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
+        return x + self.transform(x) if self.residual else self.transform(x)
+
+
+class MobileNet(nn.Module):
+    """The full network: stem, blocks, one or two 1x1 convolutions, classifier.
+
+    Args:
+        blocks: the blocks.
+        widths: channels of the stem, of the last block, and of the 1x1 convolutions. If there are two of
+            these, the second comes after the mean over the map, and has no BatchNorm.
+        activations: activation of the stem, and of the 1x1 convolutions.
+        n_classes: number of classes.
+        bn: arguments of every BatchNorm.
+        dropout: dropout rate before the classifier.
+        stride: stride of the stem.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[MBConv],
+        widths: Sequence[int],
+        activations: tuple[Activation, Activation],
+        n_classes: int,
+        bn: Mapping[str, Any],
+        dropout: float = 0.0,
+        stride: int = 2,
+    ) -> None:
+        super().__init__()
+        first, last, *head = widths
+        self.first_conv = nn.Conv2d(3, first, 3, stride, 1, bias=False)
+        self.first_bn = nn.BatchNorm2d(first, **bn)
+        self.blocks = nn.Sequential(*blocks)
+        self.final_conv = self.final_bn = self.mix_bn = None
+        if len(head) == 2:
+            self.final_conv = nn.Conv2d(last, head[0], 1, bias=False)
+            self.final_bn = nn.BatchNorm2d(head[0], **bn)
+        else:
+            self.mix_bn = nn.BatchNorm2d(head[-1], **bn)
+        self.mix_conv = nn.Conv2d(([last, *head])[-2], head[-1], 1, bias=False)
+        self.dropout = nn.Dropout(float(dropout))
+        self.classifier = nn.Linear(head[-1], n_classes)
+        self.first_activation, self.head_activation = activations
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Map images (N, 3, H, W) to logits (N, n_classes)."""
+        x = self.blocks(self.first_activation(self.first_bn(self.first_conv(x))))
+        act = self.head_activation
+        if self.final_conv is not None and self.final_bn is not None:
+            x = act(self.final_bn(self.final_conv(x))).mean((2, 3), keepdim=True)
+            x = act(self.mix_conv(x)).flatten(1)
+        elif self.mix_bn is not None:
+            x = act(self.mix_bn(self.mix_conv(x))).mean((2, 3))
+        return self.classifier(self.dropout(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, 3, H, W) to logits (N, n_classes)."""
+        return self.classify(x)
+
+
+@dataclass(frozen=True)
+class MobileStage:
+    """One elastic stage; only its first block has the stride. `longest` limits the number of blocks."""
+
+    stride: int
+    activation: Activation
+    squeeze: bool = False
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class MobileLayout(Layout):
+    """A fixed first block and elastic stages, with a kernel size and an expansion ratio for every block.
+
+    Attributes:
+        widths: channels of the stem, of the first block, of every stage, and of the 1x1 convolutions.
+        kernels: kernel size choices per block slot, ascending.
+        expands: expansion ratio choices per block slot, ascending.
+        depths: depth choices per stage, ascending.
+    """
+
+    widths: tuple[int, ...]
+    kernels: tuple[int, ...]
+    expands: tuple[float, ...]
+    depths: tuple[int, ...]
+
+    keys: ClassVar = {"ks": "kernel", "e": "expand", "d": "depth"}
+    ignored = ("image_size", "r")
+    stages: ClassVar[tuple[MobileStage, ...]]
+    first_residual: ClassVar[bool]
+    """Whether the fixed first block has a residual connection."""
+    activations: ClassVar[tuple[Activation, Activation, Activation]]
+    """The activations of the stem, of the fixed first block, and of the 1x1 convolutions."""
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """The stage and the position in the stage of every block slot, in order."""
+        lengths = [min(self.depths[-1], stage.longest or self.depths[-1]) for stage in self.stages]
+        return [(stage, position) for stage, length in enumerate(lengths) for position in range(length)]
+
+    def width_before(self, index: int) -> int:
+        """Return the input channels of a block slot."""
+        stage, position = self.blocks[index]
+        return self.widths[2 + stage] if position else self.widths[1 + stage]
+
+    def sizes(self, values: AxisValues) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for i, (stage, position) in enumerate(self.blocks):
+            kept = position < values["depth"][stage]
+            mid = make_divisible(round(self.width_before(i) * values["expand"][i])) if kept else 0
+            sizes[f"block{i}.keep"] = int(kept)
+            sizes[f"block{i}.mid"] = mid
+            sizes[f"block{i}.squeeze"] = make_divisible(mid // 4) if kept else 0
+            sizes[f"block{i}.kernel"] = values["kernel"][i] if kept else 0
+        return sizes
+
+    def axes(self) -> list[Axis]:
+        depth = []
+        for s, stage in enumerate(self.stages):
+            legal = tuple(d for d in self.depths if d <= (stage.longest or d)) or (stage.longest or 1,)
+            clipped: dict[Value, Value] = {d: legal[-1] for d in self.depths if d > legal[-1]}
+            depth.append(Slot(f"stage{s + 1}", legal, aliases=clipped))
+
+        def per_block(name: str, legal: Sequence[float]) -> Axis:
+            slots = (
+                block_slot(f"block{i}", legal, depth[stage].choices, position + 1, stage)
+                for i, (stage, position) in enumerate(self.blocks)
+            )
+            return Axis(name, tuple(slots))
+
+        return [
+            Axis("depth", tuple(depth)),
+            per_block("kernel", self.kernels),
+            per_block("expand", self.expands),
+        ]
+
+    def network(
+        self, n_classes: int, bn_param: tuple[float, float], dropout: float, matrices: bool
+    ) -> MobileNet:
+        """Return the full network; with `matrices`, smaller kernels are made by learned matrices."""
+        bn = {"momentum": bn_param[0], "eps": bn_param[1]}
+        stem, first, *_ = self.widths
+        stem_act, first_act, head_act = self.activations
+        blocks = [MBConv(stem, None, first, (3,), 1, first_act, bn, residual=self.first_residual)]
+        full = self.largest()
+        for i, (s, position) in enumerate(self.blocks):
+            in_, out, stage = self.width_before(i), self.widths[2 + s], self.stages[s]
+            mid, squeeze = full[f"block{i}.mid"], full[f"block{i}.squeeze"] if stage.squeeze else None
+            stride = 1 if position else stage.stride
+            residual = stride == 1 and in_ == out
+            blocks.append(
+                MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, residual, matrices)
+            )
+        widths = (stem, *self.widths[1 + len(self.stages) :])
+        return MobileNet(blocks, widths, (stem_act, head_act), n_classes, bn, dropout)
+
+    def elastic(self) -> dict[str, Elastic]:
+        names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}
+        elastic = {"blocks": LayerSelect.on(**names)}
+        for i, (stage, _) in enumerate(self.blocks):
+            parts = block_elastic(f"block{i}", self.stages[stage].squeeze)
+            elastic.update({f"blocks.{i + 1}.{name}": entry for name, entry in parts.items()})
+        return elastic
+
+
+def block_elastic(
+    block: str, squeeze: bool, in_: str | None = None, out: str | None = None, expand: bool = True
+) -> dict[str, Elastic]:
+    """Return the entries of an MBConv, whose dimensions in the space start with `block`."""
+    mid, squeezed = f"{block}.mid", f"{block}.squeeze"
+    elastic = {
+        "depth_conv": ElasticKernel.on(channels=mid, kernel=f"{block}.kernel"),
+        "depth_bn": SubnetNorm.on(channels=mid),
+        "project_conv": WeightSlice.on(in_=mid, out=out),
+    }
+    if out is not None:
+        elastic["project_bn"] = SubnetNorm.on(channels=out)
+    if expand:
+        elastic["expand_conv"] = WeightSlice.on(in_=in_, out=mid)
+        elastic["expand_bn"] = SubnetNorm.on(channels=mid)
+    if squeeze:
+        elastic["squeeze_reduce"] = WeightSlice.on(in_=mid, out=squeezed)
+        elastic["squeeze_expand"] = WeightSlice.on(in_=squeezed, out=mid)
+    return elastic
+
+
+_PARTS = {"inverted_bottleneck": "expand", "depth_conv": "depth", "point_linear": "project"}
+_LAYERS = {"first_conv": "first", "final_expand_layer": "final", "feature_mix_layer": "mix"}
+
+
+def rename(key: str) -> str:
+    """Return the plain network's name for a name in an upstream network (dynamic, extracted, old)."""
+    key = re.sub(r"^(blocks\.\d+)\.(?:mobile_inverted_conv|conv)\.", r"\1.", key)
+    key = re.sub(r"\.(conv|bn|linear)(?:\.\1)+\.", r".\1.", key)
+    for theirs, ours in _PARTS.items():
+        key = re.sub(rf"^(blocks\.\d+)\.{theirs}\.(conv|bn)\.", rf"\1.{ours}_\2.", key)
+    key = re.sub(r"^(blocks\.\d+)\.depth_conv\.se\.fc\.(reduce|expand)\.", r"\1.squeeze_\2.", key)
+    for theirs, ours in _LAYERS.items():
+        key = re.sub(rf"^{theirs}\.(conv|bn)\.", rf"{ours}_\1.", key)
+    return key.replace("classifier.linear.", "classifier.")

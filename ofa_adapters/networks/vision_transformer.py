@@ -1,0 +1,196 @@
+"""The pre-norm vision transformer that AutoFormer and HydraViT share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from subnetact.operators import Elastic, LayerNormSlice, ParameterSlice, Segments, WeightSlice
+
+__all__ = ["HEAD_FEATURES", "TransformerBlock", "VisionTransformer", "drop_path_rates", "transformer_elastic"]
+
+HEAD_FEATURES = 64
+PARAMETERS = {"cls_token": "cls_token.token", "pos_embed": "pos_embed.embedding"}
+"""Upstream's names of parameters that have modules of their own here."""
+
+
+class ClassToken(nn.Module):
+    """Adds the learned class token before the patches."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, patches, width) to (N, 1 + patches, width)."""
+        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned position embedding."""
+
+    def __init__(self, positions: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(1, positions, width) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, T, width) to (N, T, width)."""
+        return x + self.embedding
+
+
+class LayerScale(nn.Module):
+    """Multiplies every feature of a branch with a learned number."""
+
+    def __init__(self, width: int, initial: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, T, width) to (N, T, width)."""
+        return x * self.gamma
+
+
+def survive(branch: Tensor, rate: float, training: bool) -> Tensor:
+    """Return a residual branch (N, T, width); in training, with a probability of `rate`, samples are zero."""
+    if not training or not rate:
+        return branch
+    keep = 1 - rate
+    return branch * (torch.rand(len(branch), 1, 1, device=branch.device) < keep) / keep
+
+
+def drop_path_rates(last: float, depth: int) -> list[float]:
+    """Return the stochastic depth rate of every block, which grows linearly to that of the last one."""
+    return [last * i / max(depth - 1, 1) for i in range(depth)]
+
+
+class TransformerBlock(nn.Module):
+    """One block: attention and feed-forward network, each with a residual connection.
+
+    A family defines `mix`.
+
+    Args:
+        qkv: the layer that computes queries, keys and values.
+        hidden: neurons of the feed-forward network.
+        eps: eps of both LayerNorms.
+        drop: dropout rate after every linear layer but `qkv`.
+        attn_drop: dropout rate of the attention weights.
+        drop_path: stochastic depth rate of the block.
+        scale: the initial value of the learned scales of the branches. If None, there are no scales.
+    """
+
+    def __init__(
+        self,
+        qkv: nn.Linear,
+        hidden: int,
+        eps: float,
+        drop: float,
+        attn_drop: float,
+        drop_path: float,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        width = qkv.in_features
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.qkv = qkv
+        self.proj = nn.Linear(width, width)
+        self.ls1 = LayerScale(width, scale) if scale else None
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+        self.ls2 = LayerScale(width, scale) if scale else None
+        self.drop, self.attn_drop, self.drop_path = float(drop), float(attn_drop), drop_path
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Map (N, T, width) to the concatenated results of all heads, (N, T, features)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, T, width) to (N, T, width)."""
+        branch = F.dropout(self.proj(self.mix(self.norm1(x))), self.drop, self.training)
+        if self.ls1 is not None:
+            branch = self.ls1(branch)
+        x = x + survive(branch, self.drop_path, self.training)
+        branch = F.dropout(F.gelu(self.fc1(self.norm2(x))), self.drop, self.training)
+        branch = F.dropout(self.fc2(branch), self.drop, self.training)
+        if self.ls2 is not None:
+            branch = self.ls2(branch)
+        return x + survive(branch, self.drop_path, self.training)
+
+
+class VisionTransformer(nn.Module):
+    """The full network: patch embedding, class token, blocks, and a linear classifier.
+
+    Args:
+        blocks: the transformer blocks.
+        arguments: upstream's constructor arguments by name, of which both families have these: `img_size`,
+            `patch_size`, `in_chans`, `embed_dim` and `num_classes`.
+        eps: eps of the last LayerNorm.
+        pos_drop: dropout rate after the position embedding.
+        head_drop: dropout rate before the classifier.
+        positions: whether there are absolute position embeddings.
+        mean: whether the classifier reads the mean over the patches. If false, it reads the class token.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[TransformerBlock],
+        arguments: Mapping[str, Any],
+        eps: float,
+        pos_drop: float,
+        head_drop: float = 0.0,
+        positions: bool = True,
+        mean: bool = False,
+    ) -> None:
+        super().__init__()
+        width, size = arguments["embed_dim"], arguments["patch_size"]
+        patches = (arguments["img_size"] // size) ** 2
+        self.patch_embed = nn.Conv2d(arguments["in_chans"], width, size, size)
+        self.cls_token = ClassToken(width)
+        self.pos_embed = PositionEmbedding(1 + patches, width) if positions else None
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(width, eps)
+        self.head = nn.Linear(width, arguments["num_classes"])
+        self.pos_drop, self.head_drop = float(pos_drop), float(head_drop)
+        self.mean = mean
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Map images (N, in_chans, img_size, img_size) to pooled features (N, embed_dim)."""
+        x = self.cls_token(self.patch_embed(x).flatten(2).transpose(1, 2))
+        if self.pos_embed is not None:
+            x = self.pos_embed(x)
+        x = self.norm(self.blocks(F.dropout(x, self.pos_drop, self.training)))
+        return x[:, 1:].mean(1) if self.mean else x[:, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (N, in_chans, img_size, img_size) to logits (N, num_classes)."""
+        x = F.dropout(self.forward_features(x), self.head_drop, self.training)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def transformer_elastic(
+    width: str, blocks: Sequence[tuple[str | Segments | None, str | None, str]]
+) -> dict[str, Elastic]:
+    """Return the entries of a VisionTransformer without `scale` whose features follow one dimension.
+
+    Every block has the dimensions of its queries, keys and values together, of the outputs of its heads, and
+    of its neurons; those that are None are not elastic.
+    """
+    elastic = {
+        "patch_embed": WeightSlice.on(out=width),
+        "cls_token": ParameterSlice.on(features=width),
+        "pos_embed": ParameterSlice.on(features=width),
+        "norm": LayerNormSlice.on(features=width),
+        "head": WeightSlice.on(in_=width),
+    }
+    for i, (qkv, attention, neurons) in enumerate(blocks):
+        block = f"blocks.{i}"
+        elastic[f"{block}.norm1"] = elastic[f"{block}.norm2"] = LayerNormSlice.on(features=width)
+        elastic[f"{block}.qkv"] = WeightSlice.on(in_=width, out=qkv)
+        elastic[f"{block}.proj"] = WeightSlice.on(in_=attention, out=width)
+        elastic[f"{block}.fc1"] = WeightSlice.on(in_=width, out=neurons)
+        elastic[f"{block}.fc2"] = WeightSlice.on(in_=neurons, out=width)
+    return elastic
