@@ -4,12 +4,10 @@ Nothing here imports torch; schedulers and simulators read tables on machines th
 
 Which file answers which question:
 
-* `table`: `LatencyTable` and everything that can be done with it.
-* `arrays`: what a table holds, and which numbers make no table.
-* `file`: the JSON file, and files with names of earlier versions.
-* `superserve`: the file format that SuperServe's authors publish.
-* `merge`: one table from two.
+* `table`: `LatencyTable` and everything that can be done with it; its JSON file.
+* `arrays`: which numbers make no table.
 * `compare`: how far two tables are apart (`Comparison`).
+* `pareto`: dominance, fronts and hypervolume.
 * `plot`: figures; they need matplotlib.
 """
 

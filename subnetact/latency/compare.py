@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from subnetact.errors import TableError
-from subnetact.latency.arrays import Floats, TableArrays
+from subnetact.latency.arrays import Floats
 
-__all__ = ["Comparison", "compare", "differing_facts"]
+__all__ = ["Comparison", "differing_facts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,64 +122,11 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(first: TableArrays, second: TableArrays, statistic: str | None = None) -> Comparison:
-    """Compare two tables; see `LatencyTable.compare`.
-
-    Args:
-        first: a table.
-        second: another.
-        statistic: a name in `statistics`; if None, `latency_ms` is compared.
-
-    Returns:
-        The ratios of the second table's latencies to the first one's.
-
-    Raises:
-        TableError: they have no cell in common, or one lacks the statistic.
-    """
-    keys = tuple(key for key in first.subnets if key in set(second.subnets))
-    sizes = tuple(size for size in first.batch_sizes if size in set(second.batch_sizes))
-    if not keys or not sizes:
-        raise TableError(
-            "the tables have no cell in common; compare tables of the same subnets and batch sizes "
-            f"({first!r} and {second!r})"
-        )
-    cells = [
-        _cells(table, statistic)[
-            np.ix_([table.subnets.index(k) for k in keys], [table.batch_sizes.index(b) for b in sizes])
-        ]
-        for table in (first, second)
-    ]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = cells[1] / cells[0]
-    ratios[~(np.isfinite(ratios) & (ratios > 0))] = np.nan
-    both = int(np.isfinite(ratios).sum())
-    if not both:
-        raise TableError("the tables have no measured cell in common; profile the same subnets on both")
-    return Comparison(
-        keys,
-        sizes,
-        ratios,
-        statistic or "latency",
-        int(np.isfinite(_cells(first, statistic)).sum()) - both,
-        int(np.isfinite(_cells(second, statistic)).sum()) - both,
-        differing_facts(first.stamp, second.stamp),
-    )
-
-
 def differing_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the facts that differ between two stamps, key -> (first, second), apart from the time."""
     keys = [*first, *(key for key in second if key not in first)]
     return {
         key: (first.get(key), second.get(key))
         for key in keys
-        if key not in ("measured", "merged_from") and first.get(key) != second.get(key)
+        if key != "measured" and first.get(key) != second.get(key)
     }
-
-
-def _cells(table: TableArrays, statistic: str | None) -> Floats:
-    if statistic is None:
-        return table.latency_ms
-    if statistic not in table.statistics:
-        known = ", ".join(table.statistics) or "none"
-        raise TableError(f"statistic: the table has no {statistic!r}; it has {known}")
-    return table.statistics[statistic]

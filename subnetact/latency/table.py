@@ -6,33 +6,47 @@ import math
 import os
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from subnetact.errors import TableError
-from subnetact.latency.arrays import Floats, TableArrays, warn_of_fractions
-from subnetact.latency.compare import Comparison, compare
-from subnetact.latency.file import LATENCY_TABLE, arguments_of, document_of
-from subnetact.latency.merge import merge
-from subnetact.latency.superserve import read_superserve
+from subnetact.files.documents import DocumentFormat
+from subnetact.latency.arrays import (
+    Floats,
+    array_of,
+    ascending_sizes,
+    checked_cells,
+    json_copy,
+    number,
+    percentages,
+    warn_of_fractions,
+)
+from subnetact.latency.compare import Comparison, differing_facts
 
 __all__ = ["LatencyTable"]
 
+LATENCY_TABLE = DocumentFormat(
+    "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
+)
 NOT_IN_MS = ("stable", "windows", "runs")
 """Statistics of a profile that are not latencies."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LatencyTable(TableArrays):
+class LatencyTable:
     """Latency of every (subnet, batch size) on one device, with the accuracy of every subnet.
 
     Schedulers choose from it, the simulator and the planner compute with it, and `profile_latency` measures
-    it. A table is immutable: operations return new tables. Make one with `from_arrays`, `load` or
-    `from_superserve`. A latency of NaN marks a cell that was not measured or cannot run, for example because
-    memory ran out; schedulers never choose such a cell.
+    it. A table is immutable: operations return new tables. Make one with `from_arrays` or `load`.
+    A latency of NaN marks a cell that was not measured or cannot run, for example because memory ran out;
+    schedulers never choose such a cell.
 
     Attributes:
         subnets: the readable key of each subnet, in the order of their ids.
@@ -49,6 +63,124 @@ class LatencyTable(TableArrays):
         pad_index: entry k is the column of the smallest batch size >= k, for k from 0 to the largest batch
             size.
     """
+
+    subnets: tuple[str, ...]
+    accuracy: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+    latency_ms: Floats
+    statistics: Mapping[str, Floats]
+    stamp: Mapping[str, Any]
+    co_runners: tuple[float, ...]
+    co_runner_ms: Floats
+    pad_index: tuple[int, ...] = field(init=False)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        subnets: Sequence[str],
+        accuracy: Sequence[float],
+        batch_sizes: Sequence[int],
+        latency_ms: npt.ArrayLike,
+        statistics: Mapping[str, npt.ArrayLike] | None = None,
+        stamp: Mapping[str, Any] | None = None,
+        co_runners: Sequence[float] = (),
+        co_runner_ms: npt.ArrayLike | None = None,
+    ) -> LatencyTable:
+        """Build a table.
+
+        Args:
+            subnets: one unique key per subnet.
+            accuracy: the accuracy of each subnet, percent, from 0 to 100; NaN if it is not known.
+            batch_sizes: positive integers, ascending.
+            latency_ms: shape (subnets, batch sizes), ms; NaN for a cell that cannot run.
+            statistics: further arrays of the same shape, by name.
+            stamp: facts about the measurement, of values that JSON can hold.
+            co_runners: the numbers of co-runners that `co_runner_ms` was measured with, ascending, >= 0.
+            co_runner_ms: shape (numbers of co-runners, subnets, batch sizes), ms.
+
+        Returns:
+            The table, with copies of all arrays.
+
+        Raises:
+            TableError: an argument makes no table; the message names the first wrong value and its place.
+
+        Example:
+            >>> table = LatencyTable.from_arrays(["small", "large"], [70.0, 75.0], [1, 8], [[1, 5], [2, 9]])
+            >>> table.latency_at("small", 4)
+            2.7142857142857144
+        """
+        keys, sizes = tuple(str(key) for key in subnets), tuple(batch_sizes)
+        none = np.empty((0, len(keys), len(sizes)))
+        return cls(
+            keys,
+            tuple(accuracy),
+            sizes,
+            array_of("latency_ms", latency_ms),
+            {str(n): array_of(f"statistics[{n!r}]", values) for n, values in (statistics or {}).items()},
+            stamp or {},
+            tuple(co_runners),
+            none if co_runner_ms is None else array_of("co_runner_ms", co_runner_ms),
+        )
+
+    def __post_init__(self) -> None:
+        keys = self.subnets
+        if not keys:
+            raise TableError("subnets: the table is empty; give at least one subnet")
+        repeated = sorted(key for key, count in Counter(keys).items() if count > 1)
+        if repeated:
+            raise TableError(f"subnets: {repeated[0]!r} appears more than once; keys must be unique")
+        sizes = ascending_sizes(self.batch_sizes)
+        numbers = tuple(number(value, f"co_runners[{i}]") for i, value in enumerate(self.co_runners))
+        if any(number < 0 for number in numbers) or any(a >= b for a, b in pairwise(numbers)):
+            raise TableError(f"co_runners: {numbers} must be ascending and >= 0")
+        if self.co_runner_ms.shape[:1] != (len(numbers),):
+            raise TableError(
+                f"co_runner_ms: {sum(self.co_runner_ms.shape[:1])} arrays of latencies for {len(numbers)} "
+                "numbers of co-runners; give one array per number"
+            )
+        latency_ms = checked_cells("latency_ms", self.latency_ms, keys, sizes, positive=True)
+        if np.isnan(latency_ms).all():
+            raise TableError("latency_ms: every cell is NaN; no subnet can run at any batch size")
+        co_runner_ms: Floats = np.empty((len(numbers), len(keys), len(sizes)))
+        for i, cells in enumerate(self.co_runner_ms):
+            co_runner_ms[i] = checked_cells(f"co_runner_ms[{i}]", cells, keys, sizes, positive=True)
+        co_runner_ms.setflags(write=False)
+        statistics = {
+            n: checked_cells(f"statistics[{n!r}]", a, keys, sizes) for n, a in self.statistics.items()
+        }
+        checked = {
+            "accuracy": percentages(self.accuracy, keys),
+            "batch_sizes": sizes,
+            "latency_ms": latency_ms,
+            "statistics": MappingProxyType(statistics),
+            "stamp": MappingProxyType(json_copy(self.stamp)),
+            "co_runners": numbers,
+            "co_runner_ms": co_runner_ms,
+            "pad_index": tuple(bisect_left(sizes, k) for k in range(sizes[-1] + 1)),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LatencyTable):
+            return NotImplemented
+        facts = [
+            (t.subnets, t.batch_sizes, t.co_runners, dict(t.stamp), set(t.statistics)) for t in (self, other)
+        ]
+        return facts[0] == facts[1] and all(
+            np.array_equal(own, theirs, equal_nan=True)
+            for own, theirs in zip(self._numbers(), other._numbers(), strict=True)
+        )
+
+    def _numbers(self) -> list[Floats]:
+        statistics = [self.statistics[name] for name in sorted(self.statistics)]
+        return [np.array(self.accuracy), self.latency_ms, self.co_runner_ms, *statistics]
+
+    def __hash__(self) -> int:
+        return hash((self.subnets, self.batch_sizes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LatencyTable.from_json, (self.to_json(),)
 
     @property
     def fastest_ms(self) -> float:
@@ -164,7 +296,7 @@ class LatencyTable(TableArrays):
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
         statistics = {
-            name: values if _statistic(name)[0] in NOT_IN_MS else values * factor
+            name: values if _split_name(name)[0] in NOT_IN_MS else values * factor
             for name, values in self.statistics.items()
         }
         return replace(
@@ -198,7 +330,7 @@ class LatencyTable(TableArrays):
             below, above = self.co_runners[upper - 1 : upper + 1]
             share = (nearest - below) / (above - below)
             cells = (1 - share) * self.co_runner_ms[upper - 1] + share * cells
-        named = {name: _statistic(name) for name in self.statistics}
+        named = {name: _split_name(name) for name in self.statistics}
         return replace(
             self,
             latency_ms=cells,
@@ -236,23 +368,6 @@ class LatencyTable(TableArrays):
         below = float(self.latency_ms[at, upper - 1])
         return below + (above - below) * (batch_size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
 
-    def merged(self, other: LatencyTable) -> LatencyTable:
-        """Return one table with the subnets and batch sizes of both.
-
-        Args:
-            other: a table measured on the same device, weights and settings. A cell that both tables have is
-                taken from this one.
-
-        Returns:
-            A new table; cells that neither has are NaN. Its stamp keeps the facts on which both agree, and
-            both stamps as "merged_from".
-
-        Raises:
-            TableError: the two were measured on different devices, weights or settings, or with different
-                numbers of co-runners; or they know different accuracies of a subnet.
-        """
-        return LatencyTable.from_arrays(**merge(self, other))
-
     def compare(self, other: LatencyTable, statistic: str | None = None) -> Comparison:
         """Compare another profile of some of the same subnets with this one.
 
@@ -266,11 +381,58 @@ class LatencyTable(TableArrays):
         Raises:
             TableError: they have no cell in common, or one lacks the statistic.
         """
-        return compare(self, other, statistic)
+        keys = tuple(key for key in self.subnets if key in set(other.subnets))
+        sizes = tuple(size for size in self.batch_sizes if size in set(other.batch_sizes))
+        if not keys or not sizes:
+            raise TableError(
+                "the tables have no cell in common; compare tables of the same subnets and batch sizes "
+                f"({self!r} and {other!r})"
+            )
+        own, theirs = (table._statistic(statistic) for table in (self, other))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = other._at(theirs, keys, sizes) / self._at(own, keys, sizes)
+        ratios[~(np.isfinite(ratios) & (ratios > 0))] = np.nan
+        both = int(np.isfinite(ratios).sum())
+        if not both:
+            raise TableError("the tables have no measured cell in common; profile the same subnets on both")
+        return Comparison(
+            keys,
+            sizes,
+            ratios,
+            statistic or "latency",
+            only_first=int(np.isfinite(own).sum()) - both,
+            only_second=int(np.isfinite(theirs).sum()) - both,
+            differing=differing_facts(self.stamp, other.stamp),
+        )
+
+    def _statistic(self, name: str | None) -> Floats:
+        if name is None:
+            return self.latency_ms
+        if name not in self.statistics:
+            raise TableError(
+                f"statistic: the table has no {name!r}; it has {', '.join(self.statistics) or 'none'}"
+            )
+        return self.statistics[name]
+
+    def _at(self, cells: Floats, keys: Sequence[str], sizes: Sequence[int]) -> Floats:
+        rows, columns = map(self.subnets.index, keys), map(self.batch_sizes.index, sizes)
+        at: Floats = cells[np.ix_(list(rows), list(columns))]
+        return at
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as dictionaries, lists, strings and numbers, for `from_json`."""
-        return document_of(self)
+        document: dict[str, Any] = {
+            "subnets": list(self.subnets),
+            "accuracy": _with_nulls(np.array(self.accuracy)),
+            "batch_sizes": list(self.batch_sizes),
+            "latency_ms": _with_nulls(self.latency_ms),
+            "statistics": {name: _with_nulls(values) for name, values in self.statistics.items()},
+            "stamp": dict(self.stamp),
+        }
+        if self.co_runners:
+            document["co_runners"] = list(self.co_runners)
+            document["co_runner_ms"] = _with_nulls(self.co_runner_ms)
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> LatencyTable:
@@ -286,7 +448,16 @@ class LatencyTable(TableArrays):
             KeyError: a field is missing.
             TableError: the numbers make no table.
         """
-        return cls.from_arrays(**arguments_of(document))
+        return cls.from_arrays(
+            document["subnets"],
+            [math.nan if percent is None else percent for percent in document["accuracy"]],
+            document["batch_sizes"],
+            document["latency_ms"],
+            document["statistics"],
+            document["stamp"],
+            document.get("co_runners", ()),
+            document.get("co_runner_ms"),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON, atomically: an interrupted write leaves an earlier file intact.
@@ -318,29 +489,6 @@ class LatencyTable(TableArrays):
         with LATENCY_TABLE.fields(path):
             return cls.from_json(document)
 
-    @classmethod
-    def from_superserve(cls, path: str | os.PathLike[str], stage: str = "forward") -> LatencyTable:
-        """Read a profile in the file format that SuperServe's authors publish (JSON, nanoseconds).
-
-        Args:
-            path: the file.
-            stage: "forward", the model's own latency; "deserialize", "h2d_copy", "postprocess" or
-                "d2h_copy"; or "total", their sum.
-
-        Returns:
-            A table of mean latencies. Subnets keep the order of the file; `stamp["subnet_dimension"]` has the
-            depths, expand ratios and width indices of each, for `SubnetSpace.parse`.
-
-        Raises:
-            MissingFile: there is no such file.
-            FileFormatError: the file has another layout.
-            TableError: the stage is unknown, or the numbers make no table.
-
-        Source:
-            github.com/dhruvsgarg/once-for-all, the profiles of SuperServe (NSDI'25).
-        """
-        return cls.from_arrays(**read_superserve(path, stage))
-
     def __repr__(self) -> str:
         known = [percent for percent in self.accuracy if not math.isnan(percent)]
         span = f"{min(known):g}-{max(known):g} %" if known else "accuracy not known"
@@ -350,7 +498,14 @@ class LatencyTable(TableArrays):
         )
 
 
-def _statistic(name: str) -> tuple[str, float]:
+def _with_nulls(values: Floats) -> Any:
+    """Return numbers in lists, with None in the place of NaN; `from_arrays` reads None as NaN."""
+    found = values.astype(object)
+    found[np.isnan(values)] = None
+    return found.tolist()
+
+
+def _split_name(name: str) -> tuple[str, float]:
     """Split a name such as "p99_with_2_co_runners" into the statistic and the number of co-runners."""
     found = re.fullmatch(r"(.+)_with_([0-9.e+]+)_co_runners", name)
     return (found[1], float(found[2])) if found else (name, 0.0)
@@ -373,6 +528,4 @@ def _stamp_of(stamp: Mapping[str, Any], chosen: Sequence[int], batch_sizes: Sequ
             for new, old in enumerate(chosen)
             if old == subnet and size in batch_sizes
         )
-    if "subnet_dimension" in found:
-        found["subnet_dimension"] = [found["subnet_dimension"][i] for i in chosen]
     return found

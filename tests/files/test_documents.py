@@ -27,7 +27,6 @@ TABLE = LatencyTable.from_arrays(["a"], [70.0], [1], [[1.0]])
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "latency table": ("table.json", LatencyTable.load),
-    "SuperServe profile": ("profile.json", LatencyTable.from_superserve),
     "norm table": ("norms.safetensors", NormTable.load),
     "corrections": ("corrections.json", Corrections(TABLE).load),
     "decision log": ("log.jsonl", LiveRun.load),

@@ -275,14 +275,6 @@ def seeds() -> Path:
     tiny = subnetact.insert_(network, space, {"0": subnetact.WeightSlice.on(out="width")})
     exported = subnetact.Engine(tiny, [space.largest()], example=torch.zeros(1, 5, 5))
     to_exported_programs(exported, place / "export", progress=False)
-    stages = {"forward": {"mean": 1e6, "std": 1.0, "p99": 2e6}}
-    model = {
-        "id": 0,
-        "accuracy": 70.0,
-        "subnet_dimension": {"depth_values": [1], "elasticity_ratio": [0.2], "width_multiplier": [1]},
-        "latency_and_batch_ns": [{"batch_size": 1, "mean": 1e6, "std": 1.0, "p99": 2e6, "stages": stages}],
-    }
-    (place / "superserve.json").write_text(json.dumps({"models": [model]}))
     windows = Journal(place / "journal.jsonl", {"threads": 1})
     for i in range(3):
         windows.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
@@ -898,7 +890,6 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "spec": fuzz_spec,
     "latency table": reader("table.json", json_file, subnetact.LatencyTable.load),
     "latency table, arguments": fuzz_table_arguments,
-    "SuperServe profile": reader("superserve.json", json_file, subnetact.LatencyTable.from_superserve),
     "norm table": reader("norms.safetensors", tensor_file, subnetact.NormTable.load),
     "bundle": fuzz_bundle,
     "export": fuzz_export,

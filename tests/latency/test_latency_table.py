@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import subnetact
 from subnetact.errors import FileFormatError, TableError
 from subnetact.latency.table import LatencyTable
 
@@ -110,29 +111,6 @@ def test_what_changes_latencies_changes_those_beside_co_runners_and_the_statisti
     assert shown[1] == {}
     assert shown[2]["p99"].tolist() == [[9.0, 7.0]]
     assert shown[2]["stable"].tolist() == [[0, 1]]
-
-
-def test_files_with_former_names_still_load(tmp_path):
-    table = small(
-        statistics={"p99": [[4, 3], [5, 4]], "p99_with_2_co_runners": [[8, 7], [9, 8]]},
-        stamp={"co_runner_subnet": 1, "dominated": 0, "tolerance": 5.0},
-        co_runners=[0, 2],
-        co_runner_ms=[[[3, 2], [4, 3]], [[6, 5], [9, 8]]],
-    )
-    table.save(tmp_path / "now.json")
-    former = (tmp_path / "now.json").read_text()
-    for now, then in (
-        ('"co_runners"', '"interference"'),
-        ("co_runner_ms", "contended_ms"),
-        ("_with_2_co_runners", "_beside_2"),
-        ("co_runner_subnet", "colocated"),
-        ("dominated", "beaten"),
-        ('"tolerance": 5.0', '"stability": 0.05'),
-    ):
-        assert now in former
-        former = former.replace(now, then)
-    (tmp_path / "then.json").write_text(former)
-    assert LatencyTable.load(tmp_path / "then.json") == table
 
 
 def test_co_runners_must_be_measured():
@@ -247,6 +225,24 @@ def test_an_interrupted_save_leaves_the_earlier_file(tmp_path, monkeypatch):
         small(accuracy=[1.0, 2.0]).save(path)
     assert path.read_text() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_unknown_accuracy_survives_on_disk_and_is_refused_by_schedulers(tmp_path):
+    table = LatencyTable.from_arrays(["a", "b"], [float("nan"), 70.0], [1, 2], [[1, 2], [3, 4]])
+    table.save(tmp_path / "t.json")
+    loaded = LatencyTable.load(tmp_path / "t.json")
+    assert loaded == table
+    for use in (
+        lambda t: subnetact.SlackFit(t, slo_ms=36.0),
+        lambda t: subnetact.simulate([0.0], t, subnetact.Fixed(t, 0), slo_ms=36.0),
+    ):
+        with pytest.raises(TableError, match="accuracy of 'a' is not known"):
+            use(loaded)
+    known = loaded.with_accuracy([60.0, 70.0])
+    assert (
+        subnetact.simulate([0.0], known, subnetact.SlackFit(known, slo_ms=36.0), slo_ms=36.0).attainment
+        == 1.0
+    )
 
 
 def test_tables_and_schedulers_import_no_torch():

@@ -1,8 +1,7 @@
-"""Interpolation, merging and comparison of latency tables; SuperServe's layout; figures."""
+"""Interpolation and comparison of latency tables; figures."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from itertools import pairwise
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subnetact.errors import FileFormatError, MissingExtra, TableError
+from subnetact.errors import MissingExtra, TableError
 from subnetact.latency.plot import plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.simulation.datasets import superserve_a40
@@ -70,43 +69,8 @@ def test_interpolation_is_linear_and_honest_about_cells_that_cannot_run() -> Non
             table.latency_at(wrong, 2)
 
 
-@given(tables(), st.data())
-def test_parts_of_a_table_merge_to_the_table(table: LatencyTable, data: st.DataObject) -> None:
-    rows, sizes = len(table.subnets), list(table.batch_sizes)
-    cut, split = data.draw(st.integers(1, rows)), data.draw(st.integers(1, len(sizes)))
-    upper = table.select(range(cut)).merged(table.select(range(cut - 1, rows)))
-    wide = table.select(batch_sizes=sizes[:split]).merged(table.select(batch_sizes=sizes[split - 1 :]))
-    for whole in (upper, wide, table.merged(table)):
-        assert whole.subnets == table.subnets
-        assert whole.batch_sizes == table.batch_sizes
-        assert whole.accuracy == table.accuracy
-        np.testing.assert_array_equal(whole.latency_ms, table.latency_ms)
-        np.testing.assert_array_equal(whole.statistics["p99"], table.statistics["p99"])
-        assert {key: whole.stamp[key] for key in STAMP} == STAMP
-        assert whole.stamp["merged_from"] == [STAMP, STAMP]
-
-
 def one(key: str, size: int, ms: float, **stamp: Any) -> LatencyTable:
     return LatencyTable.from_arrays([key], [math.nan], [size], [[ms]], stamp={**STAMP, **stamp})
-
-
-def test_a_merged_table_has_holes_and_the_later_value() -> None:
-    merged = one("a", 1, 1.0, measured="today").merged(one("b", 4, 9.0, measured="tomorrow"))
-    np.testing.assert_array_equal(merged.latency_ms, [[1.0, math.nan], [math.nan, 9.0]])
-    assert "measured" not in merged.stamp
-    assert [stamp["measured"] for stamp in merged.stamp["merged_from"]] == ["today", "tomorrow"]
-    assert one("a", 1, 1.0).merged(one("a", 1, 2.0)).latency_ms.tolist() == [[2.0]]
-    known = one("a", 1, 1.0).with_accuracy([70.0])
-    assert known.merged(one("a", 1, 2.0)).accuracy == (70.0,)
-    with pytest.raises(TableError, match=r"accuracy of 'a': 70.0 and 71.0"):
-        known.merged(one("a", 1, 1.0).with_accuracy([71.0]))
-    with pytest.raises(TableError, match=r"threads: 1 and 2"):
-        one("a", 1, 1.0).merged(one("b", 1, 1.0, threads=2))
-    table = LatencyTable.from_arrays(["a"], [1.5], [1], [[1.0]], co_runners=[0.0], co_runner_ms=[[[1.0]]])
-    with pytest.raises(TableError, match="co_runners"):
-        table.merged(LatencyTable.from_arrays(["b"], [1.5], [1], [[1.0]]))
-    both = table.merged(table.select(batch_sizes=[1]).scaled(2.0))
-    assert both.co_runner_ms.tolist() == [[[2.0]]]
 
 
 def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
@@ -145,58 +109,12 @@ def test_a_comparison_names_the_worst_cell_and_what_differs() -> None:
 
 
 def test_what_a_stamp_says_by_row_follows_the_rows() -> None:
-    stamp = {"out_of_memory": [[0, 1, 2], [0, 2, 4]], "subnet_dimension": ["x", "y", "z"], "dominated": 1}
+    stamp = {"out_of_memory": [[0, 1, 2], [0, 2, 4]], "dominated": 1}
     table = LatencyTable.from_arrays(
         ["a", "b", "c"], [math.nan] * 3, [1, 2, 4], [[1.0, 2.0, 4.0]] * 3, stamp=stamp
     )
     chosen = table.select([2, 1], batch_sizes=[1, 2]).stamp
-    assert dict(chosen) == {"out_of_memory": [[0, 1, 2]], "subnet_dimension": ["z", "y"]}
-    assert set(table.merged(table).stamp) == {"merged_from"}
-
-
-def superserve_file(path: Path, **changes: Any) -> Path:
-    def row(size: int, ms: float) -> dict[str, Any]:
-        stages = {"forward": ms * 1e6, "h2d_copy": 0.5e6}
-        return {
-            "batch_size": size, "mean": (ms + 0.5) * 1e6, "std": 0.2e6, "p99": (ms + 1) * 1e6,
-            "stages": {name: {"mean": ns, "std": 0.1e6, "profiled": True} for name, ns in stages.items()},
-        }  # fmt: skip
-
-    def model(identity: int, accuracy: float, rows: list[Any]) -> dict[str, Any]:
-        dimension = {
-            "depth_values": [identity] * 5,
-            "elasticity_ratio": [0.2] * 18,
-            "width_multiplier": [0] * 6,
-        }
-        return {
-            "id": identity, "accuracy": accuracy, "subnet_dimension": dimension, "latency_and_batch_ns": rows
-        }  # fmt: skip
-
-    models = [model(0, 73.8, [row(1, 3.0), row(4, 5.0)]), model(1, -1, [row(1, 4.0)])]
-    path.write_text(json.dumps({"models": models, **changes}))
-    return path
-
-
-def test_superserves_layout_is_read_in_milliseconds(tmp_path: Path) -> None:
-    path = superserve_file(tmp_path / "p.json")
-    table = LatencyTable.from_superserve(path)
-    np.testing.assert_array_equal(table.latency_ms, [[3.0, 5.0], [4.0, math.nan]])
-    np.testing.assert_allclose(table.statistics["std"], [[0.1, 0.1], [0.1, math.nan]])
-    assert table.accuracy[0] == 73.8
-    assert math.isnan(table.accuracy[1])
-    assert table.subnets[1].startswith("1: d=1,1,1,1,1 e=0.2,")
-    assert table.stamp["subnet_dimension"][1]["depth_values"] == [1] * 5
-    total = LatencyTable.from_superserve(path, stage="total")
-    assert total.latency_ms[0, 0] == 3.5
-    assert total.statistics["p99"][0, 0] == 4.0
-    assert LatencyTable.from_superserve(path, stage="h2d_copy").latency_ms[0, 0] == 0.5
-    with pytest.raises(TableError, match="stage: 'backward'"):
-        LatencyTable.from_superserve(path, stage="backward")
-    with pytest.raises(FileFormatError, match="'deserialize'"):
-        LatencyTable.from_superserve(path, stage="deserialize")
-    for models in ([], None, [{}], [3]):
-        with pytest.raises(FileFormatError, match=r"p\.json"):
-            LatencyTable.from_superserve(superserve_file(path, models=models))
+    assert dict(chosen) == {"out_of_memory": [[0, 1, 2]]}
 
 
 def test_the_committed_a40_table_is_the_authors() -> None:
