@@ -38,24 +38,24 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
 
     room            code  docs  names
     errors            86    81     37
-    files            520   350      0
+    files            549   321      0
     device           153    58      8
     command           69    22      5
     comparison        58    34      7
     spec              81    53      6
     space            411   217      6
     operators       1864  1165     17
-    supernet        2166  1114      6
+    supernet        2189  1095      6
     insertion       3731  1002      0
     digits           176    51      7
-    ofa_adapters    2959  1275     12
+    ofa_adapters    2861   768     12
     training         200    82      3
-    calibration      960   379      2
-    latency          806   476      4
-    engine          3009  1387      5
+    calibration      907   335      2
+    latency          612   343      4
+    engine          3010  1387      5
     workers         1059   337      0
     costs            294   118      5
-    nas              860   425      6
+    nas              840   372      6
     profile         1788   691     10
     serving         7976  3826     76
     generation      1544   590     11
@@ -66,7 +66,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1149   547      4
-    all            37929 16416    253
+    all            37617 15631    253
 
 Glossary
 --------

@@ -97,7 +97,7 @@ def save_bundle(bundle: Bundle, directory: str | PathLike[str]) -> None:
 
 def _write(bundle: Bundle, folder: Path) -> dict[str, Any]:
     supernet, padding = bundle.supernet, bundle.padding
-    with supernet.unchanged():  # Everything is of one checkpoint, whatever other threads load.
+    with supernet.generation.unchanged():  # Everything is of one checkpoint, whatever other threads load.
         if not bundle.allow_uncalibrated:
             supernet.require_calibrated([s for i, s in enumerate(bundle.specs) if i not in bundle.removed])
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in supernet.state_dict().items()}

@@ -50,7 +50,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.spec import FLOAT32, SubnetSpec
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.generation import Moment
-from subnetact.supernet.supernet import Supernet, as_supernet, stale_weights
+from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.supernet.untraced_changes import stale_weights
 
 __all__ = ["Engine"]
 

@@ -7,17 +7,29 @@ bundles and exports that are being written, generators and key-value caches. Two
   be made again, which `number` tells, and the weights are other ones, which a `Moment` tells.
 - Weights are changed in place: zero-copy views stay as they are, a `Moment` is another one, and copies find
   out from the version counters of what they were made of.
+
+torch counts no writes into the registries of modules (`network.fc = ...`, `functional_call`), so
+`replacements.py` does; what nothing counts, such as `parameter.data = ...`, only `untraced_changes.py` finds.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from subnetact.errors import StaleWeights
+from subnetact.operators.base import Operator
+from subnetact.supernet.replacements import Replacements, substituted
+from subnetact.supernet.untraced_changes import PlainAttributes
+from subnetact.supernet.views import Views
 
 __all__ = ["Generation", "Moment", "Weights", "is_counter", "weights_of"]
 
@@ -102,40 +114,120 @@ class Generation:
     """Tells whether the weights of a supernet have changed.
 
     Args:
-        network: the network with operators.
+        supernet: a module around the network with operators, which holds nothing else.
+        views: the views to drop when the weights are exchanged.
 
     Attributes:
         number: another one whenever views have to be taken again. It grows, and no two supernets of a process
             have the same one.
         weights: what views read that are bound now.
+        lock: held while weights are exchanged, and while a view is bound.
+        attributes: the plain attributes that modules had when views were last dropped.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, supernet: nn.Module, views: Views) -> None:
         self.number = next(_numbers)
-        first = Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0)
-        self.weights = Weights(weights_of(network), first)
+        self.weights = Weights(weights_of(supernet), Moment(secrets.token_hex(8), secrets.token_hex(8), 0, 0))
+        self.lock = threading.RLock()
+        self._supernet = weakref.ref(supernet)  # A cycle would delay the end of the weights.
+        self._views = views
+        self._replacements = Replacements()
+        self._watch(supernet)
+
+    def _watch(self, supernet: nn.Module) -> None:
+        self._replacements.note(supernet)
+        self.attributes = PlainAttributes(supernet)
+        self._noticed = self._replacements.writes
 
     def moment(self) -> Moment:
         """Return the moment of the present weights. It takes about 40 ns per parameter."""
         return self.weights.moment()
 
-    def next(self, network: nn.Module, same: bool = False, beneath: bool = False) -> None:
+    def look(self) -> bool:
+        """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
+        if self._replacements.writes == self._noticed:
+            return False
+        with self.lock:
+            writes, supernet = self._replacements.writes, self._present()
+            if self._replacements.replaced(supernet):
+                if substituted(supernet):
+                    return True  # The next call looks again.
+                self.move()
+            self._noticed = writes
+        return False
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """Refuse that something lasting is taken while `functional_call` puts tensors for the parameters."""
+        foreign = self.look()
+        writes, number = self._replacements.writes, self.number
+        if not foreign:
+            yield
+            foreign = self.look()
+        # An exchange of the weights writes as well; who takes something sees it by the number.
+        if foreign or (self._replacements.writes != writes and self.number == number):
+            raise StaleWeights(
+                "torch.func.functional_call runs on the supernet, and its tensors stand for the parameters; "
+                "make engines and bundles before or after it, or let it have a copy.deepcopy(supernet)"
+            )
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Return a context in which weights and statistics can be copied: all copies are of one moment.
+
+        Raises:
+            StaleWeights: weights were changed in place by another thread meanwhile, or `functional_call` ran
+                on the supernet.
+        """
+        with self.lock, self.own_weights():
+            before = self.moment()
+            yield
+            if self.moment() != before:
+                raise StaleWeights(
+                    "the weights were changed in place while they were copied, so the copies belong to no "
+                    "moment; save and export between two steps of the training"
+                )
+
+    def begin_exchange(self) -> None:
+        """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""
+        self.weights.close()
+        self.drop_copies()
+
+    def move(self, same: bool = False, beneath: bool = False) -> None:
         """Move on: views have to be taken again.
 
         Args:
-            network: the network, as it is now.
             same: whether the weights have the same values as before, in other places for example.
             beneath: whether the tensors that former views read may have changed as well.
         """
-        former = self.weights
-        former.close()
-        moment = former.moment()
-        if not same:
-            moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
-        if beneath:
-            former.note_change()
-        self.weights = Weights(weights_of(network), moment)
-        self.number = next(_numbers)
+        with self.lock, self._views.lock:
+            supernet, former = self._present(), self.weights
+            former.close()
+            moment = former.moment()
+            if not same:
+                moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
+            if beneath:
+                former.note_change()
+            self.weights = Weights(weights_of(supernet), moment)
+            self.number = next(_numbers)
+            self._views.clear()
+            self.drop_copies()
+            self._watch(supernet)
+
+    def end(self) -> None:
+        """Watch the network no longer."""
+        self._replacements.release()
+
+    def _present(self) -> nn.Module:
+        supernet = self._supernet()
+        assert supernet is not None
+        return supernet
+
+    def drop_copies(self) -> None:
+        """Drop what operators copied from the weights."""
+        for module in self._present().modules():
+            if isinstance(module, Operator):
+                module.forget()
 
 
 def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -18,7 +18,6 @@ from subnetact.operators.base import Operator
 
 __all__ = ["Replacements", "substituted"]
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
@@ -70,7 +69,6 @@ class Replacements:
         self.writes = 0
         self._members: list[Callable[[], Any]] = []
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._attributes: dict[str, dict[str, Any]] = {}
 
     def note(self, network: nn.Module) -> None:
         """Remember the modules, parameters and buffers that a network has now, and watch all of them."""
@@ -86,21 +84,6 @@ class Replacements:
                         object.__setattr__(template, name, watched)
                         self._watched.add(template)
         self._members = [weakref.ref(entry) for entry in _members(network)]
-        self._attributes = _attributes(network)
-
-    def other_attributes(self, network: nn.Module) -> list[str]:
-        """Return which plain attributes have another value than at the last `note`, one line each.
-
-        Args:
-            network: what was noted.
-        """
-        present = _attributes(network)
-        return [
-            f"{path}: the attribute {name} was changed"
-            for path, known in self._attributes.items()
-            for name in known.keys() | present.get(path, known).keys()
-            if not _same(known.get(name), present.get(path, known).get(name))
-        ]
 
     def release(self) -> None:
         """Watch nothing any longer: all modules, also those replaced since, get ordinary registries again."""
@@ -122,23 +105,6 @@ def substituted(network: nn.Module) -> bool:
     """Tell whether plain tensors stand in for parameters, as while `functional_call` runs."""
     parameters = (p for module in network.modules() for p in module._parameters.values())
     return any(p is not None and not isinstance(p, nn.Parameter) for p in parameters)
-
-
-def _attributes(network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the plain numbers, texts and tuples of all modules inside of a module, by path and name."""
-    found = {}
-    for path, module in list(network.named_modules())[1:]:
-        own = module.template if isinstance(module, Operator) else module
-        plain = {n: v for n, v in own.__dict__.items() if n != "training" and isinstance(v, _PLAIN)}
-        if plain:
-            found[path] = plain
-    return found
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
 
 
 def _members(network: nn.Module) -> list[Any]:

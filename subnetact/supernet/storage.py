@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["checksum", "exchange_storage_", "renew_storage_", "tensors_outside"]
+__all__ = ["checksum", "exchange_storage_", "renew_storage_"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -98,14 +98,3 @@ def checksum(tensors: Iterable[Tensor]) -> list[int]:
             even = 2 * torch.arange(len(columns), device=bits.device)
             sums.append((odd * rows).sum() + (even * columns).sum())
         return torch.stack([s.cpu() for s in sums]).tolist() if sums else []
-
-
-def tensors_outside(view: nn.Module, storages: Collection[int]) -> list[str]:
-    """Return the names of the tensors of a view that are on none of the given storages.
-
-    Args:
-        view: the view. Packed copies, which have storage of their own, are left out.
-        storages: what `storage_id` returned.
-    """
-    named = (*view.named_parameters(), *view.named_buffers())
-    return [n for n, t in named if "packed" not in t.__dict__ and storage_id(t) not in storages]

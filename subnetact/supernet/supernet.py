@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,7 +16,6 @@ from torch import Tensor, UntypedStorage, nn
 from torch._compile import _disable_dynamo
 
 from subnetact.errors import (
-    CheckpointError,
     ForeignSpec,
     InsertError,
     NotCalibrated,
@@ -38,13 +35,13 @@ from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check, check_precisions
+from subnetact.supernet.checkpoint import fitting, has_values
 from subnetact.supernet.generation import Generation, Weights
-from subnetact.supernet.name_prefix import prefix_hint, without_prefix
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
-from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.storage import checksum, exchange_storage_, renew_storage_, tensors_outside
+from subnetact.supernet.storage import exchange_storage_, renew_storage_
+from subnetact.supernet.untraced_changes import outdated, stale_weights
+from subnetact.supernet.views import Views
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
 
@@ -136,24 +133,19 @@ class Supernet(nn.Module):
         self.report = report
         self._norms = NormTable(space.id)
         self._active = space.largest()
-        self._views: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
-        self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._generation = Generation(network)
-        self._lock = threading.Lock()
-        self._exchange = threading.RLock()  # Held while weights are exchanged, and while a view is bound.
-        self._watch()
+        self._views = Views()
+        self._generation = Generation(self, self._views)
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
-        self._original = OriginalStatistics(network, self._generation.moment())
-        self._before_load: tuple[bool, list[int]] = False, []
-        self.register_load_state_dict_pre_hook(_to_network)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+        self._original = self._generation.moment() if self._trained_statistics() else None
+        self._before_load: tuple[bool, bool, Mapping[str, Any]] = False, False, {}
+        self.register_load_state_dict_pre_hook(_before_outer_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_outer_load)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
-        unshared = {"_lock": None, "_exchange": None, "_replacements": None, "_generation": None}
-        original = self._original.carried(self.network, self.generation.moment())
-        return {**self.__dict__, **unshared, "_views": OrderedDict(), "_frozen": {}, "_original": original}
+        original = self._unchanged_since_then()
+        return {**self.__dict__, "_views": None, "_generation": None, "_original": original}
 
     def __copy__(self) -> Supernet:
         raise ViewError(
@@ -163,10 +155,9 @@ class Supernet(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._lock, self._exchange = threading.Lock(), threading.RLock()
-        self._watch()
-        self._generation = Generation(self.network)
-        self._original.arrived(self._generation.moment())
+        self._views = Views()
+        self._generation = Generation(self, self._views)
+        self._original = self._generation.moment() if state["_original"] else None
 
     @property
     def norms(self) -> NormTable:
@@ -241,11 +232,11 @@ class Supernet(nn.Module):
         for precision in settings.precisions:
             require_precision(precision, device)
         first = len(self.space.dimensions)
-        with self._exchange:
+        with self._generation.lock:
             dims = {name: first + i for i, (name, _) in enumerate(parts)}
             put_precision_(network, settings, dims)
             self.space, self.precision = space, settings
-            self._renew(same=True)
+            self._generation.move(same=True)
         return space
 
     def precision_errors(self, spec: SubnetSpec, x: Any = None) -> dict[str, float]:
@@ -269,7 +260,7 @@ class Supernet(nn.Module):
             raise PrecisionError(f"{spec} is float32, which is exact; give space.at_precision(spec, 'int8')")
         if x is None:
             return weight_errors(self.network, PRECISIONS.get(spec.precision, min(PRECISIONS.values())))
-        with self._exchange:
+        with self._generation.lock:
             exact = self.private_view(self.space.at_precision(spec, FLOAT32))[0]
             low = self.private_view(spec)[0]
         return layer_errors(exact, low, lambda network: call_with(network, x))
@@ -301,10 +292,12 @@ class Supernet(nn.Module):
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
-        if self._substituted():
-            with self._exchange:
+        if self._generation.look():
+            with self._generation.lock:
                 return self._bind(spec, self._norms.get(spec), fresh=True)
-        return self._ready(spec) or self._build(self.space.check(spec))
+        with self._views.lock:
+            view = self._views.get(spec, self._norms.get(spec))
+        return view or self._build(self.space.check(spec))
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
         """Return a new view that nobody else holds, for code that changes the modules of the view.
@@ -321,10 +314,10 @@ class Supernet(nn.Module):
             StaleWeights: `functional_call` ran on the supernet, whose tensors a view must not keep.
         """
         spec = self.space.check(spec)
-        with self._exchange:
+        with self._generation.lock:
             for _ in range(_TRIES):
                 number = self.generation.number
-                with self._own_weights():
+                with self._generation.own_weights():
                     statistics = self._norms.get(spec)
                     view = self._bind(spec, statistics)
                 if number == self._generation.number:  # Otherwise another thread replaced a tensor meanwhile.
@@ -336,7 +329,7 @@ class Supernet(nn.Module):
     @property
     def generation(self) -> Generation:
         """Tells everything that outlives a change of the weights whether they have changed."""
-        self._substituted()
+        self._generation.look()
         return self._generation
 
     def actuate(self, spec: SubnetSpec) -> None:
@@ -384,7 +377,7 @@ class Supernet(nn.Module):
         if not self.training:
             return self.subnet(spec)
         row = self.space.resolve(spec)
-        with self._exchange:
+        with self._generation.lock:
             return bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
@@ -404,7 +397,7 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.check(spec)
-        with torch.no_grad(), self._exchange:
+        with torch.no_grad(), self._generation.lock:
             fresh = spec.precision == FLOAT32
             network = owned(self._bind(spec, self._norms.get(spec), fresh=fresh, hooked=False)).eval()
             if self.on_bind is not None:
@@ -436,7 +429,7 @@ class Supernet(nn.Module):
         if isinstance(network, Operator):
             network.template.training = network.training
             network = network.template
-        self._replacements.release()
+        self._generation.end()
         self.network = _Removed()
         self.refresh()
         return network
@@ -582,7 +575,7 @@ class Supernet(nn.Module):
         """
         spec = self.space.check(spec)
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        with self._exchange:
+        with self._generation.lock:
             self._bind(spec, self._norms.get(spec), note=found)
         return found
 
@@ -631,7 +624,7 @@ class Supernet(nn.Module):
             True if the network was no family's supernet, its BatchNorms had been trained, and neither their
             statistics nor the weights have changed since. `calibrate` then leaves the largest subnet alone.
         """
-        return self.origin is None and self._original.hold(self.network, self.generation.moment())
+        return self.origin is None and self._unchanged_since_then()
 
     def renew_original_statistics(self) -> None:
         """Declare that weights were changed in a way that left the function of the largest subnet as it was.
@@ -639,7 +632,20 @@ class Supernet(nn.Module):
         The statistics that the network came with, permuted together with its channels for example, are then
         still right for the largest subnet (`has_original_statistics`).
         """
-        self._original = OriginalStatistics(self.network, self.generation.moment())
+        self._original = self.generation.moment()
+
+    def _unchanged_since_then(self) -> bool:
+        return self._original is not None and self._original == self.generation.moment()
+
+    def _trained_statistics(self) -> bool:
+        """Tell whether the network came with statistics of its own."""
+        for norm in self.norm_operators().values():
+            mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
+            if mean is None or var is None or mean.is_meta:
+                continue
+            if bool(mean.any()) or not bool((var == 1).all()):
+                return True
+        return False
 
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
@@ -651,17 +657,7 @@ class Supernet(nn.Module):
         method only. Other changes in place, replaced modules and parameters, `supernet.load_state_dict` and
         `supernet.to` need no call.
         """
-        self._renew(beneath=True)
-
-    def _renew(self, same: bool = False, beneath: bool = False) -> None:
-        """Drop all cached views and move the generation, as `Generation.next` says."""
-        with self._exchange, self._lock:
-            self._generation.next(self.network, same, beneath)
-            self._views.clear()
-            self._frozen.clear()
-            self._forget()
-            self._replacements.note(self)
-            self._noticed = self._replacements.writes
+        self._generation.move(beneath=True)
 
     def packed_bytes(self) -> int:
         """Return the bytes of all packed copies: slices that are no views of the weights.
@@ -692,10 +688,7 @@ class Supernet(nn.Module):
         Raises:
             StaleWeights: something was found, and `refresh` is False.
         """
-        with self._exchange:
-            with self._lock:
-                views = [(str(spec), view, row) for spec, (view, row) in self._views.items()]
-            found = self.stale(views)
+        found = self.stale(self._views.listed())
         if found and refresh:
             self.refresh()
         elif found:
@@ -712,21 +705,8 @@ class Supernet(nn.Module):
         Returns:
             What does not match, one line each.
         """
-        with self._exchange:
-            return self._stale(views)
-
-    def _stale(self, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
-        present = {storage_id(t) for t in (*self.network.parameters(), *self.network.buffers())}
-        found = []
-        for name, view, row in views:
-            own = present if row is None else present | {storage_id(row.flat)}
-            moved = tensors_outside(view, own)
-            if moved:
-                found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
-        for module in self.network.modules():
-            if isinstance(module, Operator) and not all(copy.matches() for copy in module.packed_copies()):
-                found.append(f"{module.path}: a packed copy differs from the weights")
-        return found + self._replacements.other_attributes(self)
+        with self._generation.lock:
+            return outdated(self.network, views) + self._generation.attributes.changed(self)
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.
@@ -765,7 +745,7 @@ class Supernet(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state_dict of the network. `supernet.norms.save` saves the statistics of subnets."""
-        with self._exchange:
+        with self._generation.lock:
             return self._present().state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -812,41 +792,21 @@ class Supernet(nn.Module):
         """
         if norms is not None:
             self._require_own(norms)
-        own = self._present().state_dict()
-        if not isinstance(state_dict, Mapping):
-            kind = type(state_dict).__name__
-            raise CheckpointError(
-                f"state_dict: expected tensors by name, got {kind}; torch.load(path) reads one"
-            )
-        state_dict = without_prefix(state_dict, own)
-        wrong = [
-            f"{n} is no tensor"
-            if not isinstance(t, Tensor)
-            else f"{n} {tuple(t.shape)} should be {tuple(own[n].shape)}"
-            for n, t in state_dict.items()
-            if n in own and not (isinstance(t, Tensor) and t.shape == own[n].shape)
-        ]
-        if strict:
-            missing = [f"{n} is missing" for n in own if n not in state_dict]
-            wrong = [*missing, *(f"{n} is extra" for n in state_dict if n not in own), *wrong]
-        if wrong:
-            hint = prefix_hint(state_dict, own)
-            raise CheckpointError(f"state_dict: {'; '.join(wrong[:10])} ({len(wrong)} in all){hint}")
-        with self._exchange:
+        state_dict = fitting(state_dict, self._present().state_dict(), strict)
+        with self._generation.lock:
             former_rows, dropped = self._norms, 0
-            before = self._rows_and_weights() if norms is None else (False, [])
+            before = self._rows_before(state_dict, assign) if norms is None else (False, False)
             modules: Any = list(self.network.modules()) if assign else []
             held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
             moved: list[tuple[Tensor, Tensor]] = []
             loaded = False
             try:
-                self.generation.weights.close()
-                self._forget()  # Packed copies must not follow weights that are half loaded.
+                self.generation.begin_exchange()
                 moved = [] if assign else renew_storage_(self.network)
                 result = self.network.load_state_dict(state_dict, strict, assign)
                 loaded = True
                 if norms is None:
-                    dropped = self._keep_rows(before)
+                    dropped = self._keep_rows(*before, state_dict)
                 else:
                     self._norms = self._own(norms)  # in the dtype that `assign` may have given the weights
             except BaseException:
@@ -860,34 +820,26 @@ class Supernet(nn.Module):
                 in_place = not assign and len(moved) < len(
                     {*self.network.parameters(), *self.network.buffers()}
                 )
-                self._renew(same=not (loaded or in_place), beneath=in_place)
+                self._generation.move(same=not (loaded or in_place), beneath=in_place)
         _warn_of_dropped(dropped, "give norms= those of the new weights, or supernet.norms to keep them")
         return result
 
-    def _rows_and_weights(self) -> tuple[bool, list[int]]:
-        """Return what `_keep_rows` compares: whether the largest subnet's row is adopted, and checksums."""
+    def _rows_before(self, state_dict: Mapping[str, Any], assign: bool) -> tuple[bool, bool]:
+        """Tell whether the largest subnet's row is adopted, and whether a load would change no weight."""
         rows = len(self._norms)
         adopted = bool(rows) and self._has_adopted()
-        return adopted, checksum(self._beneath_rows()) if rows > adopted else []
+        return adopted, rows > adopted and has_values(self.network, state_dict, exact=assign)
 
-    def _beneath_rows(self) -> list[Tensor]:
-        """Return the tensors that statistics rows depend on: all but the statistics that they stand for."""
-        norms = self.norm_operators().values()
-        own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-        buffers = [b for n, b in self.network.named_buffers() if not n.endswith("num_batches_tracked")]
-        return [t for t in (*self.network.parameters(), *buffers) if id(t) not in own]
-
-    def _keep_rows(self, before: tuple[bool, list[int]]) -> int:
+    def _keep_rows(self, adopted: bool, same: bool, state_dict: Mapping[str, Any]) -> int:
         """Drop the statistics rows if the weights have changed, apart from an adopted row, which follows.
 
         Returns:
             How many rows were dropped.
         """
-        adopted, sums = before
         dropped = len(self._norms) - adopted
-        if not dropped or checksum(self._beneath_rows()) == sums:
+        if same and has_values(self.network, state_dict, exact=False):
             dropped = 0
-        else:
+        elif dropped:
             self._norms = NormTable(self.space.id)
         if adopted:
             self.adopt_statistics()
@@ -896,25 +848,8 @@ class Supernet(nn.Module):
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Return a context in which no other thread exchanges weights or binds a view."""
-        with self._exchange:
+        with self._generation.lock:
             yield
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Return a context in which weights and statistics can be copied: all copies are of one moment.
-
-        Raises:
-            StaleWeights: weights were changed in place by another thread meanwhile, or `functional_call` ran
-                on the supernet.
-        """
-        with self._exchange, self._own_weights():
-            before = self.generation.moment()
-            yield
-            if self.generation.moment() != before:
-                raise StaleWeights(
-                    "the weights were changed in place while they were copied, so the copies belong to no "
-                    "moment; save and export between two steps of the training"
-                )
 
     def snapshot(self) -> Supernet:
         """Return a copy of the supernet with weights and statistics of one moment, for work that takes long.
@@ -922,7 +857,7 @@ class Supernet(nn.Module):
         Raises:
             StaleWeights: weights were changed in place by another thread meanwhile.
         """
-        with self.unchanged():
+        with self.generation.unchanged():
             return deepcopy(self)
 
     def tensors(self) -> list[Tensor]:
@@ -936,26 +871,24 @@ class Supernet(nn.Module):
         Args:
             storages: the new storage by the `storage_id` of the former one; other tensors stay.
         """
-        with self._exchange:
+        with self._generation.lock:
             try:
-                self.generation.weights.close()
-                self._forget()
+                self.generation.begin_exchange()
                 exchange_storage_(self.tensors(), storages)
             finally:
-                self._renew(same=True)
+                self._generation.move(same=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Supernet:
-        with self._exchange:
-            original = self._original.carried(self.network, self.generation.moment())
+        with self._generation.lock:
+            original = self._unchanged_since_then()
             before = [storage_id(tensor) for tensor in self.tensors()]
-            self._forget()
+            self._generation.drop_copies()
             try:
                 super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
                 self._norms.apply(fn)
             finally:
-                self._renew(same=before == [storage_id(tensor) for tensor in self.tensors()])
-                original.arrived(self._generation.moment())
-                self._original = original
+                self._generation.move(same=before == [storage_id(tensor) for tensor in self.tensors()])
+                self._original = self._generation.moment() if original else None
         return self
 
     # -- inner parts ------------------------------------------------------------------------------
@@ -980,73 +913,17 @@ class Supernet(nn.Module):
         like = None if home is None else home.shared_statistics(self.space.resolve(self.space.largest()))[0]
         return table.to_like(like)
 
-    def _watch(self) -> None:
-        self._replacements = Replacements()
-        self._replacements.note(self)
-        self._noticed = self._replacements.writes
-
-    @contextmanager
-    def _own_weights(self) -> Iterator[None]:
-        """Refuse that something lasting is taken while `functional_call` puts tensors for the parameters."""
-        foreign = self._substituted()
-        writes, number = self._replacements.writes, self._generation.number
-        if not foreign:
-            yield
-            foreign = self._substituted()
-        # An exchange of the weights writes as well; who takes something sees it by the generation.
-        if foreign or (self._replacements.writes != writes and self._generation.number == number):
-            raise StaleWeights(
-                "torch.func.functional_call runs on the supernet, and its tensors stand for the parameters; "
-                "make engines and bundles before or after it, or let it have a copy.deepcopy(supernet)"
-            )
-
-    def _substituted(self) -> bool:
-        """Find out what the writes into registries did, and drop cached views if something was replaced.
-
-        Returns:
-            True while `functional_call` runs: given tensors stand in for the parameters.
-        """
-        writes = self._replacements.writes
-        if writes == self._noticed:
-            return False
-        with self._exchange:
-            writes = self._replacements.writes
-            if self._replacements.replaced(self):
-                if substituted(self):
-                    return True  # The next call looks again.
-                self._renew()
-            self._noticed = writes
-        return False
-
-    def _forget(self) -> None:
-        for module in self.network.modules():
-            if isinstance(module, Operator):
-                module.forget()
-
-    def _ready(self, spec: SubnetSpec) -> nn.Module | None:
-        with self._lock:
-            return self._cached(spec)
-
-    def _cached(self, spec: SubnetSpec) -> nn.Module | None:
-        view, statistics = self._views.get(spec, (None, None))
-        if view is None or statistics is not self._norms.get(spec):
-            return None
-        self._views.move_to_end(spec)
-        return view
-
     def _build(self, spec: SubnetSpec) -> nn.Module:
         while True:
-            with self._exchange:
+            with self._generation.lock:
                 generation = self._generation.number
                 view, statistics = self.private_view(spec)
-            with self._lock:
-                cached = self._cached(spec)
+            with self._views.lock:
+                cached = self._views.get(spec, self._norms.get(spec))
                 if cached is not None:
                     return cached
                 if generation == self._generation.number and statistics is self._norms.get(spec):
-                    self._views[spec] = view, statistics
-                    while len(self._views) > self.cached_views:
-                        self._views.popitem(last=False)
+                    self._views.keep(spec, view, statistics, self.cached_views)
                     return view
 
     def _bind(
@@ -1069,26 +946,11 @@ class Supernet(nn.Module):
                 note[norm.path] = mean, var
             return norm.bind_with(row, mean, var, fresh)
 
-        with self._exchange:
-            view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._freeze)
+        with self._generation.lock:
+            view = bind(self._present(), row, bind_norm, fresh, None if fresh else self._views.frozen)
             if hooked and self.on_bind is not None:
                 self.on_bind(self, view, spec, self._generation.weights)
         return view
-
-    def _freeze(self, tensor: Tensor) -> Tensor:
-        """Return a frozen tensor on the storage of a parameter or buffer, one for all views.
-
-        A parameter of a subclass is returned as it is.
-        """
-        if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
-            return tensor
-        known = self._frozen.get(id(tensor))
-        if known is None or known[0] is not tensor or known[1].data_ptr() != tensor.data_ptr():
-            plain = type(tensor) is Tensor
-            frozen = tensor.detach() if plain else nn.Parameter(tensor, requires_grad=False)
-            frozen.__dict__.update(tensor.__dict__)
-            known = self._frozen[id(tensor)] = tensor, frozen
-        return known[1]
 
     def _warn_uncalibrated(self, spec: SubnetSpec) -> None:
         if not self._warned and self.norm_operators():
@@ -1120,20 +982,6 @@ def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
     return supernet._bound(spec)
 
 
-def stale_weights(found: list[str], owner: str) -> StaleWeights:
-    """Return the error of `verify`.
-
-    Args:
-        found: what was found, one line each.
-        owner: what has the methods that mend it: `supernet` or `engine`.
-    """
-    return StaleWeights(
-        f"{'; '.join(found[:5])} ({len(found)} in all); weights were changed without a trace: call "
-        f"{owner}.verify(refresh=True), and change weights in place (with torch.no_grad()) or with "
-        "supernet.load_state_dict"
-    )
-
-
 def _callers_level() -> int:
     """Return the `stacklevel` with which a warning points to the first caller outside this library."""
     level, frame = 1, sys._getframe(1)
@@ -1142,19 +990,25 @@ def _callers_level() -> int:
     return level
 
 
-def _to_network(supernet: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _before_outer_load(
+    supernet: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
     """Add the prefix `network.` to names that a module around the supernet saved without the prefix."""
-    for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(f"{prefix}network.")]:
-        state_dict[f"{prefix}network.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+    inner = f"{prefix}network."
+    for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(inner)]:
+        state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
     if isinstance(supernet, Supernet):
         supernet.refresh()
-        supernet._before_load = supernet._rows_and_weights()
+        given = {n.removeprefix(inner): t for n, t in state_dict.items() if n.startswith(inner)}
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        supernet._before_load = *supernet._rows_before(given, assign), given
 
 
-def _keep_rows(supernet: nn.Module, _: Any) -> None:
+def _after_outer_load(supernet: nn.Module, _: Any) -> None:
     """Drop the statistics rows of former weights after a module around the supernet was loaded."""
     if isinstance(supernet, Supernet):
-        rows = supernet._keep_rows(supernet._before_load)
+        rows = supernet._keep_rows(*supernet._before_load)
+        supernet._before_load = False, False, {}
         _warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
 
 

@@ -35,7 +35,6 @@ from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.norm_table import NormRow, NormTable
-from subnetact.supernet.original_statistics import OriginalStatistics
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
@@ -582,10 +581,10 @@ def calibrations_are_kept(patch: pytest.MonkeyPatch) -> None:
 def sums_of_counters(patch: pytest.MonkeyPatch) -> None:
     """The statistics that a network came with are kept if the counters of its weights have not moved."""
 
-    def hold(self: Any, network: nn.Module, moment: Moment) -> bool:
-        return bool(self._trained and moment.changes == self._moment.changes)
+    def unchanged(self: Any) -> bool:
+        return bool(self._original and self.generation.moment().changes == self._original.changes)
 
-    patch.setattr(OriginalStatistics, "hold", hold)
+    patch.setattr(Supernet, "_unchanged_since_then", unchanged)
 
 
 def mapped_without_refresh(patch: pytest.MonkeyPatch) -> None:

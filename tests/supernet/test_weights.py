@@ -337,9 +337,9 @@ def test_a_functional_call_that_has_ended_is_no_reason_against_fusing(supernet: 
 
 def test_nothing_is_copied_while_a_functional_call_comes_and_goes(supernet: Supernet) -> None:
     given = {name: 3 * tensor.detach() for name, tensor in supernet.named_parameters()}
-    with pytest.raises(StaleWeights, match="functional_call"), supernet.unchanged():
+    with pytest.raises(StaleWeights, match="functional_call"), supernet.generation.unchanged():
         torch.func.functional_call(supernet, given, (X,), {"subnet": supernet.space.smallest()})
-    with supernet.unchanged():
+    with supernet.generation.unchanged():
         pass
 
 

@@ -1,0 +1,79 @@
+"""Changes of weights that leave no trace, found by comparing what is cached with what is there.
+
+No counter of torch moves at `parameter.data = ...`, at writes through NumPy or into tensors that were made in
+inference mode, or when a plain attribute of a module gets another value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from subnetact.errors import StaleWeights
+from subnetact.operators.base import Operator
+from subnetact.operators.tensor_version import storage_id
+from subnetact.supernet.norm_table import NormRow
+
+__all__ = ["PlainAttributes", "outdated", "stale_weights"]
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+class PlainAttributes:
+    """The plain numbers, texts and tuples of all modules inside of another one, at one moment."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._known: dict[str, dict[str, Any]] = {}
+        for path, module in list(network.named_modules())[1:]:
+            own = module.template if isinstance(module, Operator) else module
+            plain = {n: v for n, v in own.__dict__.items() if n != "training" and isinstance(v, _PLAIN)}
+            if plain:
+                self._known[path] = plain
+
+    def changed(self, network: nn.Module) -> list[str]:
+        """Return which of them have another value in the network now, one line each."""
+        present = PlainAttributes(network)._known
+        return [
+            f"{path}: the attribute {name} was changed"
+            for path, known in self._known.items()
+            for name in known.keys() | present.get(path, known).keys()
+            if not _same(known.get(name), present.get(path, known).get(name))
+        ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
+
+
+def outdated(network: nn.Module, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
+    """Return which views (name, view, statistics row) and packed copies do not match the weights now."""
+    present = {storage_id(t) for t in (*network.parameters(), *network.buffers())}
+    found = []
+    for name, view, row in views:
+        own = present if row is None else present | {storage_id(row.flat)}
+        moved = tensors_outside(view, own)
+        if moved:
+            found.append(f"{name}: {', '.join(moved[:3])} ({len(moved)} in all) moved to other storage")
+    for module in network.modules():
+        if isinstance(module, Operator) and not all(copy.matches() for copy in module.packed_copies()):
+            found.append(f"{module.path}: a packed copy is out of date")
+    return found
+
+
+def tensors_outside(view: nn.Module, storages: Collection[int]) -> list[str]:
+    """Return the names of tensors of a view that are on none of the storages, without packed copies."""
+    named = (*view.named_parameters(), *view.named_buffers())
+    return [n for n, t in named if "packed" not in t.__dict__ and storage_id(t) not in storages]
+
+
+def stale_weights(found: list[str], owner: str) -> StaleWeights:
+    """Return the error of `verify`; the owner, `supernet` or `engine`, has the methods that mend it."""
+    return StaleWeights(
+        f"{'; '.join(found[:5])} ({len(found)} in all); weights were changed without a trace: call "
+        f"{owner}.verify(refresh=True), and change weights in place (with torch.no_grad()) or with "
+        "supernet.load_state_dict"
+    )

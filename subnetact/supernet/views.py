@@ -1,0 +1,65 @@
+"""Views: the views of a supernet that are kept, the least recently used of which is evicted."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+from subnetact.spec import SubnetSpec
+from subnetact.supernet.norm_table import NormRow
+
+__all__ = ["Views"]
+
+
+class Views:
+    """Views by subnet, each with the statistics row that it runs on, and the frozen tensors that they share.
+
+    Attributes:
+        lock: held while views are looked up, kept or cleared.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._kept: OrderedDict[SubnetSpec, tuple[nn.Module, NormRow | None]] = OrderedDict()
+        self._frozen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def get(self, spec: SubnetSpec, row: NormRow | None) -> nn.Module | None:
+        """Return the view of a subnet, unless it runs on another statistics row; the lock is held."""
+        view, statistics = self._kept.get(spec, (None, None))
+        if view is None or statistics is not row:
+            return None
+        self._kept.move_to_end(spec)
+        return view
+
+    def keep(self, spec: SubnetSpec, view: nn.Module, row: NormRow | None, limit: int) -> None:
+        """Keep a view, and evict others beyond the limit; the lock is held."""
+        self._kept[spec] = view, row
+        while len(self._kept) > limit:
+            self._kept.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drop everything; the lock is held."""
+        self._kept.clear()
+        self._frozen.clear()
+
+    def listed(self) -> list[tuple[str, nn.Module, NormRow | None]]:
+        """Return the name, the view and the statistics row of every subnet."""
+        with self.lock:
+            return [(str(spec), view, row) for spec, (view, row) in self._kept.items()]
+
+    def frozen(self, tensor: Tensor) -> Tensor:
+        """Return a frozen tensor on the storage of a parameter or buffer, one for all views.
+
+        A parameter of a subclass is returned as it is.
+        """
+        if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
+            return tensor
+        known = self._frozen.get(id(tensor))
+        if known is None or known[0] is not tensor or known[1].data_ptr() != tensor.data_ptr():
+            plain = type(tensor) is Tensor
+            frozen = tensor.detach() if plain else nn.Parameter(tensor, requires_grad=False)
+            frozen.__dict__.update(tensor.__dict__)
+            known = self._frozen[id(tensor)] = tensor, frozen
+        return known[1]
