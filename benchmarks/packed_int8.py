@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from interleaved_passes import interleaved_ms
 from torch import Tensor, nn
 
-from subnetact.operators import precision as kernels
+from subnetact.operators.lowered_weight import LoweredWeight
 
 __all__ = ["layers_of", "packed_layers"]
 
@@ -79,7 +79,7 @@ def linear(
 ) -> tuple[dict[str, Callable[[], Tensor]], Callable[[], Tensor]]:
     """Return the contenders for a linear layer, and the exact product that they are compared with."""
     x, full, bias = torch.randn(rows, features), torch.randn(out, features), torch.randn(out)
-    short, scale = kernels.lowered(full, 8, 0, "layer")
+    short, scale = LoweredWeight.made(full, 8)
     assert scale is not None
     zeros, one = torch.zeros(out, dtype=torch.int32), torch.ones(out)
     kept = pack_linear(short)
@@ -117,7 +117,7 @@ def convolution(
     """Return the contenders for a convolution: float32 is packed, as in fused programs."""
     x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
     full = torch.randn(out, shape[1], *kernel)
-    short, scale = kernels.lowered(full, 8, 0, "layer")
+    short, scale = LoweredWeight.made(full, 8)
     settings = [list(padding), list(stride), [1, 1], 1]
     plain = torch.ops.mkldnn._reorder_convolution_weight(full, *settings, list(shape))
     zeros = torch.zeros(out, dtype=torch.int32)

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 import subnetact
 from ofa_adapters import load
 from subnetact.device import machine
-from subnetact.operators.precision import CHUNK, _scaled, lowered, product, why_not
+from subnetact.operators.kernel_table import why_not
+from subnetact.operators.lowered_weight import CHUNK, LoweredWeight, _scaled
 from subnetact.supernet.supernet import Supernet
 
 BASE = "eager_float32"
@@ -230,12 +231,12 @@ def static(args: argparse.Namespace, result: dict[str, Any]) -> None:
         for features, out in ((768, 768), (768, 3072), (3072, 768)):
             torch.manual_seed(0)
             x, full, bias = torch.randn(rows, features), torch.randn(out, features), torch.randn(out)
-            weight, scale = lowered(full, 8, 0, "static")
+            low = LoweredWeight.made(full, 8)
             known = float(x.abs().max()) / 127
             runs: dict[str, Callable[[], Any]] = {
                 BASE: partial(nn.functional.linear, x, full, bias),
-                "scale_per_row": partial(product, x, weight, bias, scale),
-                "one_known_scale": partial(known_product, x, weight, bias, scale, known),
+                "scale_per_row": partial(low.product, x, bias),
+                "one_known_scale": partial(known_product, x, *low, bias, known),
             }
             shape = {"rows": rows, "features": features, "out": out}
             found.append({**shape, **timed(runs, args.seconds / 10)})
@@ -243,7 +244,7 @@ def static(args: argparse.Namespace, result: dict[str, Any]) -> None:
             save(args, result)
 
 
-def known_product(x: Tensor, weight: Tensor, bias: Tensor, scale: Any, known: float) -> Tensor:
+def known_product(x: Tensor, weight: Tensor, scale: Any, bias: Tensor, known: float) -> Tensor:
     """Compute what `product` computes, with one scale of the activations that is known before."""
     short = torch.empty(x.shape, dtype=torch.int8)
     count = max(1, CHUNK // x.shape[1])

@@ -16,7 +16,7 @@ from hypothesis import settings
 from torchvision_operators import define_missing
 
 from subnetact import device
-from subnetact.operators import precision
+from subnetact.operators import kernel_table
 from subnetact.operators.kernel_table import kernel_for
 from subnetact.supernet.supernet import Supernet
 
@@ -58,7 +58,7 @@ def int8_on_every_machine() -> Iterator[None]:
         return found if kernel_for("int8", found).name or kind != "cpu" else exact
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision, "machine_facts", facts)
+        patch.setattr(kernel_table, "machine_facts", facts)
         yield
 
 

@@ -33,7 +33,7 @@ def kind_of(layer: nn.Module) -> str:
         if convolution.groups > 1:
             return "depthwise"
         return "pointwise" if set(convolution.kernel_size) == {1} else "convolution"
-    return {"linear": "linear", "batch norm": "norm", "norm": "norm"}.get(kind, "other")
+    return "linear" if kind == "linear" else "norm" if kind.endswith("norm") else "other"
 
 
 def feature(kind: str, measure: str) -> int:

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from subnetact.costs.layers import FEATURES, MULTIPLYING, Vector, feature, kind_of
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
-from subnetact.operators.precision import FLOAT_BITS
+from subnetact.operators.lowered_weight import Low
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, describe_input, map_tensors, tensors_of
 from subnetact.supernet.bind import bind_module
@@ -152,8 +152,8 @@ class MetaForward:
         plain = module.template if isinstance(module, Operator) else module
         kind = kind_of(plain)
         multiplies = kind in MULTIPLYING
-        if isinstance(module, Operator) and module.bits(row) != FLOAT_BITS:
-            kind = kind if module.mixin() in (None, object) else "low"
+        if multiplies and isinstance(bound, Low):
+            kind = "low"
         made = _View(bound, kind, multiplies, self._mode, self._item_bytes)
         for name, view in views.items():
             if self._first[module._modules[name]] == (module, name):
@@ -176,7 +176,8 @@ class _View:
         self.held = np.zeros(len(FEATURES), np.int64)
         """What does not depend on inputs: modules, parameters and bytes of weights."""
         if own:
-            self.held[0] = sum(t.numel() for name, t in own.items() if not name.endswith("weight_scale"))
+            scale = module.lowered.scale if isinstance(module, Low) else None
+            self.held[0] = sum(t.numel() for t in own.values()) - (0 if scale is None else scale.numel())
             self.held[feature(kind, "modules")] = 1
             self.held[feature(kind, "weight_bytes")] = sum(t.numel() * t.element_size() for t in own.values())
         object.__setattr__(module, "forward", self)

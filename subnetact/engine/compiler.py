@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from subnetact.engine.ready_subnet import Bound
 from subnetact.errors import EngineError, RecompileRefused
-from subnetact.operators.view_module import follow_
+from subnetact.operators.packed_copy import follow_
 
 __all__ = ["Compiler"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from subnetact.engine.packed_conv import plain_conv
-from subnetact.operators.precision import LowConv, LowLinear
+from subnetact.operators.lowered_weight import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
 
 __all__ = ["LIMIT", "overflows", "stays_finite"]

@@ -35,7 +35,7 @@ from subnetact.engine.packed_linear import (
     pack_linear_,
     pack_linears_,
 )
-from subnetact.operators.precision import LowConv
+from subnetact.operators.lowered_weight import LowConv
 from subnetact.operators.view_module import module_class, owned
 from subnetact.supernet.batches import call_with
 from subnetact.supernet.elementwise import Elementwise, elementwise, has_hooks

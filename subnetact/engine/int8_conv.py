@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from subnetact.engine.packed_conv import PackedConv
 from subnetact.errors import PrecisionError
-from subnetact.operators.kernel_table import STRIDED
-from subnetact.operators.precision import TINY, LowConv, kernel_here, quantise_rows
+from subnetact.operators.kernel_table import STRIDED, kernel_here
+from subnetact.operators.lowered_weight import SMALLEST_SCALE, LowConv, quantise_rows
 
 __all__ = ["Int8Conv", "runs_at_int8"]
 
@@ -62,8 +62,9 @@ class Int8Conv(PackedConv):
     ) -> None:
         super().__init__(conv, _int8_weight(conv, factor), bias, torch.float32, activation, scalars)
         self._onednn = True
-        scales = conv.weight_scale if factor is None else conv.weight_scale * factor.abs()
-        self._scales = scales.detach().clamp_min(TINY)
+        scales: Any = conv.lowered.scale
+        scales = scales if factor is None else scales * factor.abs()
+        self._scales = scales.detach().clamp_min(SMALLEST_SCALE)
         self._zeros = torch.zeros(len(self._scales), dtype=torch.int32)
 
     @property

@@ -14,11 +14,12 @@ Which file answers which question:
 - `layer_select.py`: which layers of a stack are kept; `skipped_layer.py`: what is in the places of others;
   `switch.py`: one of several modules.
 - `elastic_kernel.py`: depthwise convolutions whose kernel size is a choice.
-- `precision.py`: copies of weights in int8 or bfloat16, and the products that read them.
+- `lowered_weight.py`: int8 and bfloat16: the copy of a weight, its slices, and the products that read them.
 - `kernel_table.py`: what each kind of machine multiplies with at a precision, or why it is refused.
 - `segments.py`: parts that consist of several segments, as in fused layers and behind a concatenation.
-- `view_module.py`: how the modules of a zero-copy view are made; `tensor_version.py`: whether a tensor has
-  changed in place.
+- `layer_traits.py`: the one table of what is known of each class of layers.
+- `view_module.py`: how the modules of a zero-copy view are made; `packed_copy.py`: tensors in memory of their
+  own that follow the weights; `tensor_version.py`: whether a tensor has changed in place.
 
 Which operator makes which module elastic:
 

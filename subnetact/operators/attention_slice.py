@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.precision import FLOAT_BITS, product
+from subnetact.operators.base import Operator
+from subnetact.operators.lowered_weight import Low, LoweredWeight
 from subnetact.operators.view_module import view_module
-from subnetact.space import SizeRow
 
 __all__ = ["AttentionSlice", "SlicedMultiheadAttention"]
 
@@ -63,13 +62,7 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         """
         swap = not self.batch_first and query.dim() == 3
         given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
-        weight: Any = self.in_proj_weight
-        bias: Any = self.in_proj_bias
-        scale: Any = self._parameters.get("in_proj_weight_scale")
-        projected: Any = (
-            product(t, weight[i], None if bias is None else bias[i], None if scale is None else scale[i])
-            for i, t in enumerate(given)
-        )
+        projected: Any = (self.project(t, i) for i, t in enumerate(given))
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for t in projected)
         mask = None if attn_mask is None else _added(attn_mask, q)
         if mask is not None and mask.dim() == 3:
@@ -90,6 +83,23 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         out = self.out_proj(out.transpose(-3, -2).flatten(-2))
         return (out.transpose(0, 1) if swap else out), weights
 
+    def project(self: Any, x: Tensor, i: int) -> Tensor:
+        """Map (..., input width) to the queries, keys or values (i is 0, 1 or 2), of shape (..., width)."""
+        bias = self.in_proj_bias
+        return F.linear(x, self.in_proj_weight[i], None if bias is None else bias[i])
+
+
+class _LowAttention(Low):
+    """The projections of a `SlicedMultiheadAttention` at a lower precision."""
+
+    reads = "in_proj_weight"
+
+    def project(self: Any, x: Tensor, i: int) -> Tensor:
+        weight, scale = self.lowered
+        bias = self.in_proj_bias
+        low = LoweredWeight(weight[i], None if scale is None else scale[i])
+        return low.product(x, None if bias is None else bias[i])
+
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
     """Return a mask as numbers to add to scores."""
@@ -101,8 +111,17 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 class AttentionSlice(Operator):
     """Keeps the first heads, and the first inputs, of an `nn.MultiheadAttention`.
 
-    The module `out_proj` inside it is described on its own, as `WeightSlice.on(in_=...)` with the dimension
-    that `out` follows here.
+    Parts:
+        out: the width of all heads together, a multiple of the width of one head.
+        in_: the width of queries, keys and values.
+
+    The module `out_proj` inside it is described on its own, with the dimension that `out` follows:
+
+    Example:
+        >>> elastic = {
+        ...     "attention": AttentionSlice.on(out="heads"),
+        ...     "attention.out_proj": WeightSlice.on(in_="heads"),
+        ... }
     """
 
     slices = ("attention",)
@@ -116,25 +135,12 @@ class AttentionSlice(Operator):
                 template, _qkv_same_embed_dim=False
             )  # keeps encoder layers off fused kernels
             object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
-            self.__dict__["_sliced"] = sliced
+            self.__dict__["_shell"] = sliced
 
-    @classmethod
-    def on(cls, *, out: str | None = None, in_: str | None = None, **others: str) -> Elastic:
-        """Describe an elastic MultiheadAttention, for `insert_`.
-
-        Args:
-            out: the dimension that gives the width of all heads together, a multiple of the width of one
-                head. If None, all heads are kept.
-            in_: the dimension that gives the width of queries, keys and values. If None, all is kept.
-            others: parts that this operator does not have; `insert_` refuses them.
-
-        Example:
-            >>> elastic = {
-            ...     "attention": AttentionSlice.on(out="heads"),
-            ...     "attention.out_proj": WeightSlice.on(in_="heads"),
-            ... }
-        """
-        return cls._described(out=out, in_=in_, **others)
+    @property
+    def shell(self) -> Any:
+        """A `SlicedMultiheadAttention`."""
+        return self._shell
 
     def check(self) -> None:
         """Check that the template is a MultiheadAttention whose inputs have one width.
@@ -176,14 +182,6 @@ class AttentionSlice(Operator):
             **dict.fromkeys(("embed_dim", "kdim", "vdim"), in_),
         }
 
-    def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
-        """Return the attention of one subnet, as `Operator.bind` does."""
-        sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
-        sliced: Any = self._sliced
-        low = bits != FLOAT_BITS
-        given = self.low_parameters_of(sizes, bits) if low else self.parameters_of(sizes, trainable)
-        return view_module(sliced, parameters=given, **self.attributes(sizes))
-
-    def mixin(self) -> type | None:
-        """Return `object`: the forward of `SlicedMultiheadAttention` takes any precision."""
-        return object
+    def low_mixin(self) -> type[Low]:
+        """Return the projections at a lower precision."""
+        return _LowAttention

@@ -3,25 +3,17 @@
 How to write an operator
 ------------------------
 An operator holds the parameters of the module that it replaces, its template, and says how the module of one
-subnet is sliced out of them. Write one for a layer of your own, or for a layer that no operator here covers:
+subnet is sliced out of them. Where the table of layer traits names the axes and the sizes of a layer, that is
+the slicing rule, and little is left to say:
 
-    class EmbeddingSlice(Operator):
-        parts = ("features",)
+    class BilinearSlice(Operator):
+        parts = ("out",)
+        slices = ("bilinear",)
 
-        def check(self):
-            if not isinstance(self.template, nn.Embedding):
-                raise self.refuse("only Embedding has a table to slice")
+    axes = {"weight": ("out",), "bias": ("out",)}
+    register_layer(nn.Bilinear, LayerTraits("bilinear", axes, sizes={"out": "out_features"}))
 
-        def full(self, part):
-            return self.template.embedding_dim
-
-        def tensors(self, sizes):
-            return {"weight": self.weight[:, : sizes[0]]}
-
-        def attributes(self, sizes):
-            return {"embedding_dim": sizes[0]}
-
-`EmbeddingSlice.on(features="width")` describes such a layer for `insert_`. The contract:
+`BilinearSlice.on(out="width")` describes such a layer for `insert_`. The contract:
 
 - `parts` names what a description can make elastic, and `full` gives the size of each part in the full
   network. If the sizes in between are not all legal, `legal` lists those that are.
@@ -34,44 +26,40 @@ subnet is sliced out of them. Write one for a layer of your own, or for a layer 
 - `tensors` returns the parameters of the subnet's module under the template's names, computed
   differentiably from the operator's parameters (`self.weight`). Training uses the result directly, so it
   must carry gradients.
-- An operator whose module multiplies by its weight can run at a lower precision. It implements `sliced`
-  instead of `tensors`, which applies the same rule to given tensors: the copy of the weight, and its scales
-  in place of the bias. `lowers` names weight and bias, and `mixin` returns the class with the forward.
 - `attributes` returns the plain attributes that the module's forward reads and that differ from the
-  template's. The forward is that of the template's class.
+  template's. The forward is that of the template's class; `shell` names another.
+- An operator whose module multiplies by its weight can run at a lower precision (`lowered_weight.py`). It
+  implements `sliced` instead of `tensors`, which applies the same rule to given tensors: the copy of the
+  weight, and its scales in place of the bias. `lowers` names weight and bias, and `low_mixin` returns the
+  class with the forward.
 
 Zero-copy and packed: what `tensors` returns by slicing shares the storage of the operator's parameters and
 costs no memory. A returned tensor that does not share this storage (because the rule concatenates, gathers,
 normalises or multiplies) is a packed copy. Packed copies take memory beyond the weights, once per distinct
-sizes, and all views of these sizes share them. They follow the weights by themselves: when the module of a
-view reads a packed parameter, the version counters of the operator's parameters and buffers are compared with
-those that the copy was made of, and after a change in place the copy is made again, in new tensors, so that
-nobody reads half of it. Zero-copy slices pay nothing for this. Changes that version counters do not show
+sizes, and all views of these sizes share them. They follow changes in place by themselves
+(`packed_copy.py`); zero-copy slices pay nothing for this. Changes that version counters do not show
 (through `parameter.data`, NumPy, or on tensors that were made in inference mode) need `Supernet.refresh`;
 `Supernet.verify` finds them."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partialmethod
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from subnetact.comparison import EXACT, equal
 from subnetact.errors import InsertError, SpecError, ViewError
 from subnetact.operators.layer_traits import traits_of
-from subnetact.operators.precision import FLOAT_BITS, lowered
-from subnetact.operators.segments import Kept, Segments
-from subnetact.operators.tensor_version import changes_of, storage_id
-from subnetact.operators.view_module import follow_, view_module
+from subnetact.operators.lowered_weight import FLOAT_BITS, Low, LoweredWeight, sliced_low
+from subnetact.operators.packed_copy import PackedCopy, follow_
+from subnetact.operators.segments import Kept, Segments, cut
+from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
-__all__ = ["Elastic", "Operator", "PackedCopy", "slicer_of"]
-
+__all__ = ["Elastic", "Operator", "slicer_of"]
 
 LISTED = 6
 """Messages list a range of at most this many legal sizes one by one."""
@@ -105,94 +93,6 @@ class Elastic:
         return f"{self.operator.__name__}({', '.join(f'{k}={v}' for k, v in self.follows.items())})"
 
 
-_LOWERED = "lowered"
-
-
-class PackedCopy:
-    """Tensors that an operator computed into memory of their own, and what they were computed from.
-
-    Args:
-        operator: the operator whose parameters and buffers the tensors are computed from.
-        make: computes the tensors by name. Those that are None are left out.
-
-    Attributes:
-        tensors: the computed tensors by name. `refresh` exchanges them for others.
-        sources: the parameters and buffers of the operator.
-    """
-
-    def __init__(self, operator: nn.Module, make: Callable[[], Mapping[str, Tensor | None]]) -> None:
-        self.sources = (*operator.parameters(), *operator.buffers())
-        self._make = make
-        self._lock = threading.Lock()
-        self._final = False
-        self._frozen: dict[Any, Any] = {}
-        self._changes = changes_of(self.sources)
-        self.tensors = self._made()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
-    def refresh(self) -> None:
-        """Exchange the tensors for new ones if the sources have changed; others may still read the former."""
-        if changes_of(self.sources) != self._changes:
-            with self._lock:
-                changes = changes_of(self.sources)
-                if not self._final and changes != self._changes:
-                    self.tensors, self._frozen = self._made(), {}
-                    self._changes = changes
-
-    def matches(self) -> bool:
-        """Tell whether the tensors equal, up to rounding, what the sources would give now."""
-        return equal(self.tensors, self._made(), EXACT)
-
-    def finish(self) -> None:
-        """Keep the tensors as they are from now on, for the views that still use them."""
-        with self._lock:
-            self._final = True
-
-    def frozen(self, name: str, of: Tensor, buffer: bool = False) -> Any:
-        """Return a tensor for views. A module of a view calls `present` before it reads the tensor.
-
-        Args:
-            name: one of the names of `tensors`.
-            of: the tensor of that name, or a slice of it, which shows the place.
-            buffer: whether to return a tensor and not a parameter.
-        """
-        return self._at((name, of.size(), of.stride(), of.storage_offset(), buffer))
-
-    def present(self, frozen: Any) -> Any:
-        """Return what stands in the place of a tensor now: it, or if the sources have changed another one.
-
-        Args:
-            frozen: what `frozen` or this method returned.
-        """
-        self.refresh()
-        return self._at(frozen.place)
-
-    def _at(self, place: tuple[Any, ...]) -> Any:
-        tensors, known = self.tensors, self._frozen
-        found: Any = known.get(place)
-        if found is None:
-            name, size, stride, offset, buffer = place
-            with torch.inference_mode(False), torch.no_grad():
-                whole = tensors[name]
-                found = whole.as_strided(size, stride, offset)
-                found = found if buffer else nn.Parameter(found, requires_grad=False)
-            found.packed, found.place = self, place
-            if tensors is self.tensors:
-                found = known.setdefault(place, found)
-        return found
-
-    def _made(self) -> dict[str, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():
-            return {name: t.detach() for name, t in self._make().items() if t is not None}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # A parameter of a copied view is an ordinary one, which follows nothing.
-
-
 _SLICERS: dict[str, type[Operator]] = {}
 
 
@@ -204,9 +104,9 @@ def slicer_of(layer: nn.Module) -> type[Operator] | None:
 class Operator(nn.Module):
     """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
-    An operator has the parameters of the module that it replaces, its template, under the same names. A
-    subclass implements the slicing rule in `tensors`. Subnets with equal `sizes` share the sliced tensors.
-    The text at the top of this file says how to write a subclass.
+    An operator has the parameters of the module that it replaces, its template, under the same names. Subnets
+    with equal `sizes` share the sliced tensors. The text at the top of this file says how to write a
+    subclass.
 
     Args:
         template: the ordinary module; its parameters are taken over, not copied.
@@ -221,6 +121,7 @@ class Operator(nn.Module):
         dims: as given.
         segments: as given.
         template: as given.
+        traits: what the table of layer traits says of the template.
     """
 
     parts: ClassVar[tuple[str, ...]] = ()
@@ -273,16 +174,17 @@ class Operator(nn.Module):
         self.dims = dict(dims)
         self.segments = dict(segments or {})
         self.__dict__["template"] = template  # past nn.Module's registration: not a submodule
-        self._shared: dict[tuple[Any, ...], dict[str, Tensor | None]] = {}
+        self.traits = traits_of(template)
+        self._shared: dict[tuple[int, tuple[int, ...]], dict[str, Tensor | None]] = {}
         self._packed: dict[tuple[Any, ...], PackedCopy] = {}
 
     @classmethod
-    def on(cls, **follows: Any) -> Elastic:
+    def on(cls, **follows: str | Segments | None) -> Elastic:
         """Describe an elastic module, for `insert_`.
 
         Args:
-            follows: part -> the dimension that gives the part its size, or its `Segments`; `parts` has the
-                legal names.
+            follows: part -> the dimension that gives the part its size, or its `Segments`. The text of the
+                class has the parts. A part that is not named, or is None, keeps its full size.
 
         Returns:
             An entry of an elastic description.
@@ -290,15 +192,14 @@ class Operator(nn.Module):
         Example:
             >>> elastic = {"stage1.0.conv": WeightSlice.on(out="stage1.width")}
         """
-        return cls._described(**follows)
-
-    @classmethod
-    def _described(cls, **follows: str | Segments | None) -> Elastic:
         return Elastic(cls, {part: dimension for part, dimension in follows.items() if dimension is not None})
 
-    def full(self, part: str) -> int:
-        """Return the size of a part, one of `parts`, in the full network."""
-        raise NotImplementedError
+    @property
+    def shell(self) -> Any:
+        """The module whose class and settings the module of a subnet has: the template."""
+        return self.template
+
+    # -- the contract ----------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check that this operator can make its template elastic.
@@ -306,6 +207,18 @@ class Operator(nn.Module):
         Raises:
             InsertError: the operator does not support the template's type or settings, or the given parts.
         """
+        if self.slices and self.traits.kind not in self.slices:
+            raise self.refuse(
+                f"it slices layers of the kind {', '.join(self.slices)}; register_layer adds one"
+            )
+
+    def full(self, part: str) -> int:
+        """Return the size of a part, one of `parts`, in the full network."""
+        return int(getattr(self.template, self.traits.sizes[part]))
+
+    def legal(self, part: str) -> Sequence[int]:
+        """Return the sizes that a part, or a segment of a part, may have, in ascending order."""
+        return range(1, self.length(part) + 1)
 
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Tell whether the module with zeros in place of dropped weights computes what the narrowed one does.
@@ -320,8 +233,74 @@ class Operator(nn.Module):
         """
         return True
 
+    def sizes(self, row: SizeRow) -> tuple[int, ...]:
+        """Return the sizes on which this operator's module in a subnet depends.
+
+        Args:
+            row: the size row of the subnet.
+
+        Returns:
+            One size per segment of each part, in the order of `parts`. A part that is not described with
+            `Segments` is one segment.
+        """
+        if not self.segments:
+            return tuple(self.size(part, row) for part in self.parts)
+        return tuple(self.size(name, row) for part in self.parts for name in self.names(part))
+
+    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
+        """Apply the slicing rule: compute a subnet's parameters differentiably from the full ones.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+
+        Returns:
+            The parameters under the template's names. For a parameter that the template lacks, None. Slices
+            share the storage of the full parameters; other tensors become packed copies in views.
+        """
+        return self.sliced(sizes, self._parameters)
+
+    def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """Apply the slicing rule to tensors that stand in for the parameters.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+            given: tensors of the shapes of the parameters, under their names.
+
+        Returns:
+            As `tensors`. The rule is that of `axes`.
+        """
+        kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
+        return {
+            name: None
+            if tensor is None
+            else cut(tensor, {i: kept[part] for i, part in enumerate(self.axes(name)) if part in kept})
+            for name, tensor in given.items()
+        }
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Return the part that each of the first axes of the parameter of a `name` belongs to."""
+        return self.traits.axes.get(name, ())
+
+    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """Return the plain attributes in which the subnet's module differs from the template.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+
+        Returns:
+            The values of the attributes by name, for example `{"out_channels": 32}`.
+        """
+        totals = dict(zip(self.parts, self.totals(sizes), strict=True))
+        return {attribute: totals[part] for part, attribute in self.traits.sizes.items() if part in totals}
+
+    def low_mixin(self) -> type[Low] | None:
+        """Return the class with the forward of the module at a lower precision, or None if it has none."""
+        return None
+
+    # -- parts and segments ----------------------------------------------------------------------
+
     def lengths(self, part: str) -> tuple[int, ...]:
-        """Return the full lengths of the segments of a part, which has one segment if none are described."""
+        """Return the full lengths of the segments of a `part`; one length if none are described."""
         return self.segments.get(part) or (self.full(part),)
 
     def names(self, part: str) -> tuple[str, ...]:
@@ -337,10 +316,6 @@ class Operator(nn.Module):
             return self.full(name)
         part, _, index = name.rpartition(".")
         return self.lengths(part)[int(index)] if part in self.parts else self.full(name)
-
-    def legal(self, part: str) -> Sequence[int]:
-        """Return the sizes that a part, or a segment of a part, may have, in ascending order."""
-        return range(1, self.length(part) + 1)
 
     def size(self, part: str, row: SizeRow) -> int:
         """Return the size of a part, or of a segment of a part, in a subnet.
@@ -370,34 +345,12 @@ class Operator(nn.Module):
             among = " or ".join(filter(None, [", ".join(map(str, legal[:-1])), str(legal[-1])]))
         return f"{part}={size} is not legal; choose {among}"
 
-    def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return the sizes on which this operator's module in a subnet depends.
-
-        Args:
-            row: the size row of the subnet.
-
-        Returns:
-            One size per segment of each part, in the order of `parts`. A part that is not described with
-            `Segments` is one segment.
-        """
-        if not self.segments:
-            return tuple(self.size(part, row) for part in self.parts)
-        return tuple(self.size(name, row) for part in self.parts for name in self.names(part))
-
     def totals(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return one size per part, that of all its segments together.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-        """
+        """Return one size per part, that of all its segments together, of what `sizes` returned."""
         return tuple(kept.total for kept in self.kept_parts(sizes)) if self.segments else sizes
 
     def kept_parts(self, sizes: tuple[int, ...]) -> tuple[Kept, ...]:
-        """Return what a subnet keeps of every part, for `cut`.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-        """
+        """Return what a subnet keeps of every part, for `cut`, given what `sizes` returned."""
         left, found = list(sizes), []
         for part in self.parts:
             lengths = self.lengths(part)
@@ -405,153 +358,7 @@ class Operator(nn.Module):
             found.append(Kept(lengths, tuple(own)))
         return tuple(found)
 
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule: compute a subnet's parameters differentiably from the full ones.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-
-        Returns:
-            The parameters under the template's names. For a parameter that the template lacks, None. Slices
-            share the storage of the full parameters; other tensors become packed copies in views.
-        """
-        return self.sliced(sizes, self._parameters)
-
-    def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule to tensors that stand in for the parameters.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-            given: tensors of the shapes of the parameters, under their names.
-
-        Returns:
-            As `tensors`.
-        """
-        raise NotImplementedError
-
-    def mixin(self) -> type | None:
-        """Return the class with the forward of the module at a lower precision.
-
-        Returns:
-            The class. It is `object` if the forward of the module's own class takes any precision. It is None
-            if the module has no weight that can have a lower precision.
-        """
-        return None
-
-    def out_axis(self) -> int:
-        """Return the axis of the output channels of the weight that can have a lower precision."""
-        return 0
-
-    def bits(self, row: SizeRow) -> int:
-        """Return the bits of the weight in a subnet.
-
-        Args:
-            row: the size row of the subnet.
-        """
-        return FLOAT_BITS if self.precision_dim is None else row[self.precision_dim]
-
-    def lowered(self, bits: int) -> PackedCopy:
-        """Return the one copy of the full weight at a lower precision, which all subnets slice.
-
-        It is made when it is first asked for, and made again after the weight has changed.
-
-        Args:
-            bits: 8 for int8, 16 for bfloat16.
-
-        Returns:
-            A copy with the tensor `weight`, and for int8 `scale`, one per output channel.
-
-        Raises:
-            PrecisionError: a weight is not finite.
-        """
-        return self.packed((_LOWERED, bits), partial(self._lower, bits))
-
-    def _lower(self, bits: int) -> dict[str, Tensor | None]:
-        weight: Any = self._parameters[self.lowers[0]]
-        short, scale = lowered(weight, bits, self.out_axis(), self.path)
-        return {"weight": short, "scale": scale}
-
-    def _low_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
-        """Return the parameters of a subnet at a lower precision: slices of the copy, and of the others."""
-        weight, bias = self.lowers
-        copy = self.lowered(bits).tensors
-        found = self.sliced(sizes, {**self._parameters, weight: copy["weight"]})
-        if "scale" in copy:
-            scales = self.sliced(sizes, {**self._parameters, weight: copy["weight"], bias: copy["scale"]})
-            found[f"{weight}_scale"] = scales[bias]
-        return found
-
-    def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the plain attributes in which the subnet's module differs from the template.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-
-        Returns:
-            The values of the attributes by name, for example `{"out_channels": 32}`.
-        """
-        raise NotImplementedError
-
-    def parameters_of(self, sizes: tuple[int, ...], trainable: bool) -> dict[str, Any]:
-        """Return a subnet's parameters.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-            trainable: whether to return slices that carry gradients to the full parameters. Otherwise the
-                result consists of frozen parameters, which all subnets of these sizes share.
-
-        Returns:
-            The parameters under the template's names.
-        """
-        return self.tensors(sizes) if trainable else self._shared_by(sizes, sizes, FLOAT_BITS)
-
-    def low_parameters_of(self, sizes: tuple[int, ...], bits: int) -> dict[str, Any]:
-        """Return a subnet's frozen parameters, with the weight at a lower precision.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-            bits: 8 for int8, 16 for bfloat16.
-
-        Returns:
-            The parameters under the template's names. For int8, the scales of the output channels belong to
-            them as well, under the name of the weight with `_scale` behind it.
-        """
-        return self._shared_by((bits, sizes), sizes, bits)
-
-    def _shared_by(self, key: tuple[Any, ...], sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
-        found = self._shared.get(key)
-        if found is None:
-            found = self._shared.setdefault(key, self._frozen(key, sizes, bits))
-        elif self._packed:
-            follow_(found)
-        return found
-
-    def _frozen(self, key: tuple[Any, ...], sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
-        """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
-        rule = self.tensors if bits == FLOAT_BITS else partial(self._low_tensors, bits=bits)
-        low = None if bits == FLOAT_BITS else self.lowered(bits)
-        whole = {} if low is None else low.tensors
-        given = rule(sizes)
-        if low is not None and low.tensors is not whole:
-            return self._frozen(key, sizes, bits)  # The weight was changed in the meantime.
-        own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
-        copied = {storage_id(t): name for name, t in whole.items()}
-        made: dict[str, Tensor | None] = {}
-        apart: set[str] = set()
-        for name, t in given.items():
-            if t is None:
-                made[name] = None
-            elif low is not None and storage_id(t) in copied:
-                made[name] = low.frozen(copied[storage_id(t)], t)
-            else:
-                made[name] = nn.Parameter(t, requires_grad=False)
-                if storage_id(t) not in own:
-                    apart.add(name)
-        if apart:
-            packed = PackedCopy(self, lambda: {n: t for n, t in rule(sizes).items() if n in apart})
-            made.update({name: packed.frozen(name, t) for name, t in packed.tensors.items()})
-            self._packed[key] = packed
-        return made
+    # -- the module of a subnet ------------------------------------------------------------------
 
     def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
         """Return the ordinary module of one subnet, whose parameters share this operator's storage.
@@ -564,12 +371,71 @@ class Operator(nn.Module):
             SpecError: a size in the row is not legal.
         """
         sizes, bits = self.sizes(row), FLOAT_BITS if trainable else self.bits(row)
-        mixin = None if bits == FLOAT_BITS else self.mixin()
-        if mixin not in (None, object):
-            given = self.low_parameters_of(sizes, bits)
-        else:
-            given = self.parameters_of(sizes, trainable)
-        return view_module(self.template, parameters=given, mixin=mixin, **self.attributes(sizes))
+        low = None if bits == FLOAT_BITS else self.low_mixin()
+        given = self.parameters_of(sizes, trainable, FLOAT_BITS if low is None else bits)
+        return view_module(self.shell, parameters=given, mixin=low, **self.attributes(sizes))
+
+    def bits(self, row: SizeRow) -> int:
+        """Return the bits of the weight in the subnet of a size `row`: 32, 16 for bfloat16, 8 for int8."""
+        return FLOAT_BITS if self.precision_dim is None else row[self.precision_dim]
+
+    def parameters_of(
+        self, sizes: tuple[int, ...], trainable: bool, bits: int = FLOAT_BITS
+    ) -> dict[str, Any]:
+        """Return a subnet's parameters.
+
+        Args:
+            sizes: what `sizes` returned for the subnet.
+            trainable: whether to return slices that carry gradients to the full parameters. Otherwise the
+                result consists of frozen parameters, which all subnets of these sizes share.
+            bits: the precision of the weight in frozen parameters.
+
+        Returns:
+            The parameters under the template's names, and at int8 the scales of the output channels.
+        """
+        if trainable:
+            return self.tensors(sizes)
+        found = self._shared.get((bits, sizes))
+        if found is None:
+            found = self._shared.setdefault((bits, sizes), self._frozen(sizes, bits))
+        elif self._packed:
+            follow_(found)
+        return found
+
+    def _given(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        """Return the tensors of views of these sizes, which may be slices of packed copies."""
+        return self.tensors(sizes) if bits == FLOAT_BITS else sliced_low(self, sizes, bits)
+
+    def _frozen(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
+        given = self._given(sizes, bits)
+        own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
+        copies = {
+            storage_id(t): (packed, name)
+            for packed in self.packed_copies()
+            for name, t in packed.tensors.items()
+        }
+        made: dict[str, Tensor | None] = {}
+        apart: set[str] = set()
+        for name, tensor in given.items():
+            if tensor is None:
+                made[name] = None
+            elif storage_id(tensor) in copies:
+                packed, whole = copies[storage_id(tensor)]
+                made[name] = packed.frozen(whole, tensor)
+            else:
+                made[name] = nn.Parameter(tensor, requires_grad=False)
+                if storage_id(tensor) not in own:
+                    apart.add(name)
+        if apart:
+            packed = self.packed(
+                ("sizes", bits, sizes),
+                lambda: {n: t for n, t in self._given(sizes, bits).items() if n in apart},
+            )
+            made.update({name: packed.frozen(name, t) for name, t in packed.tensors.items()})
+        return made
+
+    # -- packed copies ---------------------------------------------------------------------------
 
     def packed(self, key: tuple[Any, ...], make: Callable[[], Mapping[str, Tensor | None]]) -> PackedCopy:
         """Return the one packed copy of a key, which is made when it is first asked for, as it should be now.
@@ -580,9 +446,34 @@ class Operator(nn.Module):
         """
         found = self._packed.get(key)
         if found is None:
-            found = self._packed.setdefault(key, PackedCopy(self, make))
+            sources = (*self.parameters(), *self.buffers())
+            found = self._packed.setdefault(key, PackedCopy(sources, make))
         found.refresh()
         return found
+
+    def lowered(self, bits: int) -> PackedCopy:
+        """Return the one copy of the full weight at a lower precision, which all subnets slice.
+
+        Args:
+            bits: 8 for int8, 16 for bfloat16.
+
+        Returns:
+            A copy with the fields of a `LoweredWeight` as tensors.
+
+        Raises:
+            PrecisionError: a weight is not finite.
+        """
+        return self.packed(("lowered", bits), lambda: self.made_low(bits)._asdict())
+
+    def made_low(self, bits: int) -> LoweredWeight:
+        """Return a new copy of the full weight at 8 or 16 `bits`."""
+        weight: Any = self._parameters[self.lowers[0]]
+        return LoweredWeight.made(weight, bits, self.out_axis(), self.path)
+
+    def out_axis(self) -> int:
+        """Return the axis of the output channels of the weight that can have a lower precision."""
+        axes = self.axes(self.lowers[0])
+        return axes.index("out") if "out" in axes else 0
 
     def packed_copies(self) -> list[PackedCopy]:
         """Return the packed copies that views may be using now."""
@@ -590,7 +481,21 @@ class Operator(nn.Module):
 
     def lowered_copies(self) -> list[PackedCopy]:
         """Return the copies of the full weight at lower precisions."""
-        return [packed for key, packed in list(self._packed.items()) if key[:1] == (_LOWERED,)]
+        return [packed for key, packed in list(self._packed.items()) if key[0] == "lowered"]
+
+    def forget(self) -> None:
+        """Drop the shared tensors, because the parameters are about to be replaced or were replaced.
+
+        Packed copies that views still use stay as they are from now on.
+        """
+        for packed in self.packed_copies():
+            packed.finish()
+        self._shared, self._packed = {}, {}
+
+    # -- nn.Module -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shared": {}, "_packed": {}}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Refuse to run: without a subnet, an operator has no size.
@@ -610,18 +515,6 @@ class Operator(nn.Module):
             f"or take the subnet's own module, supernet.subnet(spec).get_submodule({self.path!r})"
         )
 
-    def forget(self) -> None:
-        """Drop the shared tensors, because the parameters are about to be replaced or were replaced.
-
-        Packed copies that views still use stay as they are from now on.
-        """
-        for packed in self.packed_copies():
-            packed.finish()
-        self._shared, self._packed = {}, {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shared": {}, "_packed": {}}
-
     def extra_repr(self) -> str:
         """Return the template and the elastic parts, for the printed network."""
         return f"{self.template!r}, elastic: {', '.join(self.dims)}"
@@ -632,24 +525,11 @@ class Operator(nn.Module):
         return InsertError(f"{self.path}: {type(self).__name__} cannot make this {kind} elastic: {why}")
 
 
-def _refusing(register: str) -> Any:
-    def method(self: Operator, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG001
-        """Refuse a hook: subnets have modules of their own, and a hook on the operator would never run.
-
-        Args:
-            args: what the method of `nn.Module` takes.
-            kwargs: what the method of `nn.Module` takes by name.
-
-        Raises:
-            ViewError: always.
-        """
-        raise ViewError(
-            f"{self.path}: {register} on an elastic module has no effect, because subnets have modules of "
-            f"their own; register the hook on supernet.subnet(spec).get_submodule({self.path!r})"
-        )
-
-    method.__name__ = register
-    return method
+def _refuse_hook(self: Operator, *_: Any, register: str, **__: Any) -> Any:
+    raise ViewError(
+        f"{self.path}: {register} on an elastic module has no effect, because subnets have modules of "
+        f"their own; register the hook on supernet.subnet(spec).get_submodule({self.path!r})"
+    )
 
 
 for _name in (
@@ -659,4 +539,4 @@ for _name in (
     "register_full_backward_hook",
     "register_backward_hook",
 ):
-    setattr(Operator, _name, _refusing(_name))
+    setattr(Operator, _name, partialmethod(_refuse_hook, register=_name))

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from subnetact.errors import InsertError
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.view_module import follow_, view_module
-from subnetact.space import SizeRow
+from subnetact.operators.base import Operator
 
 __all__ = ["ElasticKernel", "KernelConv2d"]
 
@@ -52,25 +50,17 @@ class ElasticKernel(Operator):
     """Gives a depthwise convolution the kernel size and the number of channels of the subnet.
 
     A smaller kernel that is the centre of the largest one is a zero-copy slice. A kernel that is computed
-    with matrices is computed once, for all channels, and shared by all subnets with that kernel size. Views
-    compute it again when they run after the weights have changed in place.
+    with matrices is computed once, for all channels, and shared by all subnets with that kernel size.
+
+    Parts:
+        channels: the channels of the convolution.
+        kernel: the kernel size.
 
     Source:
         Once-for-All (Cai et al., 2020), section 3.3.
     """
 
     parts = ("channels", "kernel")
-
-    @classmethod
-    def on(cls, *, channels: str | None = None, kernel: str | None = None, **others: str) -> Elastic:
-        """Describe an elastic KernelConv2d, for `insert_`.
-
-        Args:
-            channels: the dimension that gives the number of channels. If None, all are kept.
-            kernel: the dimension that gives the kernel size. If None, the largest is used.
-            others: parts that this operator does not have; `insert_` refuses them.
-        """
-        return cls._described(channels=channels, kernel=kernel, **others)
 
     def check(self) -> None:
         """Check that the template is a KernelConv2d.
@@ -84,7 +74,12 @@ class ElasticKernel(Operator):
         stride: Any = template.stride
         with torch.device("meta"):
             plain = nn.Conv2d(1, 1, 1, stride, bias=False)
-        self.__dict__["_plain"] = plain
+        self.__dict__["_shell"] = plain
+
+    @property
+    def shell(self) -> Any:
+        """An ordinary convolution."""
+        return self._shell
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the largest kernel size."""
@@ -106,17 +101,6 @@ class ElasticKernel(Operator):
         matrices: Any = [getattr(self, name) for name in names if self.template.matrices]
         return smaller_kernel(weight, matrices, list(sizes), size)
 
-    def computed_kernels(self) -> dict[int, Tensor]:
-        """Return the kernels that were computed with matrices so far.
-
-        All views with one kernel size share one of them. They take memory beyond the supernet's weights.
-
-        Returns:
-            The weights, each of shape (channels, 1, size, size), by kernel size.
-        """
-        found = {key[1]: packed for key, packed in list(self._packed.items()) if key[0] == "kernel"}
-        return {size: packed.tensors["weight"] for size, packed in sorted(found.items())}
-
     def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
         """Return the weight of the first channels with the subnet's kernel size."""
         channels, size = sizes
@@ -134,25 +118,12 @@ class ElasticKernel(Operator):
             "_reversed_padding_repeated_twice": reversed_padding,
         }
 
-    def parameters_of(self, sizes: tuple[int, ...], trainable: bool) -> dict[str, Any]:
-        """Return a subnet's parameters, as `Operator.parameters_of` does."""
+    def _given(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         channels, size = sizes
-        if trainable or not self.template.matrices or size == self.full("kernel"):
-            return super().parameters_of(sizes, trainable)
+        if not self.template.matrices or size == self.full("kernel"):
+            return super()._given(sizes, bits)
         computed = self.packed(("kernel", size), lambda: {"weight": self.kernel(size)})
-        found = self._shared.get(sizes)
-        if found is None:
-            weight = computed.frozen("weight", computed.tensors["weight"][:channels])
-            found = self._shared.setdefault(sizes, {"weight": weight, "bias": None})
-        follow_(found)
-        return found
-
-    def bind(self, row: SizeRow, trainable: bool = False) -> nn.Module:
-        """Return the convolution of one subnet, as `Operator.bind` does."""
-        sizes = self.sizes(row)
-        parameters = self.parameters_of(sizes, trainable)
-        plain: Any = self._plain
-        return view_module(plain, parameters=parameters, **self.attributes(sizes))
+        return {"weight": computed.tensors["weight"][:channels], "bias": None}
 
 
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:

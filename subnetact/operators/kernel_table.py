@@ -2,25 +2,49 @@
 
 A machine is described by what torch and oneDNN use of it (`subnetact.device.machine_facts`), within the
 limits of the environment. `kernel_for` is a function of these facts alone: no time is measured, so the
-answer is the same on a busy machine, and every row of the table can be asked for on any machine.
+answer is the same on a busy machine, and every row of the table can be asked for on any machine. On the
+machine itself `why_not` also tries whether the products are right.
+
+On CPUs, `torch._int_mm` reads strided slices as fast as dense ones. For few rows, as in a step of generation,
+it takes half the time if the weight is the first factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from subnetact.device import MachineFacts
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subnetact.device import MachineFacts, machine_facts
+from subnetact.errors import PrecisionError
+from subnetact.spec import FLOAT32, PRECISIONS
 
 __all__ = [
     "CUBLAS",
+    "LARGEST",
     "NATIVE",
     "REFERENCE",
     "STRIDED",
     "Kernel",
+    "int8_product",
+    "is_traced",
     "kernel_for",
+    "kernel_here",
+    "padded_to_eights",
+    "require_precision",
+    "why_not",
 ]
+
+LARGEST = 127
+"""The largest int8 magnitude that is used. -128 is left out, so that scales are symmetric."""
+WEIGHT_FIRST = 4
+"""The most rows for which the weight is the first factor of a product on the CPU."""
 
 STRIDED = "strided"
 """`torch._int_mm`, which reads slices of the one int8 copy where they are."""
@@ -107,10 +131,130 @@ _ROWS: tuple[tuple[Callable[[MachineFacts], bool], Kernel], ...] = (
 
 @cache
 def kernel_for(precision: str, facts: MachineFacts) -> Kernel:
-    """Return the first row of the table for a precision and a machine.
-
-    Args:
-        precision: `int8` or `bfloat16`.
-        facts: the machine.
-    """
+    """Return the first row of the table for a precision and a machine."""
     return next(row for fits, row in _ROWS if row.precision == precision and fits(facts))
+
+
+def require_precision(precision: str, device: torch.device) -> None:
+    """Raise `PrecisionError` unless this kind of machine has a kernel for a precision that computes right."""
+    why = why_not(precision, device)
+    if why is not None:
+        here = ", ".join(name for name in PRECISIONS if why_not(name, device) is None)
+        raise PrecisionError(
+            f"precision {precision}: {why}; torch {torch.__version__} on {device.type} here runs {here}; "
+            "enable only these, or run on such a machine"
+        )
+
+
+def kernel_here(precision: str, device: torch.device) -> Kernel:
+    """Return the row of the table for a precision on this machine; if it refuses, raise `PrecisionError`."""
+    facts = machine_facts(device.type)
+    kernel = kernel_for(precision, facts)
+    if not kernel.name:
+        raise PrecisionError(f"precision {precision}: {_refusal(kernel, facts)}; run the subnet at float32")
+    return kernel
+
+
+def why_not(precision: str, device: torch.device) -> str | None:
+    """Return why this machine does not run a precision, or None if it does."""
+    if precision == FLOAT32 or device.type == "meta":
+        return None
+    if precision not in PRECISIONS:
+        return "no such precision is known"
+    facts = machine_facts(device.type)
+    kernel = kernel_for(precision, facts)
+    return _wrong(precision, facts) if kernel.name else _refusal(kernel, facts)
+
+
+def _refusal(kernel: Kernel, facts: MachineFacts) -> str:
+    return f"this is a machine ({facts}) on which {kernel.text}; it needs {kernel.needs}"
+
+
+@cache
+def _wrong(precision: str, facts: MachineFacts) -> str | None:
+    """Return what is wrong with the products that run on this machine, or None if nothing is."""
+    if facts.device == "cpu" and facts.uses("amx") and not _tiles_work():
+        return (
+            "the processor announces matrix units (AMX) and lets no process use them; set the environment "
+            "variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch is imported"
+        )
+    return _computes(precision, facts.device)
+
+
+def _tiles_work() -> bool:
+    """Run both kinds of products in a process of their own, which an illegal instruction may end."""
+    code = (
+        "import torch; torch.set_num_threads(1); a = torch.ones(64, 64, dtype=torch.int8); "
+        "torch._int_mm(a, a.t()); b = a.bfloat16(); torch.nn.functional.linear(b, b)"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
+
+
+def _computes(precision: str, kind: str) -> str | None:
+    """Return what is wrong with the products of a precision on this machine, or None if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.inference_mode():
+            if precision == "int8":
+                short = torch.randint(-LARGEST, LARGEST + 1, (64, 256), generator=generator)
+                short[:4] = LARGEST  # Kernels without VNNI may saturate in 16 bits.
+                rows, right = short.to(torch.int8).to(kind), short @ short.t()
+                good = all(
+                    torch.equal(int8_product(rows[:n], rows).cpu().long(), right[:n]) for n in (1, len(rows))
+                )
+                return None if good else "its int8 products are wrong"
+            x, weight = torch.randn(2, 512, 512, generator=generator).to(kind)
+            exact = F.linear(x, weight)
+            off = (F.linear(x.bfloat16(), weight.bfloat16()).float() - exact).abs().max()
+            return None if bool(off <= 0.02 * exact.abs().max()) else "its bfloat16 products are wrong"
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return " ".join(str(error).split())[:120]
+
+
+def int8_product(short: Tensor, weight: Tensor) -> Tensor:
+    """Return the int32 product (rows, out) of int8 matrices (rows, features) and (out, features)."""
+    if short.is_meta or (is_traced() and short.device.type != "cuda"):
+        return torch._int_mm(short, weight.t())
+    return _PRODUCTS[kernel_here("int8", short.device).name](short, weight)
+
+
+def _strided(short: Tensor, weight: Tensor) -> Tensor:
+    if len(short) <= WEIGHT_FIRST:
+        return torch._int_mm(weight, short.t()).t().contiguous()
+    return torch._int_mm(short, weight.t())
+
+
+def _cublas(short: Tensor, weight: Tensor) -> Tensor:
+    short, weight, (rows, out) = padded_to_eights(short, weight)
+    return torch._int_mm(short, weight.t())[:rows, :out].contiguous()
+
+
+def _reference(short: Tensor, weight: Tensor) -> Tensor:
+    return (short.double() @ weight.double().t()).to(torch.int32)
+
+
+_PRODUCTS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    STRIDED: _strided,
+    CUBLAS: _cublas,
+    REFERENCE: _reference,
+}
+
+
+def padded_to_eights(short: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Append zeros until cuBLAS takes the sizes; return also which rows and columns of the product count."""
+    (rows, features), out = short.shape, len(weight)
+    return (
+        _padded(short, -features % 8, max(0, 17 - rows)),
+        _padded(weight, -features % 8, -out % 8),
+        (rows, out),
+    )
+
+
+def _padded(matrix: Tensor, columns: int, rows: int) -> Tensor:
+    return F.pad(matrix, (0, columns, 0, rows)) if columns or rows else matrix
+
+
+def is_traced() -> bool:
+    """Tell whether a graph is being recorded, so that the code must not depend on sizes."""
+    return bool(torch._C._is_tracing() or torch.compiler.is_compiling())

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.device import raise_if_out_of_memory
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.segments import Segments, cut
+from subnetact.operators.base import Operator
 from subnetact.operators.view_module import view_module
 
 __all__ = ["LayerNormSlice"]
@@ -29,6 +28,9 @@ class LayerNormSlice(Operator):
 
     These norms have no running statistics, so subnets need no calibration for them.
 
+    Parts:
+        features: the features (channels); they may be `Segments` behind a concatenation.
+
     Source:
         AutoFormer and DynaBERT slice their LayerNorms in this way.
     """
@@ -36,17 +38,6 @@ class LayerNormSlice(Operator):
     slices = ("norm",)
     parts = ("features",)
     segmented = ("features",)
-
-    @classmethod
-    def on(cls, *, features: str | Segments | None = None, **others: Any) -> Elastic:
-        """Describe an elastic LayerNorm, RMSNorm or GroupNorm, for `insert_`.
-
-        Args:
-            features: the dimension that gives the number of features (channels), or `Segments` behind a
-                concatenation. If None, all are kept.
-            others: parts that this operator does not have; `insert_` refuses them.
-        """
-        return cls._described(features=features, **others)
 
     def check(self) -> None:
         """Check that the template is a norm that this operator can slice.
@@ -92,10 +83,9 @@ class LayerNormSlice(Operator):
         """Return False: the mean and the variance are over all features, dropped ones included."""
         return False
 
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the weight and the bias of the first features, per segment."""
-        (features,) = self.kept_parts(sizes)
-        return {name: None if t is None else cut(t, {0: features}) for name, t in self._parameters.items()}
+    def axes(self, name: str) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the features, also for the RMSNorms that are not in the table of layer traits."""
+        return ("features",)
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the `normalized_shape`, or the numbers of channels and groups, of the subnet's module."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from subnetact.operators.base import Elastic, Operator
+from subnetact.operators.base import Operator
 from subnetact.operators.skipped_layer import returns_tuple, skipped
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
@@ -27,30 +27,23 @@ class LayerSelect(Operator):
     between two layers stays. Which layers are kept is up to the size rows of the space: OFA keeps the first
     ones, DynaBERT every n-th.
 
+    The parts are the names of layers in the stack, each with a dimension that is 1 if the layer is kept and 0
+    if it is skipped. Layers that are not named are always kept.
+
     Attributes:
         shortens: whether views leave skipped layers out; `insert_` decides this.
 
     Source:
         SuperServe, section 3.1.
+
+    Example:
+        >>> LayerSelect.on(**{"2": "block2.keep", "3": "block3.keep"})
     """
 
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__(template, path, dims)
         self.shortens = False
         self._stand_ins: dict[str, nn.Module] = {}
-
-    @classmethod
-    def on(cls, **follows: str) -> Elastic:
-        """Describe a stack of which layers can be skipped, for `insert_`.
-
-        Args:
-            follows: name of a layer in the container -> the dimension that is 1 if the layer is kept and 0
-                if it is skipped. Layers that are not named are always kept.
-
-        Example:
-            >>> LayerSelect.on(**{"2": "block2.keep", "3": "block3.keep"})
-        """
-        return cls._described(**follows)
 
     def check(self) -> None:
         """Check that the template is a stack and that the described layers exist.

@@ -14,7 +14,7 @@ kind of layers that it slices, and add a line to the table:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -78,6 +78,7 @@ _TRANSPOSED = _matrix("transposed convolution", "out_channels", "in_channels", i
 _BATCH_NORM = LayerTraits(
     "batch norm", dict.fromkeys(_CHANNELS, ("channels",)), reads="channels", fresh=True, finite=True
 )
+_PER_WIDTH_NORM = replace(_BATCH_NORM, kind="per-width batch norm")
 _NORM = LayerTraits("norm", {"weight": ("features",), "bias": ("features",)}, reads="features", finite=True)
 _LAYER_NORM = LayerTraits("norm", _NORM.axes, reads="features", finite=True, transparent=True)
 _ACTIVATION = LayerTraits("activation", finite=True)
@@ -94,6 +95,7 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     nn.Embedding: _matrix("embedding", "embedding_dim", "num_embeddings", inputs_first=True),
     nn.MultiheadAttention: LayerTraits("attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _BATCH_NORM),
+    "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
     nn.GroupNorm: _NORM,
     **dict.fromkeys((nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU), _PLAIN_ACTIVATION),

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.segments import Segments, cut
+from subnetact.operators.base import Operator
+from subnetact.operators.segments import cut
 from subnetact.space import SizeRow
 
 __all__ = ["ElasticAttribute", "ParameterSlice"]
@@ -25,21 +25,13 @@ class ParameterSlice(Operator):
 
     It is meant for modules with parameters of their own, such as a class token or position embeddings. If
     only some of the parameters are elastic, or on another axis, use ElasticAttribute.
+
+    Parts:
+        features: the length of the last axis of every parameter; it may be `Segments`.
     """
 
     parts = ("features",)
     segmented = ("features",)
-
-    @classmethod
-    def on(cls, *, features: str | Segments | None = None, **others: Any) -> Elastic:
-        """Describe a module with elastic parameters of its own, for `insert_`.
-
-        Args:
-            features: the dimension that gives the length of the last axis of every parameter, or its
-                `Segments`. If None, it is kept whole.
-            others: parts that this operator does not have; `insert_` refuses them.
-        """
-        return cls._described(features=features, **others)
 
     def check(self) -> None:
         """Check that the template has parameters of one width, and is not a norm.
@@ -80,20 +72,10 @@ class ElasticAttribute(Operator):
     first entries of its last axis are kept; `"gamma.0"` names axis 0 instead. An object that the module holds
     may also state the number, as in `"config.num_attention_heads"`; the subnet's module has a copy of that
     object.
+
+    Example:
+        >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
     """
-
-    @classmethod
-    def on(cls, **follows: str) -> Elastic:
-        """Describe a module with elastic attributes, for `insert_`.
-
-        Args:
-            follows: name of an attribute -> the dimension that gives its value, or its length. A parameter's
-                axis may follow its name: `"layer_scale.0"`.
-
-        Example:
-            >>> ElasticAttribute.on(num_heads="block0.heads", gamma="block0.width")
-        """
-        return cls._described(**follows)
 
     def check(self) -> None:
         """Check that the described attributes are whole numbers or parameters of the template itself.

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subnetact.operators.base import Elastic
-from subnetact.operators.segments import Segments
 from subnetact.operators.subnet_norm import SubnetNorm
 from subnetact.space import SizeRow
 
@@ -65,27 +63,18 @@ class PerWidthNorm(SubnetNorm):
 
     Until a subnet is calibrated, it runs on the statistics that are listed for it.
 
+    Parts:
+        channels: the channels. Checkpoints list statistics of first channels, so there are no `Segments`.
+        position: which listed statistics: 1 for the first listed width, 2 for the second, and so on. It must
+            be described.
+
     Source:
         Universally Slimmable Networks (Yu and Huang, 2019).
     """
 
+    slices = ("per-width batch norm",)
     parts = ("channels", "position")
     segmented = ()
-
-    @classmethod
-    def on(
-        cls, *, channels: str | Segments | None = None, position: str | None = None, **others: Any
-    ) -> Elastic:
-        """Describe an elastic PerWidthBatchNorm2d, for `insert_`.
-
-        Args:
-            channels: the dimension that gives the number of channels. If None, all are kept. Checkpoints list
-                statistics of first channels, so `insert_` refuses `Segments`.
-            position: the dimension that chooses the listed statistics: 1 for the first listed width, 2 for
-                the second, and so on. It is required.
-            others: parts that this operator does not have; `insert_` refuses them.
-        """
-        return cls._described(channels=channels, position=position, **others)
 
     def check(self) -> None:
         """Check that the template is a PerWidthBatchNorm2d and that `position` follows a dimension.
@@ -98,8 +87,13 @@ class PerWidthNorm(SubnetNorm):
             raise self.refuse("only PerWidthBatchNorm2d, with a dimension for 'position', lists statistics")
         with torch.device("meta"):
             plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
-        self.__dict__["template"] = plain.train(template.training)
+        self.__dict__["_shell"] = plain
         self.listed = template.listed
+
+    @property
+    def shell(self) -> Any:
+        """An ordinary BatchNorm."""
+        return self._shell
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import SpecError
-from subnetact.operators.base import Elastic, Operator
-from subnetact.operators.segments import Segments, cut
+from subnetact.operators.base import Operator
+from subnetact.operators.segments import cut
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import SizeRow
 
@@ -36,7 +36,11 @@ class SubnetNorm(Operator):
 
     `weight[:channels]` and `bias[:channels]` are shared slices. The statistics of a calibrated subnet come
     from the `NormTable` of the supernet. Other subnets use the first channels of the shared running
-    statistics, which costs accuracy.
+    statistics, which costs accuracy. BatchNorms that a description does not name become SubnetNorms with all
+    channels.
+
+    Parts:
+        channels: the channels; they may be `Segments` behind a concatenation.
 
     Source:
         SuperServe, section 3.1.
@@ -48,19 +52,6 @@ class SubnetNorm(Operator):
 
     rule: str = WEIGHTED_BIASED
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
-
-    @classmethod
-    def on(cls, *, channels: str | Segments | None = None, **others: Any) -> Elastic:
-        """Describe an elastic BatchNorm, for `insert_`.
-
-        BatchNorms that a description does not name become SubnetNorms with all channels.
-
-        Args:
-            channels: the dimension that gives the number of channels, or `Segments` behind a concatenation.
-                If None, all are kept.
-            others: parts that this operator does not have; `insert_` refuses them.
-        """
-        return cls._described(channels=channels, **others)
 
     def check(self) -> None:
         """Check that the template is a BatchNorm with running statistics.
@@ -76,12 +67,6 @@ class SubnetNorm(Operator):
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return the number of channels of the full network."""
         return int(self.template.num_features)
-
-    def tensors(self, sizes: tuple[int, ...]) -> dict[str, Tensor | None]:
-        """Return the weight and the bias of the first channels, per segment."""
-        channels = self.kept_parts(sizes)[0]
-        affine: dict[str, Any] = {"weight": self.weight, "bias": self.bias}
-        return {name: None if t is None else cut(t, {0: channels}) for name, t in affine.items()}
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
         """Return the number of channels of the subnet's module."""
@@ -183,7 +168,7 @@ class SubnetNorm(Operator):
             "num_batches_tracked": self.batches_tracked(),
         }
         bound = view_module(
-            self.template,
+            self.shell,
             parameters=self.parameters_of(sizes, trainable),
             buffers=buffers,
             **self.attributes(sizes),

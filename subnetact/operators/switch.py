@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from subnetact.operators.base import Elastic
 from subnetact.operators.layer_select import LayerSelect
 from subnetact.space import SizeRow
 
@@ -40,22 +39,14 @@ class SwitchableModule(nn.Module):
 class ModuleSwitch(LayerSelect):
     """Uses one of the alternatives of a `SwitchableModule` in each subnet; they share nothing.
 
+    Parts:
+        choice: which alternative: 1 for the first one, 2 for the second, and so on. It must be described.
+
     Source:
         The switchable BatchNorm of Slimmable Neural Networks (Yu et al., 2019).
     """
 
     parts = ("choice",)
-
-    @classmethod
-    def on(cls, *, choice: str | None = None, **others: str) -> Elastic:
-        """Describe a switchable module, for `insert_`.
-
-        Args:
-            choice: the dimension that chooses the alternative: 1 for the first one, 2 for the second, and so
-                on. It is required.
-            others: parts that this operator does not have; `insert_` refuses them.
-        """
-        return cls._described(choice=choice, **others)
 
     def check(self) -> None:
         """Check that the template is a SwitchableModule and that `choice` follows a dimension.

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from subnetact.errors import ViewError
+from subnetact.operators.packed_copy import follow_
 from subnetact.operators.tensor_version import storage_id
 
-__all__ = ["follow_", "is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
+__all__ = ["is_view", "mix_in_", "mix_out_", "mixed_class", "module_class", "owned", "view_module"]
 
 _HOOKS = tuple(name for name, value in nn.Module().__dict__.items() if isinstance(value, OrderedDict))
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -135,20 +136,6 @@ def _with_private_hooks(register: str) -> Callable[..., Any]:
 
 for _name in _REGISTER_HOOK:
     setattr(_View, _name, _with_private_hooks(_name))
-
-
-def follow_(tensors: dict[str, Any]) -> None:
-    """Exchange packed copies (`PackedCopy`) whose sources have changed for those that are right now.
-
-    Args:
-        tensors: the parameters or buffers of a module, by name.
-    """
-    for name, tensor in tensors.items():
-        packed = getattr(tensor, "__dict__", {}).get("packed")  # A traced tensor has any attribute.
-        if packed is not None:
-            present = packed.present(tensor)
-            if present is not tensor:
-                tensors[name] = present
 
 
 @cache

@@ -19,7 +19,7 @@ from subnetact.device import find_device, machine
 from subnetact.errors import DeviceError, InvalidRequest, SubnetActError, TableError, UserCodeError
 from subnetact.files.documents import parse_json
 from subnetact.latency.table import LatencyTable
-from subnetact.operators.precision import kernel_here, why_not
+from subnetact.operators.kernel_table import kernel_here, why_not
 from subnetact.profile.modes import INCLUDES, MODES
 from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile
 from subnetact.profile.selection import SelectionRequest

@@ -12,7 +12,7 @@ from torch import nn
 from subnetact.errors import PrecisionError
 from subnetact.operators import AttentionSlice, WeightSlice
 from subnetact.operators.base import Operator
-from subnetact.operators.precision import lowered
+from subnetact.operators.lowered_weight import Low
 
 __all__ = ["PrecisionSettings", "layer_errors", "put_precision_", "weight_errors"]
 
@@ -76,7 +76,7 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
         module = named[name]
         operator = module if isinstance(module, Operator) else _operator(module, name)
         slot = next((slot for slot, start in settings.slots if name.startswith(start)), None)
-        if operator is None or operator.mixin() is None or name in kept or slot is None:
+        if operator is None or operator.low_mixin() is None or name in kept or slot is None:
             continue
         if not _read_by_parent(named, name):
             operator.precision_dim = dims[slot]
@@ -144,13 +144,12 @@ def weight_errors(network: nn.Module, bits: int) -> dict[str, float]:
     for module in network.modules():
         if not isinstance(module, Operator) or module.precision_dim is None:
             continue
-        axis, weight = module.out_axis(), module._parameters[module.lowers[0]]
+        weight = module._parameters[module.lowers[0]]
         if weight is None:
             continue
+        axis = module.out_axis()
         full = weight.detach().transpose(0, axis).flatten(1).float()
-        short, scale = lowered(weight, bits, axis, module.path)
-        rows = short.transpose(0, axis).flatten(1).float()
-        rows = rows if scale is None else rows * scale[:, None]
+        rows = module.made_low(bits).channels(axis)
         off = (rows - full).norm(dim=1) / full.norm(dim=1).clamp_min(1e-30)
         found[module.path] = float(off.max())
     return found
@@ -171,12 +170,10 @@ def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any
     found: dict[str, float] = {}
     handles = []
     for path, module in low.named_modules():
-        if not _is_low(module):
+        if not isinstance(module, Low):
             continue
 
-        def note(
-            _: Any, args: Sequence[Any], output: Any, module: nn.Module = module, path: str = path
-        ) -> None:
+        def note(_: Any, args: Sequence[Any], output: Any, module: Any = module, path: str = path) -> None:
             other = module(*args)
             pair = [o[0] if isinstance(o, tuple) else o for o in (output, other)]
             off = (pair[1] - pair[0]).norm() / pair[0].norm().clamp_min(1e-30)
@@ -190,8 +187,3 @@ def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any
         for handle in handles:
             handle.remove()
     return found
-
-
-def _is_low(module: nn.Module) -> bool:
-    own = [tensor for name, tensor in module._parameters.items() if name.endswith("weight")]
-    return any(tensor is not None and tensor.dtype in (torch.int8, torch.bfloat16) for tensor in own)

@@ -27,7 +27,7 @@ from subnetact.errors import (
 )
 from subnetact.operators import SubnetNorm
 from subnetact.operators.base import Operator
-from subnetact.operators.precision import require_precision
+from subnetact.operators.kernel_table import require_precision
 from subnetact.operators.tensor_version import storage_id
 from subnetact.operators.view_module import owned
 from subnetact.space import SubnetSpace

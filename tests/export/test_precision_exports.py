@@ -12,7 +12,7 @@ from subnetact.device import MachineFacts, machine_facts
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import ExportError, PrecisionError
 from subnetact.export import load_exported, to_exported_programs, to_onnx, to_torchscript
-from subnetact.operators import precision as kernels
+from subnetact.operators import kernel_table as kernels
 from subnetact.operators.kernel_table import kernel_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")

@@ -14,7 +14,7 @@ from subnetact.device import MachineFacts
 from subnetact.errors import BatcherClosed, BatchFailed
 from subnetact.generation import Generator
 from subnetact.latency.table import LatencyTable
-from subnetact.operators import precision
+from subnetact.operators import kernel_table
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.supernet import Supernet
 
@@ -92,7 +92,7 @@ def test_a_generator_follows_the_weights(
 def test_a_generator_goes_on_when_precisions_are_enabled(
     llama: Supernet, widths: list[SubnetSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "machine_facts", lambda _: MachineFacts(reference=True))
+    monkeypatch.setattr(kernel_table, "machine_facts", lambda _: MachineFacts(reference=True))
     supernet, spec = copy.deepcopy(llama), widths[1]
     make: Any = lambda one: Changing(one, lambda: supernet.enable_precision("int8"))  # noqa: E731
     table = step_table([str(spec)], (50.0,))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subnetact.device import MachineFacts, machine_facts
 from subnetact.errors import PrecisionError
-from subnetact.operators import precision
+from subnetact.operators import kernel_table
 from subnetact.operators.kernel_table import _ROWS, CUBLAS, NATIVE, REFERENCE, STRIDED, kernel_for
 from subnetact.profile.cli import main
 from subnetact.spec import PRECISIONS
@@ -67,39 +67,39 @@ def test_every_row_is_some_machines(name: str) -> None:
 def test_refusals_name_the_machine_what_it_needs_and_what_it_runs(
     facts: MachineFacts, int8: str, bfloat16: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "machine_facts", lambda device: facts)
-    monkeypatch.setattr(precision, "_wrong", lambda name, facts: None)
+    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
+    monkeypatch.setattr(kernel_table, "_wrong", lambda name, facts: None)
     device = torch.device("cpu")
     for name, kernel in (("int8", int8), ("bfloat16", bfloat16)):
         if kernel:
-            assert precision.why_not(name, device) is None
-            precision.require_precision(name, device)
+            assert kernel_table.why_not(name, device) is None
+            kernel_table.require_precision(name, device)
             continue
         with pytest.raises(PrecisionError) as refused:
-            precision.require_precision(name, device)
+            kernel_table.require_precision(name, device)
         message = str(refused.value)
         assert message.startswith(f"precision {name}: this is a machine ({facts}) on which ")
         assert kernel_for(name, facts).needs in message
-        runs = [one for one in PRECISIONS if precision.why_not(one, device) is None]
+        runs = [one for one in PRECISIONS if kernel_table.why_not(one, device) is None]
         assert f"here runs {', '.join(runs)}; " in message
 
 
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(PrecisionError, match="precision int4: no such precision is known"):
-        precision.require_precision("int4", torch.device("cpu"))
+        kernel_table.require_precision("int4", torch.device("cpu"))
 
 
 def test_announced_matrix_units_that_no_process_may_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = MachineFacts(units=SAPPHIRE_RAPIDS, limit="AVX512_CORE_AMX")
-    monkeypatch.setattr(precision, "machine_facts", lambda device: facts)
-    monkeypatch.setattr(precision, "_tiles_work", lambda: False)
-    precision._wrong.cache_clear()
+    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
+    monkeypatch.setattr(kernel_table, "_tiles_work", lambda: False)
+    kernel_table._wrong.cache_clear()
     try:
         for name in ("int8", "bfloat16"):
             with pytest.raises(PrecisionError, match="ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before torch"):
-                precision.require_precision(name, torch.device("cpu"))
+                kernel_table.require_precision(name, torch.device("cpu"))
     finally:
-        precision._wrong.cache_clear()
+        kernel_table._wrong.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def product_here(name: str) -> Callable[[Tensor, Tensor], Tensor]:
         pytest.skip("there is no CUDA device")
     if name == STRIDED and kernel_for("int8", read_facts()).name != STRIDED:
         pytest.skip("this CPU has no VNNI")
-    return precision._PRODUCTS[name]
+    return kernel_table._PRODUCTS[name]
 
 
 @pytest.mark.parametrize("name", [STRIDED, CUBLAS])
@@ -155,7 +155,7 @@ def test_products_of_this_machine_equal_the_reference(name: str) -> None:
         short[0], full[0] = 127, -127
         x, weight = short[:, :features].contiguous(), full[:out, :features]
         expected = x.long() @ weight.long().t()
-        assert torch.equal(precision._reference(x, weight).long(), expected)
+        assert torch.equal(kernel_table._reference(x, weight).long(), expected)
         assert torch.equal(multiply(x.to(device), weight.to(device)).cpu().long(), expected)
 
 
@@ -164,7 +164,7 @@ def test_strided_products_have_the_shapes_and_numbers_of_the_reference() -> None
     for rows, features, out in sizes():
         x, full = (torch.randint(-7, 8, (n, features + 9)).to(torch.int8) for n in (rows, out + 3))
         x, weight = x[:, :features].contiguous(), full[:out, :features]
-        found = precision._strided(x, weight)
+        found = kernel_table._strided(x, weight)
         assert found.is_contiguous()
         assert torch.equal(found.long(), x.long() @ weight.long().t())
 
@@ -172,7 +172,7 @@ def test_strided_products_have_the_shapes_and_numbers_of_the_reference() -> None
 @pytest.mark.parametrize(("rows", "features", "out"), sizes())
 def test_sizes_are_padded_for_cublas(rows: int, features: int, out: int) -> None:
     short, weight = (torch.randint(-127, 128, (n, features)).to(torch.int8) for n in (rows, out))
-    x, w, counted = precision.padded_to_eights(short, weight)
+    x, w, counted = kernel_table.padded_to_eights(short, weight)
     assert counted == (rows, out)
     assert len(x) > 16
     assert x.shape[1] == w.shape[1]
@@ -185,7 +185,7 @@ def test_sizes_are_padded_for_cublas(rows: int, features: int, out: int) -> None
 
 def test_sizes_that_fit_are_not_copied() -> None:
     short, weight = torch.zeros(24, 64, dtype=torch.int8), torch.zeros(32, 64, dtype=torch.int8)
-    x, w, _ = precision.padded_to_eights(short, weight)
+    x, w, _ = kernel_table.padded_to_eights(short, weight)
     assert (x.data_ptr(), w.data_ptr()) == (short.data_ptr(), weight.data_ptr())
 
 
@@ -197,9 +197,9 @@ def test_the_command_prints_what_the_machine_gets(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for place in ("subnetact.device", "subnetact.operators.precision"):
+    for place in ("subnetact.device", "subnetact.operators.kernel_table"):
         monkeypatch.setattr(f"{place}.machine_facts", lambda device: facts)
-    monkeypatch.setattr(precision, "_wrong", lambda name, facts: None)
+    monkeypatch.setattr(kernel_table, "_wrong", lambda name, facts: None)
     assert main(["--machine", "--device", "cpu"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert str(facts) in first

@@ -30,7 +30,7 @@ from subnetact.files.tensors import read_tensors
 from subnetact.insertion import key_value_cache
 from subnetact.insertion.key_value_cache import CacheWriter, cache_relation, switch
 from subnetact.operators import ElasticKernel, KernelConv2d, tensor_version
-from subnetact.operators.base import PackedCopy
+from subnetact.operators.packed_copy import PackedCopy
 from subnetact.operators.tensor_version import changes_of
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.generation import Moment
@@ -603,7 +603,7 @@ def overwritten_copies(patch: pytest.MonkeyPatch) -> None:
     """A packed copy is computed again in the memory that other threads are reading."""
 
     def refresh(self: Any) -> None:
-        if changes_of(self.sources) != self._changes and not self._final:
+        if changes_of(self.sources) != self._changes:
             with torch.no_grad():
                 for name, tensor in self._made().items():
                     self.tensors[name].copy_(tensor)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import subnetact
 from subnetact.operators import base
 from subnetact.operators.base import Operator
+from subnetact.operators.layer_traits import LayerTraits, register_layer
 from subnetact.supernet.supernet import Supernet
 
 X = torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(1))
@@ -23,21 +24,37 @@ def space_of(widths: tuple[int, ...]) -> subnetact.SubnetSpace:
     return subnetact.SubnetSpace("own", [axis], lambda values: {"width": values["width"][0]})
 
 
+class Pair(nn.Module):
+    """A network of one bilinear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(3, 4, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x, y)
+
+
 def test_the_documented_operator_works() -> None:
     page = inspect.getdoc(base) or ""
-    code = page[page.index("    class EmbeddingSlice") : page.index("`EmbeddingSlice.on(")]
-    assert 14 <= len(code.splitlines()) <= 20
-    found: dict = {"Operator": Operator, "nn": nn}
+    code = page[page.index("    class BilinearSlice") : page.index("`BilinearSlice.on(")]
+    found: dict = {
+        "Operator": Operator,
+        "nn": nn,
+        "LayerTraits": LayerTraits,
+        "register_layer": register_layer,
+    }
     exec(textwrap.dedent(code), found)
-    network, space = nn.Sequential(nn.Embedding(7, 8)), space_of((3, 8))
-    supernet = subnetact.insert_(network, space, {"0": found["EmbeddingSlice"].on(features="width")}).eval()
-    tokens = torch.arange(7)
+    network, space = Pair().eval(), space_of((3, 8))
+    x, y, layer = torch.randn(5, 3), torch.randn(5, 4), network.layer
+    expected = layer(x, y)[:, :3]
+    supernet = subnetact.insert_(network, space, {"layer": found["BilinearSlice"].on(out="width")})
     view = supernet.subnet(space.smallest())
-    torch.testing.assert_close(view(tokens), supernet.state_dict()["0.weight"][:, :3], rtol=0, atol=0)
-    assert view[0].embedding_dim == 3
-    assert view[0].weight.untyped_storage().data_ptr() == network[0].weight.untyped_storage().data_ptr()
-    with pytest.raises(subnetact.errors.InsertError, match="only Embedding"):
-        subnetact.insert_(nn.Sequential(nn.Linear(2, 2)), space, {"0": found["EmbeddingSlice"].on()})
+    torch.testing.assert_close(view(x, y), expected)
+    assert view.layer.out_features == 3
+    assert view.layer.weight.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+    with pytest.raises(subnetact.errors.InsertError, match="it slices layers of the kind bilinear"):
+        subnetact.insert_(nn.Sequential(nn.Linear(2, 2)), space, {"0": found["BilinearSlice"].on()})
 
 
 class Interleaved(Operator):

@@ -28,9 +28,10 @@ from subnetact.errors import (
     ProfileMismatch,
     SpecError,
 )
-from subnetact.operators import AttentionSlice, Segments, WeightSlice
-from subnetact.operators import precision as kernels
+from subnetact.operators import AttentionSlice, Segments, WeightSlice, kernel_table, lowered_weight
+from subnetact.operators.lowered_weight import Low, LowConv, LoweredWeight
 from subnetact.operators.tensor_version import storage_id
+from subnetact.operators.view_module import mix_in_
 from subnetact.space import Axis, SubnetSpace
 from subnetact.supernet.supernet import Supernet
 from tests.small_families import small_inputs, small_supernet
@@ -54,9 +55,9 @@ def convolved(conv: Any, full: Tensor, x: Tensor, bias: Tensor | None = None) ->
 
     Numbers are rounded in float32, in which a half may be less or more than it is in float64.
     """
-    sample = x.abs().amax((1, 2, 3), keepdim=True) * (1 / kernels.LARGEST)
+    sample = x.abs().amax((1, 2, 3), keepdim=True) * (1 / lowered_weight.LARGEST)
     rounded = (x * sample.reciprocal()).round().double()
-    scale = full.abs().amax((1, 2, 3), keepdim=True) / kernels.LARGEST
+    scale = full.abs().amax((1, 2, 3), keepdim=True) / lowered_weight.LARGEST
     kept = (full / scale).round().double()[: conv.out_channels, : conv.in_channels]
     y = nn.functional.conv2d(rounded, kept, None, conv.stride, conv.padding, conv.dilation)
     y = y * sample * scale[: conv.out_channels].view(-1, 1, 1)
@@ -71,10 +72,11 @@ def onednn_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
         pytest.skip("this build of torch has no int8 convolutions")
-    if not kernels.machine_facts("cpu").uses("vnni"):
-        monkeypatch.setattr(kernels, "LARGEST", 63)
+    if not kernel_table.machine_facts("cpu").uses("vnni"):
+        for module in (kernel_table, lowered_weight):
+            monkeypatch.setattr(module, "LARGEST", 63)
         monkeypatch.setattr(
-            kernels, "machine_facts", lambda device: MachineFacts(device, units=frozenset({"vnni"}))
+            kernel_table, "machine_facts", lambda device: MachineFacts(device, units=frozenset({"vnni"}))
         )
 
 
@@ -146,7 +148,7 @@ def test_all_subnets_read_one_int8_copy_in_place(digits: Supernet) -> None:
     for spec in (space.smallest(), space.at_precision(space.largest(), "int8")):
         conv = digits.subnet(spec).get_submodule("stages.1.0.conv3")
         assert conv.weight.dtype == torch.int8
-        seen.add((storage_id(conv.weight), storage_id(conv.weight_scale)))
+        seen.add(tuple(map(storage_id, conv.lowered)))
     assert len(seen) == 1
     lowered = digits.lowered_bytes()
     full = sum(m.weight.numel() + 4 * len(m.weight) for n, m in low_modules(digits))
@@ -156,7 +158,7 @@ def test_all_subnets_read_one_int8_copy_in_place(digits: Supernet) -> None:
 
 def low_modules(supernet: Supernet) -> Iterator[tuple[str, nn.Module]]:
     view = supernet.subnet(supernet.space.at_precision(supernet.space.largest(), "int8"))
-    return ((n, m) for n, m in view.named_modules() if "weight_scale" in m._parameters)
+    return ((n, m) for n, m in view.named_modules() if isinstance(m, Low))
 
 
 def test_first_and_last_layers_stay_at_float32(digits: Supernet) -> None:
@@ -186,25 +188,26 @@ def test_convolutions_of_any_settings(kernel: Any, stride: Any, padding: Any, di
     full, x = conv.weight.detach(), torch.randn(3, 12, 11, 9)
     low_(conv)
     with torch.inference_mode():
-        y = kernels.convolution(conv, x)
+        y = conv(x)
     expected = convolved(conv, full, x, conv.bias)
     torch.testing.assert_close(y.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
 def low_(conv: Any) -> None:
-    """Give an ordinary convolution an int8 weight."""
-    short, scale = kernels.lowered(conv.weight, 8, 0, "conv")
+    """Give an ordinary convolution an int8 weight, and the forward for it."""
+    short, scale = LoweredWeight.made(conv.weight, 8)
+    assert scale is not None
     conv.weight = nn.Parameter(short, requires_grad=False)
     conv.register_parameter("weight_scale", nn.Parameter(scale, requires_grad=False))
+    mix_in_(conv, LowConv)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 4000])
 def test_products_of_any_number_of_rows(rows: int) -> None:
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, 96), torch.randn(40, 96), torch.randn(40)
-    short, scale = kernels.lowered(weight, 8, 0, "layer")
-    got = kernels.product(x, short, bias, scale)
+    got = LoweredWeight.made(weight, 8).product(x, bias)
     assert got.shape == (rows, 40)
     off = (got.double() - reference(x, weight, bias, 40, 96)).abs()
     assert (off > 1e-4).double().mean().nan_to_num() < 1e-3, "but for halves that round the other way"
@@ -214,11 +217,11 @@ def test_products_of_any_number_of_rows(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 4, 5])
 def test_few_rows_compute_what_they_compute_among_many(rows: int) -> None:
     torch.manual_seed(rows)
-    x, short, scale = torch.randn(40, 96), *kernels.lowered(torch.randn(48, 128), 8, 0, "layer")
-    weight, bias = short[:33, :96], torch.randn(33)
+    x, (short, scale) = torch.randn(40, 96), LoweredWeight.made(torch.randn(48, 128), 8)
     assert scale is not None
-    many = kernels.product(x, weight, bias, scale[:33])
-    few = kernels.product(x[:rows].view(1, rows, 96), weight, bias, scale[:33])
+    low, bias = LoweredWeight(short[:33, :96], scale[:33]), torch.randn(33)
+    many = low.product(x, bias)
+    few = low.product(x[:rows].view(1, rows, 96), bias)
     assert torch.equal(few[0], many[:rows])
     assert few.is_contiguous()
 
@@ -226,17 +229,16 @@ def test_few_rows_compute_what_they_compute_among_many(rows: int) -> None:
 def test_not_a_number_stays_in_its_row() -> None:
     x, weight = torch.randn(6, 32), torch.randn(8, 32)
     x[2, 3], x[4, 1] = float("nan"), float("inf")
-    short, scale = kernels.lowered(weight, 8, 0, "layer")
-    finite = kernels.product(x, short, None, scale).isfinite().all(1)
+    finite = LoweredWeight.made(weight, 8).product(x, None).isfinite().all(1)
     assert finite.tolist() == [True, True, False, True, False, True]
 
 
 def test_rows_and_channels_of_zeros() -> None:
     weight = torch.randn(4, 8)
     weight[1] = 0
-    short, scale = kernels.lowered(weight, 8, 0, "layer")
-    assert torch.equal(kernels.product(torch.zeros(3, 8), short, None, scale), torch.zeros(3, 4))
-    assert torch.equal(kernels.product(torch.ones(3, 8), short, None, scale)[:, 1], torch.zeros(3))
+    low = LoweredWeight.made(weight, 8)
+    assert torch.equal(low.product(torch.zeros(3, 8), None), torch.zeros(3, 4))
+    assert torch.equal(low.product(torch.ones(3, 8), None)[:, 1], torch.zeros(3))
 
 
 @pytest.mark.parametrize("family", ["dynabert", "ofa_resnet50", "ofa_mbv3", "hydravit"])
@@ -521,19 +523,19 @@ def test_a_network_without_matrix_products_is_refused() -> None:
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, facts: MachineFacts) -> None:
-    monkeypatch.setattr(kernels, "machine_facts", lambda device: facts)
+    monkeypatch.setattr(kernel_table, "machine_facts", lambda device: facts)
 
 
 def test_a_build_without_int8_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     supernet = load_digits_supernet()
     on_machine(monkeypatch, MachineFacts(units=frozenset({"vnni"})))
-    kernels._wrong.cache_clear()
+    kernel_table._wrong.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.int() @ b.int()).clamp(-(2**15), 2**15 - 1))
     try:
         with pytest.raises(PrecisionError, match="int8 products are wrong"):
             supernet.enable_precision("int8")
     finally:
-        kernels._wrong.cache_clear()
+        kernel_table._wrong.cache_clear()
     assert supernet.precision is None
 
 
@@ -718,7 +720,7 @@ def mates() -> Tensor:
 def test_an_answer_in_a_batch_equals_the_answer_alone(kernel: int, packed: bool) -> None:
     conv: Any = nn.Conv2d(24, 40, kernel, padding=kernel // 2)
     low_(conv)
-    run: Any = Int8Conv(conv, None, conv.bias) if packed else partial(kernels.convolution, conv)
+    run: Any = Int8Conv(conv, None, conv.bias) if packed else conv
     x = mates()
     with torch.inference_mode():
         together = run(x)
@@ -736,10 +738,10 @@ def test_many_samples_are_convolved_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
     low_(conv)
     x = torch.randn(7, 24, 8, 8)
     with torch.inference_mode():
-        at_once = kernels.convolution(conv, x)
-        monkeypatch.setattr(kernels, "WINDOWS", 2 * 24 * 10 * 10 * 9)
-        monkeypatch.setattr(kernels, "CHUNK", 1000)
-        torch.testing.assert_close(kernels.convolution(conv, x), at_once, rtol=5e-5, atol=1e-6)
+        at_once = conv(x)
+        monkeypatch.setattr(lowered_weight, "WINDOWS", 2 * 24 * 10 * 10 * 9)
+        monkeypatch.setattr(lowered_weight, "CHUNK", 1000)
+        torch.testing.assert_close(conv(x), at_once, rtol=5e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("onednn_convolutions")

@@ -28,7 +28,7 @@ from subnetact.export.programs.exporter import KIND, WEIGHTS, capability
 from subnetact.export.programs.graph_program import GraphProgram
 from subnetact.export.programs.program import quiet
 from subnetact.export.programs.shared_tensors import SharedTensors
-from subnetact.operators.precision import require_precision
+from subnetact.operators.kernel_table import require_precision
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 

@@ -1,0 +1,104 @@
+"""PackedCopy: tensors that are computed from the weights into memory of their own, and follow them.
+
+The version counters of the weights say whether a copy is out of date (`tensor_version.py`). The module of a
+view asks for the present tensors whenever it reads one (`follow_`), and after a change in place gets new
+ones, so that nobody reads half of a copy. A change that moves the generation of the supernet makes the
+operators forget their copies; those that former views still use stay as they are from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.comparison import EXACT, equal
+from subnetact.operators.tensor_version import changes_of
+
+__all__ = ["PackedCopy", "follow_"]
+
+
+class PackedCopy:
+    """Tensors by name, what they were computed from, and the function that computes them.
+
+    Args:
+        sources: the parameters and buffers that the tensors are computed from.
+        make: computes the tensors by name. Those that are None are left out.
+
+    Attributes:
+        sources: as given.
+        tensors: the computed tensors by name. `refresh` exchanges them for others.
+    """
+
+    def __init__(self, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        self.sources = sources
+        self._make = make
+        self._lock = threading.Lock()
+        self._frozen: dict[Any, Any] = {}
+        self._changes = changes_of(sources)
+        self.tensors = self._made()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def refresh(self) -> None:
+        """Exchange the tensors for new ones if the sources have changed; others may still read the former."""
+        if changes_of(self.sources) != self._changes:
+            with self._lock:
+                changes = changes_of(self.sources)
+                if changes != self._changes:
+                    self.tensors, self._frozen = self._made(), {}
+                    self._changes = changes
+
+    def finish(self) -> None:
+        """Keep the tensors as they are from now on, for the views that still use them."""
+        with self._lock:
+            self.sources, self._changes = (), 0
+
+    def matches(self) -> bool:
+        """Tell whether the tensors equal, up to rounding, what the weights would give now."""
+        return equal(self.tensors, self._made(), EXACT)
+
+    def frozen(self, name: str, of: Tensor, buffer: bool = False) -> Any:
+        """Return what a view holds for a slice `of` a tensor: a parameter, or a tensor for a buffer."""
+        return self._at((name, of.size(), of.stride(), of.storage_offset(), buffer))
+
+    def present(self, frozen: Any) -> Any:
+        """Return what stands in the place of a tensor that `frozen` returned: it, or a newer one."""
+        self.refresh()
+        return self._at(frozen.place)
+
+    def _at(self, place: tuple[Any, ...]) -> Any:
+        tensors, known = self.tensors, self._frozen
+        found: Any = known.get(place)
+        if found is None:
+            name, size, stride, offset, buffer = place
+            with torch.inference_mode(False), torch.no_grad():
+                found = tensors[name].as_strided(size, stride, offset)
+                found = found if buffer else nn.Parameter(found, requires_grad=False)
+            found.packed, found.place = self, place
+            if tensors is self.tensors:
+                found = known.setdefault(place, found)
+        return found
+
+    def _made(self) -> dict[str, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():
+            return {name: t.detach() for name, t in self._make().items() if t is not None}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # A parameter of a copied view is an ordinary one, which follows nothing.
+
+
+def follow_(tensors: dict[str, Any]) -> None:
+    """Exchange packed copies among the parameters or buffers of a module for those that are right now."""
+    for name, tensor in tensors.items():
+        packed = getattr(tensor, "__dict__", {}).get("packed")  # A traced tensor has any attribute.
+        if packed is not None:
+            present = packed.present(tensor)
+            if present is not tensor:
+                tensors[name] = present
