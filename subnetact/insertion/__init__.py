@@ -7,8 +7,8 @@ Which file answers which question:
 - `analysis.py`: what the traced graph of a model tells (torch-kirigami).
 - `declaration.py`: what transformers declare, tried block by block, without tracing.
 - `blocks.py`: blocks that a subnet may skip, and their importance.
-- `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores;
-  `channel_groups.py` and `probe.py`: which weights have to move together, and in which units.
+- `reorder.py`: `reorder_`, which sorts channels, heads and neurons; `importance.py`: the scores; `units.py`:
+  which weights have to move together, and in which units.
 - `proof.py`: what is tried on copies before the model is touched.
 - `layer_vocabulary.py`: subnets of language models as `per_layer_config` of transformers.
 - `key_value_cache.py`: which subnet may continue on the key-value cache of another one, and what skipped

@@ -170,6 +170,7 @@ def insert_(
             "(insert_(model, space, elastic))"
         )
     supernet = put_operators_(model, description.space, description.elastic)
+    supernet.description = description
     _adopt_statistics(supernet)
     return guard_caches_(supernet, example)
 

@@ -48,7 +48,7 @@ from subnetact.supernet.unused_weights import (
     structure_copy,
 )
 
-__all__ = ["Proof", "outputs_of"]
+__all__ = ["Proof", "as_double", "disturbed_copy", "outputs_of"]
 
 EXACT = 1e-5
 """The largest difference of outputs that should be equal, as a share of the largest output."""
@@ -167,7 +167,7 @@ class Proof:
         """Return what is wrong with one subnet, and where if `located`, or None."""
         row = self.space.resolve(spec)
         if self._exact is not None:
-            return self._compared(*self._exact, row, map_tensors(_as_double, self.x), located)
+            return self._compared(*self._exact, row, map_tensors(as_double, self.x), located)
         network, spare = self._perturbed()
         wrong = self._compared(network, spare, row, self.x, located=False)
         if wrong is None or "does not run" in wrong:
@@ -176,7 +176,7 @@ class Proof:
         again: str | None = "does not run"
         try:
             exact = private_copy(network).double(), private_copy(spare).double()
-            again = self._compared(*exact, row, map_tensors(_as_double, self.x), located)
+            again = self._compared(*exact, row, map_tensors(as_double, self.x), located)
         except Exception as error:
             raise_if_out_of_memory(error)
         if again is not None and "does not run" in again:  # The network computes in a precision of its own.
@@ -214,12 +214,7 @@ class Proof:
 
     def _perturbed(self) -> tuple[nn.Module, nn.Module]:
         if self._weights is None:
-            network = private_copy(self.network)
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for name, tensor in network.state_dict(keep_vars=True).items():
-                    if tensor.is_floating_point():
-                        _disturb_(name, tensor, generator)
+            network = disturbed_copy(self.network)
             self._weights = network, private_copy(network)
             for stack in (m for copied in self._weights for m in copied.modules()):
                 if isinstance(stack, LayerSelect):
@@ -256,8 +251,20 @@ class _PaddedNorm(nn.Module):
         return F.pad(y, padding)
 
 
-def _as_double(value: Any) -> Any:
+def as_double(value: Any) -> Any:
+    """Return a tensor in double precision if it has floating-point numbers."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def disturbed_copy(network: nn.Module) -> nn.Module:
+    """Return a private copy with random weights, so that all that they compute is seen in the output."""
+    copied = private_copy(network)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in copied.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point():
+                _disturb_(name, tensor, generator)
+    return copied
 
 
 def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:

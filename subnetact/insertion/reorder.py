@@ -10,23 +10,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from subnetact.comparison import EXACT, equal
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
-from subnetact.insertion.channel_groups import Group, extracted, flat, kept_entries
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Importance, UnitWeights
-from subnetact.insertion.probe import find_groups
-from subnetact.operators import Operator, SubnetNorm
+from subnetact.insertion.proof import as_double, outputs_of
+from subnetact.insertion.units import Orders, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.operators.view_module import owned
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, logits, map_tensors
+from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import Supernet, as_supernet
+from subnetact.supernet.unused_weights import fill_unused_, private_copy
 
 __all__ = ["ReorderReport", "reorder_"]
-
-SAME = 1e-5
-"""The largest change of the largest subnet's outputs, as a share of the largest output."""
 
 
 @dataclass(frozen=True)
@@ -117,21 +115,13 @@ def reorder_(
         raise SpecError("reorder_ runs the network; give a batch that it takes, example=x")
     example = labelled[0][0] if example is None else as_batch(example)
     row = supernet.space.resolve(supernet.space.largest())
-    groups = find_groups(supernet.network, row, example)
-    chosen, kept = _chosen(groups, known, dimensions)
-    scores = _scores(supernet.network, row, chosen, known, measure, labelled, loss)
+    chosen, kept = _chosen(unit_groups(supernet, example), dimensions)
+    scores = _scores(supernet.network, row, chosen, measure, labelled, loss)
     orders = {g: s.argsort(descending=True, stable=True).cpu() for g, s in scores.items()}
     kept.update({g.name: "its importance is not known" for g in chosen if g not in orders})
     moving = {g: order for g, order in orders.items() if not torch.equal(order, torch.arange(g.units))}
     before = len(supernet.norms)
-    if dimensions is not None:
-        _permute(supernet, row, moving, example)
-        changing = {}
-    else:
-        changing = _permute_most(supernet, row, moving, example)
-        if moving and len(changing) == len(moving):
-            raise InsertError(f"reorder_: {next(iter(changing.values()))}")
-    kept |= {g.name: why for g, why in changing.items()}
+    _permute(supernet, row, moving, example)
     dropped = before - len(supernet.norms)
     if dropped:
         warnings.warn(
@@ -140,7 +130,7 @@ def reorder_(
             UncalibratedSubnetWarning,
             stacklevel=2,
         )
-    return ReorderReport({g.name: g.units for g in orders if g not in changing}, kept, dropped)
+    return ReorderReport({g.name: g.units for g in orders}, kept, dropped)
 
 
 def _labelled(batches: Any) -> list[tuple[Any, Any]]:
@@ -165,21 +155,15 @@ def _measure(importance: str | Importance) -> Importance:
     return importance
 
 
-def _dimensions(group: Group, known: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(known[part.operator.dims[part.name]] for part in group.parts))
-
-
-def _chosen(
-    groups: list[Group], known: Sequence[str], wanted: Sequence[str] | None
-) -> tuple[list[Group], dict[str, str]]:
+def _chosen(groups: list[UnitGroup], wanted: Sequence[str] | None) -> tuple[list[UnitGroup], dict[str, str]]:
     """Return the groups to sort, and the reasons for the others."""
     if wanted is not None:
-        groups = [group for group in groups if set(wanted) & set(_dimensions(group, known))]
+        groups = [group for group in groups if set(wanted) & set(group.dimensions)]
         for group in groups:
             if group.reason is not None:
                 raise InsertError(
-                    f"reorder_: {group.name} (dimension {', '.join(_dimensions(group, known))}) cannot be "
-                    f"sorted: {group.reason}"
+                    f"reorder_: {group.name} (dimension {', '.join(group.dimensions)}) cannot be sorted: "
+                    f"{group.reason}"
                 )
     chosen = [group for group in groups if group.reason is None]
     kept = {group.name: group.reason for group in groups if group.reason is not None}
@@ -195,45 +179,49 @@ def _chosen(
 def _scores(
     network: nn.Module,
     row: SizeRow,
-    groups: list[Group],
-    known: Sequence[str],
+    groups: list[UnitGroup],
     measure: Importance,
     batches: list[tuple[Any, Any]],
     loss: Callable[[Any, Any], Tensor],
-) -> dict[Group, Tensor]:
+) -> dict[UnitGroup, Tensor]:
     """Return the score of every unit of the groups whose importance is known."""
-    copy, modules = extracted(network, row)
-    found: dict[Group, Tensor] = {}
+    copied = private_copy(network).eval()
+    fill_unused_(copied, network, row, 0.0)  # What no subnet uses counts for nothing.
+    found: dict[UnitGroup, Tensor] = {}
     for x, labels in batches if measure is MEASURES["taylor"] else [(None, None)]:
         if x is not None:
-            copy.zero_grad()
+            copied.zero_grad()
             with torch.inference_mode(False), torch.enable_grad():
-                loss(logits(call_with(copy, x)), labels).backward()  # type: ignore[no-untyped-call]
+                for parameter in copied.parameters():
+                    parameter.requires_grad_(parameter.is_floating_point())
+                view = bind(copied, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
+                loss(logits(call_with(view, x)), labels).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for group in groups:
-                score = measure(_described(group, modules, known))
+                score = measure(_described(group, copied))
                 if score is not None:
                     _check_score(score, group)
                     found[group] = found[group] + score if group in found else score
     return found
 
 
-def _described(group: Group, modules: Mapping[Operator, nn.Module], known: Sequence[str]) -> ChannelGroup:
+def _described(group: UnitGroup, network: nn.Module) -> ChannelGroup:
+    """Return what a measure of importance is told of a group."""
     weights: list[UnitWeights] = []
     for part in group.parts:
-        module = modules.get(part.operator)
-        for (name, axis), table in part.tables.items() if module is not None else ():
-            parameter = module._parameters.get(name)  # type: ignore[union-attr]
+        operator = network.get_submodule(part.path)
+        for (name, axis), table in part.tables.items():
+            parameter = operator._parameters.get(name)
             if parameter is None:
                 continue
             values, gradient = (
-                None if t is None else _by_unit(flat(part.operator, name, t), axis, table, group.units)
+                None if t is None else _by_unit(t, axis, table, group.units)
                 for t in (parameter.detach(), parameter.grad)
             )
             if values is not None:
-                kind = type(part.operator).__name__
-                weights.append(UnitWeights(part.operator.path, kind, name, part.role, values, gradient))
-    return ChannelGroup(group.name, _dimensions(group, known), group.units, tuple(weights))
+                kind = type(operator).__name__
+                weights.append(UnitWeights(part.path, kind, name, part.role, values, gradient))
+    return ChannelGroup(group.name, group.dimensions, group.units, tuple(weights))
 
 
 def _by_unit(tensor: Tensor, axis: int, table: Tensor, units: int) -> Tensor:
@@ -241,7 +229,7 @@ def _by_unit(tensor: Tensor, axis: int, table: Tensor, units: int) -> Tensor:
     return taken.movedim(axis, 0).reshape(units, -1)
 
 
-def _check_score(score: Any, group: Group) -> None:
+def _check_score(score: Any, group: UnitGroup) -> None:
     if (
         not isinstance(score, Tensor)
         or score.shape != (group.units,)
@@ -252,79 +240,36 @@ def _check_score(score: Any, group: Group) -> None:
         raise SpecError(f"importance of {group.name}: {group.units} finite scores are needed, got {got}")
 
 
-# -- permutations ------------------------------------------------------------------------------------
+# -- the change --------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Move:
-    """Entries of one axis of a full tensor that change places."""
-
-    tensor: Tensor
-    axis: int
-    to: Tensor
-    of: Tensor
-
-    def order(self) -> Tensor:
-        """Return the positions whose entries come to the positions of the move, these in ascending order."""
-        return self.of[self.to.argsort()]
-
-    def apply(self, back: bool = False) -> None:
-        to, of = (t.to(self.tensor.device) for t in ((self.of, self.to) if back else (self.to, self.of)))
-        self.tensor.index_copy_(self.axis, to, self.tensor.index_select(self.axis, of))
-
-
-def _permute_most(
-    supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], example: Any
-) -> dict[Group, str]:
-    """Apply all orders that leave the output as it is; return the other groups, with the reasons."""
-    try:
-        _permute(supernet, row, orders, example)
-    except InsertError as error:
-        groups = list(orders)
-        if len(groups) == 1:
-            return {groups[0]: str(error).removeprefix("reorder_: ")}
-        halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
-        first, second = (
-            _permute_most(supernet, row, {g: orders[g] for g in half}, example) for half in halves
-        )
-        return first | second
-    return {}
-
-
-def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], example: Any) -> None:
-    """Apply the orders, or none of them."""
-    moves, channels = _permutations(orders, row)
-    norms, table = supernet.norms, _statistics(supernet, row, orders, channels)
+def _permute(supernet: Supernet, row: SizeRow, units: Mapping[UnitGroup, Tensor], example: Any) -> None:
+    """Bring the units of groups into an order, in place, if the outputs of the largest subnet stay."""
+    orders = full_orders(supernet.network, units)
+    norms, table = supernet.norms, _statistics(supernet, row, units, orders)
     before, original = _outputs(supernet, example), supernet.has_original_statistics()
-    same, done = False, []
+    changed = same = False
 
     @torch.inference_mode(False)
-    @torch.no_grad()
-    def apply() -> None:
-        for move in moves:
-            move.apply()
-            done.append(move)
-        supernet.norms = table
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def undo() -> None:
-        while done:
-            done.pop().apply(back=True)
-        supernet.norms = norms
+    def change(back: bool = False) -> None:
+        nonlocal changed
+        back_orders = {key: order.argsort() for key, order in orders.items()}
+        permute_(supernet.network, back_orders if back else orders)
+        supernet.norms = norms if back else table
+        changed = not back
 
     try:
-        apply()
-        same = _alike(_outputs(supernet, example), before)
+        change()
+        same = equal(_outputs(supernet, example), before, EXACT)
         if not same:  # some networks amplify rounding; in double precision it is not seen
             after = _outputs(supernet, example, exact=True)
-            undo()
-            same = bool(after) and _alike(after, _outputs(supernet, example, exact=True))
+            change(back=True)
+            same = bool(after) and equal(after, _outputs(supernet, example, exact=True), EXACT)
             if same:
-                apply()
+                change()
     finally:
-        if not same:
-            undo()
+        if changed and not same:
+            change(back=True)
         if original:
             supernet.renew_original_statistics()
     if not same:
@@ -335,47 +280,22 @@ def _permute(supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], e
         )
 
 
-def _permutations(orders: Mapping[Group, Tensor], row: SizeRow) -> tuple[list[_Move], dict[str, Tensor]]:
-    """Return the moves of full tensors, and the new order of the channels of every BatchNorm by its name."""
-    found: dict[tuple[int, int, bytes], _Move] = {}
-    channels: dict[str, Tensor] = {}
-    for group, units in orders.items():
-        for part in group.parts:
-            operator = part.operator
-            for (name, axis), (to, of) in part.order(units).items():
-                if isinstance(operator, SubnetNorm) and name == "running_mean":
-                    count = operator.channels(row)
-                    order = channels.setdefault(operator.path, torch.arange(count))
-                    channels[operator.path] = order.index_copy(0, to, of)
-                if name in operator._parameters:
-                    full: Any = operator._parameters[name]
-                    entries = kept_entries(operator, operator.sizes(row), axis)[name]
-                elif isinstance(operator, SubnetNorm):
-                    full = operator._buffers[name]
-                    entries = operator.gather(row, torch.arange(operator.full("channels")))
-                else:
-                    continue
-                move = _Move(full, axis, entries[to], entries[of])
-                places = move.to.sort().values.numpy().tobytes()
-                known = found.setdefault((id(full), axis, places), move)  # Tied weights move once.
-                if not torch.equal(known.order(), move.order()):
-                    raise InsertError(
-                        f"reorder_: {operator.path} shares {name} with a module that would need another "
-                        "order; sort fewer dimensions (dimensions=[...])"
-                    )
-    return list(found.values()), channels
-
-
 def _statistics(
-    supernet: Supernet, row: SizeRow, orders: Mapping[Group, Tensor], channels: Mapping[str, Tensor]
+    supernet: Supernet, row: SizeRow, units: Mapping[UnitGroup, Tensor], orders: Orders
 ) -> NormTable:
     """Return the statistics rows of the subnets that keep all units, permuted."""
-    parts = [part for group in orders for part in group.parts]
+    channels: dict[str, Tensor] = {}
+    for path, norm in supernet.norm_operators().items():
+        order = orders.get((path, "running_mean", 0))
+        if order is not None:
+            kept = norm.gather(row, torch.arange(len(order)))
+            channels[path] = torch.searchsorted(kept, norm.gather(row, order))
+    index = {name: i for i, name in enumerate(supernet.space.dimensions)}
+    narrow = [index[name] for group in units for name in group.dimensions]
     rows: dict[Any, NormRow] = {}
     for spec in supernet.norms:
         own, statistics = supernet.space.resolve(spec), supernet.norms.get(spec)
-        narrowed = any(own[p.operator.dims[p.name]] != row[p.operator.dims[p.name]] for p in parts)
-        if statistics is not None and not narrowed:
+        if statistics is not None and all(own[i] == row[i] for i in narrow):
             rows[spec] = NormRow.of(
                 {
                     name: tuple(t[channels[name].to(t.device)] if name in channels else t for t in pair)  # type: ignore[misc]
@@ -390,24 +310,9 @@ def _statistics(
 def _outputs(supernet: Supernet, example: Any, exact: bool = False) -> list[Tensor]:
     """Return the outputs of the largest subnet; if `exact`, in double precision, or none if that fails."""
     view, _ = supernet.private_view(supernet.space.largest())
-    if exact:
-        view = owned(view).double()
-        example = map_tensors(lambda t: t.double() if t.is_floating_point() else t, example)
+    if not exact:
+        return outputs_of(view, example)
     try:
-        with torch.no_grad():
-            outputs = tree_leaves(call_with(view, example))
+        return outputs_of(owned(view).double(), map_tensors(as_double, example))
     except RuntimeError:
-        if not exact:
-            raise
         return []
-    return [t.detach().clone() for t in outputs if isinstance(t, Tensor)]
-
-
-def _alike(after: list[Tensor], before: list[Tensor]) -> bool:
-    for new, old in zip(after, before, strict=True):
-        share = SAME if old.dtype in (torch.float32, torch.float64) else 2e-2
-        if not old.is_floating_point() or not old.numel():
-            continue
-        if not bool((new - old).abs().max() <= share * old.abs().max()):
-            return False
-    return True

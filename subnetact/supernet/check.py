@@ -32,7 +32,7 @@ from subnetact.supernet.unused_weights import (
     shared_view,
 )
 
-__all__ = ["CheckReport", "check", "check_precisions", "corners", "difference"]
+__all__ = ["CheckReport", "check", "check_precisions", "corners", "difference", "first_changed"]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """The largest difference of equal outputs, as a share of the largest output; 5e-2 for short dtypes."""
@@ -200,6 +200,20 @@ def difference(view: nn.Module, reference: nn.Module, x: Any) -> str | None:
         Exception: what the view or the reference raises.
     """
     return _first_difference(_outputs(view, x), _outputs(reference, x))
+
+
+def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:
+    """Find the first module of a view whose output has other numbers, in whichever order, than in a network.
+
+    Args:
+        view: the view of a subnet, which nobody else uses.
+        plain: a network with modules of the same names, which nobody else uses.
+        x: a batch.
+    """
+    found, expected = _outputs(view, x), _outputs(plain, x)
+    for output in (*found, *expected):
+        output.tensors[:] = [tensor.flatten().sort().values for tensor in output.tensors]
+    return _first_difference(found, expected)
 
 
 def _stacks(network: nn.Module) -> list[LayerSelect]:

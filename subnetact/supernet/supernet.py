@@ -108,6 +108,8 @@ class Supernet(nn.Module):
             Assign another number to change the limit. The least recently used view is evicted.
         origin: how bundles build the supernet again: `{"name": family, "constructor": arguments}`. If None,
             loading a bundle needs a function that builds the supernet.
+        description: what `insert_` found out about the model. If None, its elastic modules were described by
+            hand.
         precision: the arguments of `enable_precision`. If None, all subnets are float32.
         on_bind: called with the supernet, every new view or extracted network, its subnet and the weights
             that it reads, before anybody uses it. Key-value caches are guarded by it.
@@ -122,6 +124,7 @@ class Supernet(nn.Module):
 
     cached_views: int = 1024
     origin: dict[str, Any] | None = None
+    description: Any = None
     precision: PrecisionSettings | None = None
     on_bind: Callable[[Supernet, nn.Module, SubnetSpec, Weights], None] | None = None
 

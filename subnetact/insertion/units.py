@@ -1,0 +1,519 @@
+"""Units: which entries of which weights move together when channels, heads or neurons change places.
+
+A unit is what moves as a whole: a channel, a neuron, or a head. If `insert_` found out what is elastic, the
+groups of its description say what moves together. If the supernet was described by hand, groups are proposed
+from the dimensions that its operators share: from a layer that computes channels to those that read them, or
+everything that follows a dimension at once. Either way, a group is only used if the outputs of the largest
+subnet stay as they are when its units change places, which is tried on a private copy with random weights,
+so that no weight that happens to be zero hides anything.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subnetact.comparison import EXACT, equal
+from subnetact.device import raise_if_out_of_memory
+from subnetact.errors import InsertError
+from subnetact.insertion.proof import as_double, disturbed_copy, outputs_of
+from subnetact.operators import LayerSelect, Operator, SubnetNorm
+from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.per_width_norm import PerWidthNorm
+from subnetact.operators.segments import cut
+from subnetact.space import SizeRow
+from subnetact.supernet.batches import map_tensors
+from subnetact.supernet.check import first_changed
+from subnetact.supernet.failure import summary
+from subnetact.supernet.supernet import Supernet
+from subnetact.supernet.unused_weights import private_copy, shared_view
+
+__all__ = ["Orders", "Part", "UnitGroup", "full_orders", "permute_", "tensor_of", "unit_groups"]
+
+Orders = Mapping[tuple[str, str, int], Tensor]
+"""(name of a module, name of a tensor, axis) -> for every position, the one whose entries it gets."""
+
+
+SUBNETS = 8
+"""So many random subnets show which dimensions are proportional."""
+ONE_BY_ONE = 6
+"""Of so many proposals that fail together, each is tried alone."""
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of an operator, or a segment of a part, that follows a dimension.
+
+    Attributes:
+        path: the name of the module.
+        name: the name of the part or segment.
+        role: `writes` if its entries compute channels, `reads` if they take them, `keeps` if the layer does
+            not mix channels.
+        dimension: the dimension that it follows.
+        steps: how often the size can grow by its smallest step.
+        tables: (name of a tensor, axis) -> positions on this axis, of shape (steps, positions per step).
+        reason: why it cannot be permuted; None if it can.
+    """
+
+    path: str
+    name: str
+    role: str
+    dimension: str
+    steps: int
+    tables: Mapping[tuple[str, int], Tensor]
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}"
+
+
+@dataclass(eq=False)
+class UnitGroup:
+    """Parts whose units change places together.
+
+    Attributes:
+        parts: the parts.
+        units: the number of units.
+        reason: why they cannot be permuted; None if they can.
+    """
+
+    parts: Sequence[Part]
+    units: int
+    reason: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The first part that computes the channels, for example `layer1.0.conv1.out`."""
+        return str(next((part for part in self.parts if part.role == "writes"), self.parts[0]))
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """The dimensions that the parts follow."""
+        return tuple(dict.fromkeys(part.dimension for part in self.parts))
+
+    @property
+    def lacks(self) -> str | None:
+        """What the group lacks to be one, in words."""
+        broken = next((part for part in self.parts if part.reason is not None), None)
+        if broken is not None:
+            return f"{broken.reason} ({broken})"
+        if not any(part.role == "writes" for part in self.parts):
+            return f"no part is known to compute what {self.parts[0]} reads"
+        if not any(part.role == "reads" for part in self.parts):
+            return "no layer is known to read it"
+        return None if self.units > 1 else "its parts have no common units"
+
+
+def unit_groups(supernet: Supernet, x: Any) -> list[UnitGroup]:
+    """Find everything in a supernet that can be permuted, and in which units.
+
+    Args:
+        supernet: the supernet; it is not changed.
+        x: a batch that the network takes. Its values do not matter.
+
+    Returns:
+        The groups, in the order of the network. Those that cannot be permuted have a reason.
+
+    Raises:
+        InsertError: the largest subnet does not run on the batch.
+    """
+    space = supernet.space
+    row = space.resolve(space.largest())
+    with torch.inference_mode(False), torch.no_grad():
+        parts = _parts(supernet.network, row, space.dimensions)
+        trial = _Trial(supernet.network, row, x)
+        known = getattr(supernet.description, "groups", {}).values()
+        stated = [
+            UnitGroup(own, group.full // group.unit)
+            for group in known
+            if (own := [part for part in parts if part.dimension in group.dimensions(group.full)])
+        ]
+        unstated = [part for part in parts if not any(part in group.parts for group in stated)]
+        search = _Search(supernet, trial)
+        found, refused = search.divided(stated, unstated)
+        if refused and trial.exact():  # Some networks amplify rounding.
+            again, refused = search.divided(
+                [group for group in refused if group in stated],
+                [part for group in refused if group not in stated for part in group.parts],
+            )
+            found += again
+        for group in refused:
+            group.reason = group.lacks or trial.reason(group)
+    order = {part: i for i, part in enumerate(parts)}
+    return sorted((*found, *refused), key=lambda group: order[group.parts[0]])
+
+
+# -- trials ------------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """Permutes a copy with random weights, and looks whether the outputs of the largest subnet stay."""
+
+    def __init__(self, network: nn.Module, row: SizeRow, x: Any) -> None:
+        self._copy = disturbed_copy(network)
+        self._row = row
+        self._x = map_tensors(_as_float, x)
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in self._copy.parameters()):
+            self._copy.float()
+        view = shared_view(self._copy, row)
+        try:
+            self._expected = outputs_of(view, self._x)
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            raise InsertError(
+                f"the largest subnet does not run on the example: {summary(view, error)}; give a batch "
+                "that the network takes"
+            ) from error
+
+    def exact(self) -> bool:
+        """Go on in double precision, and tell whether the network runs in it."""
+        single = self._copy, self._x
+        self._copy, self._x = private_copy(self._copy).double(), map_tensors(as_double, self._x)
+        try:
+            self._expected = outputs_of(shared_view(self._copy, self._row), self._x)
+        except Exception as error:
+            raise_if_out_of_memory(error)
+            self._copy, self._x = single
+            return False
+        return True
+
+    def passing(self, proposals: Sequence[Sequence[UnitGroup]], again: bool = False) -> set[int]:
+        """Return the positions of the proposals whose units can change places."""
+
+        def search(positions: list[int]) -> set[int]:
+            together = [group for i in positions for group in proposals[i]]
+            if self._stays(together, again):
+                return set(positions)
+            if len(positions) == 1:
+                return set()
+            size = 1 if len(positions) <= ONE_BY_ONE else -(-len(positions) // 2)
+            pieces = [positions[at : at + size] for at in range(0, len(positions), size)]
+            return set().union(*map(search, pieces))
+
+        fit = [i for i, own in enumerate(proposals) if own and all(group.lacks is None for group in own)]
+        return (
+            set()
+            if not fit
+            else search(sorted(fit, key=lambda i: sum(len(group.parts) for group in proposals[i])))
+        )
+
+    def reason(self, group: UnitGroup) -> str:
+        """Return which module sees that the units of a group have changed places."""
+        plain = shared_view(private_copy(self._copy), self._row)
+        where = self._permuted([group], False, lambda view: first_changed(view, plain, self._x))
+        if where is None:
+            return "it reaches the output of the network"
+        return f"the output would change, first at {where}, which does not follow the order of channels"
+
+    def _stays(self, groups: Sequence[UnitGroup], again: bool) -> bool:
+        found = self._permuted(groups, again, lambda view: outputs_of(view, self._x))
+        # An output without any number equals itself whatever happens.
+        return equal(found, self._expected, EXACT) and any(bool(t.isfinite().any()) for t in found)
+
+    def _permuted(self, groups: Sequence[UnitGroup], again: bool, run: Callable[[nn.Module], Any]) -> Any:
+        rng = random.Random(again)
+        wanted = {}
+        for at, group in enumerate(groups):
+            swapped = group.units > 2 or at % 2 == again  # Two units have one other order only.
+            wanted[group] = torch.tensor(_other_places(group.units, rng) if swapped else [0, 1])
+        try:
+            orders = full_orders(self._copy, wanted)
+        except InsertError:  # Tied weights would need two orders.
+            return None
+        permute_(self._copy, orders)
+        try:
+            return run(shared_view(self._copy, self._row))
+        finally:
+            permute_(self._copy, {key: order.argsort() for key, order in orders.items()})
+
+
+def _other_places(units: int, rng: random.Random) -> list[int]:
+    """Return a random order that keeps no blocks of units together, which may be heads."""
+    sizes = [size for size in range(2, units) if units % size == 0]
+    while True:
+        order = rng.sample(range(units), units)
+        if order != sorted(order) and not any(_keeps_blocks(order, size) for size in sizes):
+            return order
+
+
+def _keeps_blocks(order: list[int], size: int) -> bool:
+    blocks = (order[at : at + size] for at in range(0, len(order), size))
+    return all(len({place // size for place in block}) == 1 for block in blocks)
+
+
+def _as_float(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# -- groups of supernets that were described by hand --------------------------------------------------
+
+
+class _Search:
+    """Divides parts into groups that pass their trials."""
+
+    def __init__(self, supernet: Supernet, trial: _Trial) -> None:
+        space = supernet.space
+        specs = [space.largest(), space.smallest(), *space.sample(0, min(SUBNETS, space.size()))]
+        columns = list(zip(*map(space.resolve, specs), strict=True))
+        self._trial = trial
+        self._shares = {
+            name: tuple(Fraction(size, max(1, column[0])) for size in column)
+            for name, column in zip(space.dimensions, columns, strict=True)
+        }
+        self._coarse = {
+            name: max(1, column[0] // max(1, math.gcd(*column)))
+            for name, column in zip(space.dimensions, columns, strict=True)
+        }
+
+    def divided(self, stated: list[UnitGroup], parts: list[Part]) -> tuple[list[UnitGroup], list[UnitGroup]]:
+        """Return the groups that pass, those that are stated and those that parts form, and the others."""
+        right = self._trial.passing([[group] for group in stated])
+        found = [stated[at] for at in sorted(right)]
+        refused = [group for group in stated if group not in found]
+        for key in (
+            lambda part: part.dimension,
+            lambda part: self._shares[part.dimension],
+            lambda part: part.steps,  # a shortcut of the largest subnet may join dimensions of equal sizes
+        ):
+            bundles = _by(key, parts)
+            for propose in (
+                lambda parts: [_finest(run) for run in _runs(parts)],
+                lambda parts: [_finest(parts)],
+            ):
+                groups, bundles = self._accepted(bundles, propose)
+                found += groups
+            heads = self._coarser([run for parts in bundles for run in _runs(parts)])[0]
+            taken = {part for group in heads for part in group.parts}
+            bundles = [[part for part in parts if part not in taken] for parts in bundles]
+            streams, bundles = self._accepted(bundles, lambda parts: [_finest(parts)])
+            others, bundles = self._coarser(bundles)
+            found += [*heads, *streams, *others]
+            parts = [part for parts in bundles for part in parts]
+        for together in _by(lambda part: self._shares[part.dimension], parts):
+            refused += map(_finest, _runs(together))
+        right = self._trial.passing([[group] for group in found], again=True)
+        refused += [group for at, group in enumerate(found) if at not in right]
+        return [found[at] for at in sorted(right)], refused
+
+    def _accepted(
+        self, bundles: list[list[Part]], propose: Callable[[list[Part]], list[UnitGroup]]
+    ) -> tuple[list[UnitGroup], list[list[Part]]]:
+        """Return the groups that are proposed for bundles of parts and pass, and the other bundles."""
+        proposals = [propose(parts) if parts else [] for parts in bundles]
+        right = self._trial.passing(proposals)
+        found = [group for at in sorted(right) for group in proposals[at]]
+        return found, [parts for at, parts in enumerate(bundles) if parts and at not in right]
+
+    def _coarser(self, bundles: list[list[Part]]) -> tuple[list[UnitGroup], list[list[Part]]]:
+        """Return those that pass in units of several channels, the smallest such units, and the others."""
+
+        def coarsest(parts: list[Part]) -> list[UnitGroup]:
+            most = _finest(parts).units
+            units = math.gcd(most, *(self._coarse[part.dimension] for part in parts))
+            return [UnitGroup(parts, units)] if units < most else []
+
+        coarse, rest = self._accepted(bundles, coarsest)
+        found: list[UnitGroup] = []
+        for alike in _by(lambda group: (group.units, _finest(group.parts).units), coarse):
+            least, most = alike[0].units, _finest(alike[0].parts).units
+            for units in (n for n in range(most // 2, least, -1) if most % n == 0 and n % least == 0):
+                finer = [UnitGroup(group.parts, units) for group in alike]
+                if self._trial.passing([finer]):
+                    alike = finer
+                    break
+            found += alike
+        return found, rest
+
+
+def _by(key: Callable[[Any], Any], items: Sequence[Any]) -> list[list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return list(found.values())
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """Divide parts into runs, each from the parts that compute channels to those that read them."""
+    found: list[list[Part]] = []
+    last = ""
+    for part in parts:
+        if not found or (part.role == "writes" and last == "reads"):
+            found.append([])
+        found[-1].append(part)
+        last = last if part.role == "keeps" else part.role
+    return found
+
+
+def _finest(parts: Sequence[Part]) -> UnitGroup:
+    return UnitGroup(tuple(parts), math.gcd(*(part.steps for part in parts)))
+
+
+# -- the slicing rules -------------------------------------------------------------------------------
+
+
+def _parts(network: nn.Module, row: SizeRow, dimensions: Sequence[str]) -> list[Part]:
+    """Return all parts that follow a dimension of channels, in the order of the network."""
+    operators = [m for m in network.modules() if isinstance(m, Operator) and not isinstance(m, LayerSelect)]
+    named = [
+        (operator, name, role)
+        for operator in operators
+        for name, role in sorted(_roles(operator).items(), key=lambda entry: entry[1] != "reads")
+    ]
+    mixed = {op.dims[name] for op, name, role in named if role != "keeps"}  # others are kernel sizes, say
+    found = [
+        _part(operator, name, role, row, dimensions)
+        for operator, name, role in named
+        if operator.dims[name] in mixed
+    ]
+    return [part for part in found if part is not None]
+
+
+def _roles(operator: Operator) -> dict[str, str]:
+    """Return the roles of the parts of an operator."""
+    wholes = {name: _whole(operator, name) for name in operator.dims}
+    if operator.template.__dict__.get("groups", 1) > 1:  # The groups move with the outputs.
+        both = len(set(wholes.values())) > 1
+        return {name: "keeps" for name, whole in wholes.items() if not (both and whole == "in_")}
+    roles = {"out": "writes", "in_": "reads"} if traits_of(operator.template).mixes else {}
+    return {name: roles.get(whole, "keeps") for name, whole in wholes.items()}
+
+
+def _whole(operator: Operator, name: str) -> str:
+    return name if name in operator.parts or not operator.parts else name.rpartition(".")[0]
+
+
+def _part(operator: Operator, name: str, role: str, row: SizeRow, dimensions: Sequence[str]) -> Part | None:
+    """Return a part with the entries of all tensors that belong to it, or None if it has none."""
+    most = operator.size(name, row)
+    legal = [size for size in operator.legal(name) if size <= most]
+    part = Part(operator.path, name, role, dimensions[operator.dims[name]], len(legal), {})
+    if isinstance(operator, PerWidthNorm):
+        part.reason = "its checkpoint lists statistics of first channels"
+        return part
+    if len(legal) < 2 or legal[-1] != most:
+        return None
+    tables: dict[tuple[str, int], Tensor] = {}
+    for axis in range(max((p.dim() for p in operator._parameters.values() if p is not None), default=1)):
+        first, middle, last = (
+            _kept(operator, name, size, axis) for size in (legal[0], legal[len(legal) // 2], most)
+        )
+        for tensor in first:
+            if len(first[tensor]) == len(last[tensor]):
+                continue
+            table = _table(first[tensor], last[tensor], len(legal))
+            half = None if table is None else table[: len(legal) // 2 + 1].flatten().sort().values
+            if table is None or half is None or not torch.equal(half, middle[tensor]):
+                part.reason = "its slices do not grow in equal steps"
+                return part
+            tables[tensor, axis] = table
+    part.tables = tables
+    return part if tables else None
+
+
+def _kept(operator: Operator, name: str, size: int, axis: int) -> dict[str, Tensor]:
+    """Return which entries of an axis belong to the first `size` of a part, in every tensor with the axis."""
+    alone: Any = object.__new__(type(operator))
+    alone.__dict__.update(operator.__dict__, dims={name: 0}, checks=False)
+    if isinstance(operator, SubnetNorm):
+        if axis:
+            return {}
+        kept = cut(torch.arange(operator.full("channels")), {0: alone.kept_parts(alone.sizes((size,)))[0]})
+        own = {**operator._parameters, **operator._buffers}
+        found = {n: kept for n, tensor in own.items() if tensor is not None and tensor.dim() == 1}
+    else:
+        wide = {n: p for n, p in operator._parameters.items() if p is not None and p.dim() > axis}
+        tags = {n: _tags(p, axis) for n, p in wide.items()}  # Numbered entries are sliced instead of weights.
+        alone.__dict__["_parameters"] = {**operator._parameters, **tags}
+        made = alone.tensors(alone.sizes((size,)))
+        found = {n: _line(made[n], p.dim(), axis) for n, p in wide.items() if made.get(n) is not None}
+    if name != _whole(operator, name) and size:  # What the other segments keep is no part of this one.
+        others = _kept(operator, name, 0, axis)
+        found = {n: entries[~torch.isin(entries, others[n])] for n, entries in found.items()}
+    return {n: entries.sort().values for n, entries in found.items()}
+
+
+def _tags(tensor: Tensor, axis: int) -> Tensor:
+    shape = [-1 if i == axis else 1 for i in range(tensor.dim())]
+    return torch.arange(tensor.shape[axis]).view(shape).expand(tensor.shape)
+
+
+def _line(tags: Tensor, dims: int, axis: int) -> Tensor:
+    """Return the tags along an axis; a slice may have split the first axis of a parameter."""
+    tags = tags.flatten(0, tags.dim() - dims)
+    index: Any = tuple(slice(None) if i == axis else 0 for i in range(dims))
+    return tags[index]
+
+
+def _table(first: Tensor, last: Tensor, steps: int) -> Tensor | None:
+    """Return the entries that every step adds, of shape (steps, entries per step), or None if steps differ.
+
+    Args:
+        first: the entries of the smallest size, ascending.
+        last: those of the largest size, ascending.
+        steps: the number of sizes.
+    """
+    new = last[~torch.isin(last, first)]
+    breaks = (new.diff() != 1).nonzero().flatten() + 1
+    runs = [new[a:b] for a, b in pairwise([0, *breaks.tolist(), len(new)])]
+    if any(len(run) % (steps - 1) for run in runs):
+        return None
+    added = torch.cat([run.view(steps - 1, -1) for run in runs], 1)
+    return torch.cat([first[None], added]) if added.shape[1] == len(first) else None
+
+
+# -- permutations ------------------------------------------------------------------------------------
+
+
+def tensor_of(network: nn.Module, path: str, name: str) -> Any:
+    """Return a parameter or buffer of a module, or None if it has none of this name."""
+    module = network.get_submodule(path)
+    return module._parameters.get(name, module._buffers.get(name))
+
+
+def full_orders(network: nn.Module, wanted: Mapping[UnitGroup, Tensor]) -> Orders:
+    """Return how the entries of full tensors move.
+
+    Args:
+        network: a network with operators, or a private copy of it.
+        wanted: group -> for the place of every unit, the unit that it gets.
+
+    Raises:
+        InsertError: two modules share a tensor and would need it in different orders.
+    """
+    found: dict[tuple[str, str, int], Tensor] = {}
+    for group, units in wanted.items():
+        for part in group.parts:
+            each = part.steps // group.units
+            steps = (units[:, None] * each + torch.arange(each)).flatten()
+            for (name, axis), table in part.tables.items():
+                length = tensor_of(network, part.path, name).shape[axis]
+                order = found.setdefault((part.path, name, axis), torch.arange(length))
+                order[table.flatten()] = table[steps].flatten()
+    shared: dict[tuple[int, int], Tensor] = {}
+    for (path, name, axis), order in found.items():
+        known = shared.setdefault((id(tensor_of(network, path, name)), axis), order)
+        if not torch.equal(known, order):
+            raise InsertError(
+                f"reorder_: {path} shares {name} with a module that would need another order; sort fewer "
+                "dimensions (dimensions=[...])"
+            )
+    return found
+
+
+def permute_(network: nn.Module, orders: Orders) -> None:
+    """Move the entries of full tensors, in place; tied tensors move once."""
+    done: set[tuple[int, int]] = set()
+    with torch.inference_mode(False), torch.no_grad():
+        for (path, name, axis), order in orders.items():
+            tensor = tensor_of(network, path, name)
+            if (id(tensor), axis) not in done:
+                done.add((id(tensor), axis))
+                tensor.copy_(tensor.index_select(axis, order.to(tensor.device)))
