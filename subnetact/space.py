@@ -9,9 +9,10 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -31,9 +32,9 @@ __all__ = [
 SizeRow: TypeAlias = tuple[int, ...]
 """The size row of a subnet: one size per dimension, in the order of `SubnetSpace.dimensions`."""
 
-ALL = 1000
+HASHED_WHOLE = 1000
 """The most subnets of a space of which all are hashed for its id."""
-SAMPLED = 64
+HASHED_SAMPLE = 64
 """The random subnets that are hashed for the id of a larger space."""
 
 AxisValues: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -185,44 +186,36 @@ class SubnetSpace:
         self.id = name
         self._check_axes()
         self.dimensions: tuple[str, ...] = tuple(self._sizes(dict(self.largest().values)))
-        digest = hashlib.sha256(json.dumps([self._describe(), self.dimensions]).encode())
+        described = [
+            [axis.name, i, slot.choices, [w.axis, w.slot, w.values] if (w := slot.used_when) else 0]
+            for axis, i, slot in self._slots()
+        ]
+        digest = hashlib.sha256(json.dumps([described, self.dimensions]).encode())
         for spec in self._telling():
             digest.update(json.dumps(self._sizes_of(spec)).encode())
         self.id = f"{name}-{digest.hexdigest()[:12]}"
-        self._remember()
+        self.resolve = lru_cache(maxsize=4096)(self._row)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle takes along.
+        """Return what pickle and copies take along.
 
         Raises:
             SpecError: a function of the space is a lambda or was defined inside a function, which pickle
                 cannot find again. Picklers that take such functions along (cloudpickle, dill) are let do so.
         """
-        pickler = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         for function in (self._resolve, self._parse, self._format):
             name = getattr(function, "__qualname__", "")
-            if pickler not in ("cloudpickle", "dill") and ("<locals>" in name or "<lambda>" in name):
+            if caller not in ("copy", "cloudpickle", "dill") and ("<locals>" in name or "<lambda>" in name):
                 raise SpecError(
                     f"{self.name}: the function {name} cannot be pickled; define it at the top level of a "
                     "module, or build the supernet again in the other process: Engine.load(directory, "
                     "supernet=...) loads a bundle into it"
                 )
-        return self._state()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SubnetSpace:
-        copied = object.__new__(SubnetSpace)
-        memo[id(self)] = copied
-        copied.__setstate__(deepcopy(self._state(), memo))
-        return copied
-
-    def _state(self) -> dict[str, Any]:
         return {key: v for key, v in self.__dict__.items() if key != "resolve"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._remember()
-
-    def _remember(self) -> None:
         self.resolve = lru_cache(maxsize=4096)(self._row)
 
     def with_precision(self, *precisions: str, slots: Sequence[str] = ("network",)) -> SubnetSpace:
@@ -249,7 +242,7 @@ class SubnetSpace:
         if self._precision is not None:
             raise SpecError(f"{self.name}: the space has an axis {PRECISION!r} already; enable all at once")
         choices = tuple(name for name in PRECISIONS if name in (*precisions, FLOAT32))
-        extended = self.__copy__()
+        extended = copy(self)
         extended.axes = (*self.axes, Axis.uniform(PRECISION, slots, choices))
         extended.dimensions = (*self.dimensions, *(f"{PRECISION}.{slot}" for slot in slots))
         return extended
@@ -274,11 +267,6 @@ class SubnetSpace:
             )
         return self.spec(**dict(spec.values), **{PRECISION: precision})
 
-    def __copy__(self) -> SubnetSpace:
-        copied = object.__new__(SubnetSpace)
-        copied.__setstate__(self._state())
-        return copied
-
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis.name}[{len(axis.slots)}]" for axis in self.axes)
         return f"SubnetSpace({self.name}: {axes}; {self.size():.3g} subnets)"
@@ -295,8 +283,8 @@ class SubnetSpace:
         """Make the specification of a subnet from the values of every axis.
 
         Args:
-            values: axis -> a list of one value per slot, or one value that is meant for every slot. Values
-                of slots that the subnet does not use are ignored. Without `precision` the subnet is float32.
+            values: axis -> a list of one value per slot, or one value for every slot. Values of slots that
+                the subnet does not use are ignored. Without `precision` the subnet is float32.
 
         Returns:
             The specification in its canonical form.
@@ -417,11 +405,11 @@ class SubnetSpace:
 
     def smallest(self) -> SubnetSpec:
         """Return the subnet with the first choice in every slot."""
-        return self._canonical(self._pick(0))
+        return self._made(itemgetter(0))
 
     def largest(self) -> SubnetSpec:
         """Return the subnet with the last choice in every slot."""
-        return self._canonical(self._pick(-1))
+        return self._made(itemgetter(-1))
 
     @overload
     def sample(self, rng: Rng | int, n: None = None) -> SubnetSpec: ...
@@ -451,8 +439,13 @@ class SubnetSpace:
         source = random.Random(int(rng)) if isinstance(rng, int | np.integer) else rng
         if not isinstance(source, random.Random | np.random.Generator):
             raise SpecError(f"{self.name}: rng is a random.Random, a NumPy generator or a seed, got {rng!r}")
+        pick: Callable[[int], Any] = getattr(source, "randrange", None) or source.integers  # type: ignore[union-attr]
+
+        def draw() -> SubnetSpec:
+            return self._made(lambda choices: choices[int(pick(len(choices)))])
+
         if n is None:
-            return self._draw(source)
+            return draw()
         given: Any = n
         if isinstance(given, bool) or not isinstance(given, int | np.integer) or n < 1:
             raise SpecError(f"{self.name}: n is the number of subnets to sample, at least 1, got {n!r}")
@@ -460,7 +453,7 @@ class SubnetSpace:
         if n >= self.size():
             found.update(dict.fromkeys(self.enumerate(limit=n)))
         while len(found) < min(n, self.size()):
-            found[self._draw(source)] = None
+            found[draw()] = None
         return list(found)[:n]
 
     # -- counting and sizes ----------------------------------------------------------------------
@@ -501,11 +494,6 @@ class SubnetSpace:
                 yield self._assemble(values)
 
     def _row(self, spec: SubnetSpec) -> SizeRow:
-        """Return the size row of a subnet, one size per dimension; `resolve` caches the results.
-
-        Raises:
-            SpecError: the specification is not legal, or of another space (`ForeignSpec`).
-        """
         return self._sizes_of(self.check(spec))
 
     # -- inner parts -----------------------------------------------------------------------------
@@ -532,26 +520,19 @@ class SubnetSpace:
             return None
         return spec if spec.key == key else None
 
-    def _draw(self, source: Rng) -> SubnetSpec:
-        return self._drawn(source.randrange if isinstance(source, random.Random) else source.integers)
-
     @property
     def _precision(self) -> Axis | None:
         """The axis of precisions, which is the last one."""
         return self.axes[-1] if self.axes and self.axes[-1].name == PRECISION else None
 
-    def _drawn(self, pick: Callable[[int], Any]) -> SubnetSpec:
-        return self._canonical(
-            {a.name: tuple(slot.choices[int(pick(len(slot.choices)))] for slot in a.slots) for a in self.axes}
-        )
+    def _made(self, choose: Callable[[tuple[Value, ...]], Value]) -> SubnetSpec:
+        """Return the subnet with what a function chooses among the choices of every slot."""
+        return self._canonical({a.name: tuple(choose(s.choices) for s in a.slots) for a in self.axes})
 
     def _slots(self) -> Iterator[tuple[Axis, int, Slot]]:
         for axis in self.axes:
             for index, slot in enumerate(axis.slots):
                 yield axis, index, slot
-
-    def _pick(self, end: int) -> dict[str, tuple[Value, ...]]:
-        return {axis.name: tuple(slot.choices[end] for slot in axis.slots) for axis in self.axes}
 
     def _sizes(self, values: AxisValues) -> dict[str, int]:
         computed: Mapping[str, Any] = self._resolve({n: v for n, v in values.items() if n != PRECISION})
@@ -575,17 +556,6 @@ class SubnetSpace:
             f"{self.name}: the size {name!r} comes out as {size!r}; make it a whole number where sizes are "
             "computed, with round(...)"
         )
-
-    def _describe(self) -> list[Any]:
-        return [
-            [
-                a.name,
-                i,
-                s.choices,
-                [s.used_when.axis, s.used_when.slot, s.used_when.values] if s.used_when else 0,
-            ]
-            for a, i, s in self._slots()
-        ]
 
     def _broadcast(self, axis: Axis, values: Any) -> tuple[Any, ...]:
         if isinstance(values, np.ndarray):
@@ -640,17 +610,19 @@ class SubnetSpace:
 
     def _telling(self) -> Iterator[SubnetSpec]:
         """Yield the subnets whose sizes identify the space: all, or a sample that covers every choice."""
-        if self.size() <= ALL:
+        if self.size() <= HASHED_WHOLE:
             yield from self.enumerate()
             return
         number = random.Random(0).random  # It gives the same numbers in every version of Python.
-        drawn = [self._drawn(lambda n: number() * n) for _ in range(SAMPLED)]
+        drawn = [
+            self._made(lambda choices: choices[int(number() * len(choices))]) for _ in range(HASHED_SAMPLE)
+        ]
         covered = {(name, i, v) for spec in drawn for name, slots in spec.values for i, v in enumerate(slots)}
         yield from (self.smallest(), self.largest(), *drawn)
         for axis, index, slot in self._slots():
             for choice in slot.choices:
                 if (axis.name, index, choice) not in covered:
-                    values: dict[str, list[Any]] = {name: list(v) for name, v in self._pick(0).items()}
+                    values = {a.name: [s.choices[0] for s in a.slots] for a in self.axes}
                     if slot.used_when and slot.used_when.values:
                         values[slot.used_when.axis][slot.used_when.slot] = slot.used_when.values[0]
                     values[axis.name][index] = choice

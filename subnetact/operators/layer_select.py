@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from subnetact.operators.base import Operator
-from subnetact.operators.skipped_layer import returns_tuple, skipped
+from subnetact.operators.skipped_layer import skipped
 from subnetact.operators.view_module import view_module
 from subnetact.space import SizeRow
 
@@ -49,8 +49,7 @@ class LayerSelect(Operator):
         """Check that the template is a stack and that the described layers exist.
 
         Raises:
-            InsertError: the template is another module, it has no layer of a described name, or a described
-                layer cannot be skipped.
+            InsertError: the template is another module, or it has no layer of a described name.
         """
         own = [*self.template._parameters, *self.template._buffers]
         if own or not (self._modules or isinstance(self.template, nn.Sequential | nn.ModuleList)):
@@ -61,25 +60,6 @@ class LayerSelect(Operator):
         missing = [name for name in self.dims if name not in self._modules]
         if missing:
             raise self.refuse(f"it has no layers {missing}; choose from {list(self._modules)}")
-        for name in self.dims:
-            layer = self._modules[name]
-            if layer is not None and any(getattr(m, "store_full_length_kv", False) for m in layer.modules()):
-                raise self.refuse(
-                    f"layer {name} ({type(layer).__name__}) stores keys and values that later layers read, "
-                    "so no subnet can skip it; keep it in every subnet"
-                )
-            tuples = layer is not None and returns_tuple(layer)
-            if tuples is None:
-                raise self.refuse(
-                    f"the code of layer {name} ({type(layer).__name__}) cannot be read, so it is not known "
-                    "whether it returns a tuple, for which no identity can stand; define its class in a "
-                    "file, or keep the layer in every subnet"
-                )
-            if tuples:
-                raise self.refuse(
-                    f"layer {name} ({type(layer).__name__}) returns a tuple, and the identity in its place "
-                    "would return a tensor; let the layer return one tensor, or keep it in every subnet"
-                )
 
     def full(self, part: str) -> int:  # noqa: ARG002
         """Return 1, the size of a layer that is kept."""

@@ -85,7 +85,7 @@ class LoweredWeight(NamedTuple):
 
     def channels(self, axis: int = 0) -> Tensor:
         """Return the float32 weights that this one stands for, of shape (channels, rest)."""
-        rows = self.weight.transpose(0, axis).flatten(1).float()
+        rows = self.weight.detach().transpose(0, axis).flatten(1).float()
         return rows if self.scale is None else rows * self.scale[:, None]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:

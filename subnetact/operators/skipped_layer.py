@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from typing import Any
 
 from torch import Tensor, nn
 
 from subnetact.operators.base import Operator
 
-__all__ = ["SkippedLayer", "first_name", "returns_tuple", "skipped"]
+__all__ = ["SkippedLayer", "first_name", "skipped"]
 
 _INNER = frozenset(nn.Module().__dict__)
 
@@ -21,9 +19,6 @@ class SkippedLayer(nn.Module):
 
     Networks read settings of their layers, and index lists of settings by the position of a layer. A subnet
     therefore has this module in the place of every layer that it skips.
-
-    Args:
-        layer: the layer that is skipped.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -80,48 +75,13 @@ class SkippedUnary(SkippedLayer):
 
 
 def first_name(layer: nn.Module) -> str:
-    """Return the name that a layer has for its first argument; an empty string if it takes none.
-
-    Args:
-        layer: the layer.
-    """
+    """Return the name that a layer has for its first argument; an empty string if it takes none."""
     return next((n for n in inspect.signature(type(layer).forward).parameters if n != "self"), "")
 
 
 def skipped(layer: nn.Module) -> SkippedLayer:
-    """Return what stands in the place of a layer that a subnet skips.
-
-    Args:
-        layer: the layer.
-    """
+    """Return what stands in the place of a layer that a subnet skips."""
     layer = layer.template if isinstance(layer, Operator) else layer
     taken = list(inspect.signature(type(layer).forward).parameters.values())[1:]
     one = len(taken) == 1 and taken[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     return (SkippedUnary if one else SkippedLayer)(layer)
-
-
-def returns_tuple(layer: nn.Module) -> bool | None:
-    """Tell whether the code of a layer returns a tuple, so that no identity can stand for the layer.
-
-    Args:
-        layer: the layer. Its return statements decide, because annotations are often wrong.
-
-    Returns:
-        None if the code cannot be read, so that it is not known.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward))))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    tuples = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return bool(found) and all(
-        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in tuples)
-        for value in found
-    )

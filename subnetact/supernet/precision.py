@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from subnetact.errors import PrecisionError
-from subnetact.operators import AttentionSlice, WeightSlice
-from subnetact.operators.base import Operator
-from subnetact.operators.lowered_weight import Low
+from subnetact.operators import AttentionSlice
+from subnetact.operators.base import Operator, slicer_of
+from subnetact.operators.layer_traits import traits_of
+from subnetact.operators.lowered_weight import Low, LoweredWeight
 
 __all__ = ["PrecisionSettings", "layer_errors", "put_precision_", "weight_errors"]
 
-_WEIGHTED = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that read the weights of their submodules themselves."""
 
@@ -50,26 +50,17 @@ class PrecisionSettings:
 def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mapping[str, int]) -> list[str]:
     """Let linear layers and convolutions of a network follow the precision of the subnet, in place.
 
-    Grouped convolutions and the first module with weights stay as they are, and so does the last one, unless
-    the settings include it. Layers that no operator slices get an operator.
-
-    Args:
-        network: a network with operators.
-        settings: which modules stay as they are.
-        dims: the position in the size row of the bits of every slot.
-
-    Returns:
-        The names of the modules that follow the precision now.
-
-    Raises:
-        PrecisionError: there is no such module, or `keep` names none. The network is then unchanged.
+    Layers without a forward for lowered weights and the first module with weights stay as they are, and so
+    does the last one, unless the settings include it. Layers that no operator slices get an operator.
+    `dims` has the position in the size row of the bits of every slot. Return the names of the modules that
+    follow the precision now; raise `PrecisionError`, with the network unchanged, if there are none.
     """
     named = dict(network.named_modules())
     unknown = [name for name in settings.keep if name not in named]
     if unknown:
         raise PrecisionError(f"keep: the network has no module {unknown[0]!r}; supernet.report lists them")
     kept = {name for name in named if any(name == k or name.startswith(f"{k}.") for k in settings.keep)}
-    weighted = [n for n, m in named.items() if isinstance(_plain(m), _WEIGHTED) or _is_conv1d(_plain(m))]
+    weighted = [name for name, module in named.items() if traits_of(_plain(module)).weighted]
     kept.update(weighted[:1] if settings.last else weighted[:1] + weighted[-1:])
     chosen: dict[str, Operator] = {}
     for name in weighted:
@@ -98,23 +89,13 @@ def _plain(module: nn.Module) -> nn.Module:
     return module.template if isinstance(module, Operator) else module
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    cls = type(module)
-    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
 def _operator(module: nn.Module, path: str) -> Operator | None:
     """Return an operator for a module that keeps its full size in every subnet, if there can be one."""
-    weight = module._parameters.get("weight")
-    if weight is None or any(p is not None and n not in ("weight", "bias") for n, p in _own(module)):
+    traits, slicer = traits_of(module), slicer_of(module)
+    given = {n for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+    if slicer is None or path == "" or traits.kind == "attention" or not given <= set(traits.axes):
         return None
-    if path == "" or isinstance(module, nn.MultiheadAttention | nn.Embedding):
-        return None
-    return WeightSlice(module, path, {})
-
-
-def _own(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    return (*module._parameters.items(), *module._buffers.items())
+    return slicer(module, path, {})
 
 
 def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
@@ -127,45 +108,23 @@ def _read_by_parent(named: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def weight_errors(network: nn.Module, bits: int) -> dict[str, float]:
-    """Return how far the weights of a lower precision are off, per module.
-
-    Args:
-        network: a network whose modules follow precisions.
-        bits: 8 for int8, 16 for bfloat16.
-
-    Returns:
-        Name of the module -> the largest relative error of an output channel: the norm of the difference of
-        its weights by the norm of its weights.
-
-    Raises:
-        PrecisionError: a weight is not finite.
-    """
-    found = {}
+    """Return how far the weights are off at 8 or 16 bits: name -> the largest relative error of a channel."""
+    found: dict[str, float] = {}
     for module in network.modules():
         if not isinstance(module, Operator) or module.precision_dim is None:
             continue
-        weight = module._parameters[module.lowers[0]]
-        if weight is None:
-            continue
-        axis = module.out_axis()
-        full = weight.detach().transpose(0, axis).flatten(1).float()
-        rows = module.made_low(bits).channels(axis)
+        weight: Any = module._parameters[module.lowers[0]]
+        full, rows = (w.channels(module.out_axis()) for w in (LoweredWeight(weight), module.made_low(bits)))
         off = (rows - full).norm(dim=1) / full.norm(dim=1).clamp_min(1e-30)
         found[module.path] = float(off.max())
     return found
 
 
 def layer_errors(view: nn.Module, low: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str, float]:
-    """Return how far each layer of a lower precision is off on the inputs that it has at float32.
+    """Return how far each layer is off on the inputs that it has at float32: name -> relative error.
 
-    Args:
-        view: a private view of a subnet at float32.
-        low: a private view of the same subnet at the lower precision.
-        run: runs a network on the data.
-
-    Returns:
-        Name of the module -> the norm of the difference of its outputs by the norm of its outputs. The errors
-        of layers before it are not included.
+    `view` and `low` are private views of one subnet at float32 and at the lower precision; `run` runs a
+    network on the data. The errors of layers before a layer are not included.
     """
     found: dict[str, float] = {}
     handles = []

@@ -30,6 +30,7 @@ from subnetact.errors import (
 )
 from subnetact.insertion.key_value_cache import cache_relation, switch
 from subnetact.operators import LayerSelect
+from subnetact.space import Axis, SubnetSpace
 
 transformers = pytest.importorskip("transformers")
 
@@ -236,9 +237,13 @@ def test_layers_that_store_keys_and_values_cannot_be_skipped(supernet: subnetact
             IllegalChoice, match=rf"keep\[{layer}\] \(layer {layer}, whose keys and values later"
         ):
             space.spec(keep=keep, ffn=24)
-    network = plain(supernet.network)
-    with pytest.raises(InsertError, match=r"layer 5 .* stores keys and values that later layers read"):
-        subnetact.supernet.insert_(network, space, {"model.layers": LayerSelect.on(**{"5": "layers.5.keep"})})
+    axes = [Axis.uniform("keep", ["5"], [0, 1])]
+    own = SubnetSpace("own", axes, lambda values: {"keep": values["keep"][0]})
+    skipping = subnetact.supernet.insert_(
+        plain(supernet.network), own, {"model.layers": LayerSelect.on(**{"5": "keep"})}
+    )
+    with pytest.raises(InsertError, match="keep=0 does not run"):
+        skipping.check({"input_ids": TOKENS})
 
 
 def test_a_description_of_the_model_keeps_layers_that_store_keys_and_values(

@@ -12,7 +12,7 @@ from small_decoders import SIZES, small_decoder
 from torch import Tensor, nn
 
 from subnetact import Axis, SubnetSpace, SubnetSpec, Supernet, insert_
-from subnetact.errors import CacheMismatch, InsertError
+from subnetact.errors import CacheMismatch
 from subnetact.insertion.key_value_cache import switch
 from subnetact.operators import LayerSelect, WeightSlice
 
@@ -187,35 +187,3 @@ def test_layers_may_be_called_by_name_and_give_their_settings_away() -> None:
     del supernet, network
     gc.collect()
     assert copy.deepcopy(extracted)(x).shape == (2, 3)
-
-
-class Pair(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return x, None
-
-
-class Grown(nn.Module):
-    def forward(self, x: Tensor, attentions: bool = False) -> Any:
-        outputs = (x,)
-        if attentions:
-            outputs = (*outputs, x)
-        return outputs
-
-
-@pytest.mark.parametrize("layer", [Pair, Grown])
-def test_a_layer_that_returns_a_tuple_cannot_be_skipped(layer: type[nn.Module]) -> None:
-    space = SubnetSpace("s", [Axis.uniform("keep", ["1"], [0, 1])], lambda v: {"keep": v["keep"][0]})
-    network = nn.Sequential(nn.ModuleList([layer(), layer()]))
-    with pytest.raises(InsertError, match=rf"0: .* layer 1 \({layer.__name__}\) returns a tuple"):
-        insert_(network, space, {"0": LayerSelect.on(**{"1": "keep"})})
-
-
-def test_a_layer_whose_code_cannot_be_read_is_not_skipped() -> None:
-    names: dict[str, Any] = {"nn": nn}
-    exec("class Pair(nn.Module):\n    def forward(self, x):\n        return x, x\n", names)
-    stack = nn.Sequential(nn.Identity(), names["Pair"]())
-    space = SubnetSpace("own", [Axis.uniform("keep", ["1"], [0, 1])], lambda v: {"keep": v["keep"][0]})
-    with pytest.raises(
-        InsertError, match=r"code of layer 1 \(Pair\) cannot be read.*define its class in a file"
-    ):
-        insert_(nn.Sequential(stack), space, {"0": LayerSelect.on(**{"1": "keep"})})
