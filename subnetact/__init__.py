@@ -44,17 +44,17 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     comparison        58    34      7
     spec              81    53      6
     space            411   217      6
-    operators       1864  1165     17
-    supernet        2189  1095      6
-    insertion       3731  1002      0
+    operators       1798   989     17
+    supernet        2192  1104      6
+    insertion       3551   982      0
     digits           176    51      7
     ofa_adapters    2861   768     12
     training         200    82      3
     calibration      907   335      2
     latency          612   343      4
-    engine          3010  1387      5
-    workers         1059   337      0
-    costs            294   118      5
+    engine          2770   917      7
+    workers         1057   337      0
+    costs            295   118      5
     nas              840   372      6
     profile         1788   691     10
     serving         7976  3826     76
@@ -65,8 +65,8 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     plan               5     4      1
     serve           2695   908      7
     loadtest         461   216      0
-    cluster         1149   547      4
-    all            37617 15631    253
+    cluster         1148   547      4
+    all            37132 14974    255
 
 Glossary
 --------
@@ -90,7 +90,7 @@ effective accuracy: the accuracy of the subnets that answered in time, averaged 
 stamp: what a table says of its origin: machine, versions, settings, fingerprint of the supernet.
 floor: the minimum accuracy that a request demands of the subnet that answers it.
 fused program: a subnet whose BatchNorms, activations and additions are merged into its convolutions.
-promotion: making the fused program of a subnet that is used often, within the memory budget.
+plan: which subnets of an engine are fused programs; it is made with the engine, within the memory budget.
 co-runner: another process or tenant that uses the same device at the same time.
 expired: a request whose deadline no subnet can meet any more.
 dropped: an expired request that was answered at once with DeadlinePassed.

@@ -41,12 +41,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def any_program_is_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on what is faster: small networks and busy machines would decide it by chance."""
-    monkeypatch.setattr("subnetact.engine.promotion.SLOWER", float("inf"))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def int8_on_every_machine() -> Iterator[None]:
     """Where int8 is refused, tests of what it means run on exact products in float64."""

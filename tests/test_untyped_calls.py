@@ -88,11 +88,6 @@ def test_an_operator_is_described_with_on(operator: Any) -> None:
             EngineError,
             "memory_budget_mb: '8' must",
         ),
-        (
-            lambda s: Engine(s, [s.space.largest()], memory_budget_mb=None),
-            EngineError,
-            "memory_budget_mb: None must",
-        ),
         (lambda s: Engine(s, [s.space.largest()], device=3.5), DeviceError, "device '3.5' cannot be used"),
         (lambda s: calibrate(s, [s.space.largest()], None), SpecError, r"calibrate takes lists .*\[batch\]"),
         (lambda s: calibrate(s, None, [torch.zeros(1, 1, 16, 16)]), SpecError, r"calibrate takes lists"),

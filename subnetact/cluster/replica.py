@@ -15,7 +15,6 @@ import torch
 from subnetact.cluster.arrays import to_arrays, to_tensors
 from subnetact.cluster.deadline import ClockOffsets, Deadline
 from subnetact.cluster.forecast import ReplicaReport
-from subnetact.engine.replica import warm_up
 from subnetact.errors import DeadlinePassed, FileFormatError, InvalidRequest, RequestError
 from subnetact.serve.rows import infer_rows
 from subnetact.serve.service import bundle_state, written_over
@@ -60,7 +59,7 @@ class EngineReplica:
         self._files = bundle_state(self._bundle) if self._bundle else None
         self.engine = source.engine(mapped=True)
         self.table = source.latency_table(self.engine)
-        warm_up(self.engine, self.table.batch_sizes, WARM_UP_S)  # the first requests would be late
+        self.engine.warm_up(self.table.batch_sizes, WARM_UP_S)  # the first requests would be late
         self._workers = source.workers
         self._expected_ms: deque[float] = deque(maxlen=source.workers)
         self._offsets = ClockOffsets()

@@ -2,21 +2,32 @@
 
 Which file answers which question:
 
-- `engine.py`: how subnets are registered, run, pinned, saved and loaded (`Engine`); `memory_budget_mb`.
-- `cache.py`: the memory limit of fused programs and CUDA graphs (`ByteCache` enforces `memory_budget_mb`).
-- `promotion.py`: which subnets become fused programs; `fused_program.py`: how one is made.
+- `engine.py`: how subnets are registered, run, pinned, saved and loaded (`Engine`).
+- `config.py`: what an engine consists of (`EngineConfig`).
+- `plan.py`: which subnets are fused; `fused_program.py`: how a fused program is made.
+- `budget.py`: the memory limit of fused programs and CUDA graphs (`memory_budget_mb`).
 - `packed_conv.py`, `fast_conv.py`: the convolutions of fused programs and of views.
-- `packed_linear.py`, `attention_scores.py`: the linear layers and the attention of fused programs.
+- `packed_linear.py`: the linear layers of fused programs.
 - `int8_conv.py`: the convolutions of fused programs of int8 subnets.
 - `cuda_graphs.py`, `compiler.py`: CUDA graphs; torch.compile without its silent fallback.
-- `bundle.py`: the schema of a bundle; `origins.py`: which supernets a bundle may name.
+- `bundle.py`: what a bundle stores; `origins.py`: which supernets a bundle may name.
 - `inputs.py`, `outputs.py`: checking and stacking inputs; comparing and splitting outputs.
 - `ready_subnet.py`, `stats.py`: what `Engine.ready` and `Engine.stats` return.
 """
 
+from subnetact.engine.config import EngineConfig
 from subnetact.engine.cuda_graphs import Captured, GraphBackend
 from subnetact.engine.engine import Engine
+from subnetact.engine.plan import PinResult
 from subnetact.engine.ready_subnet import ReadySubnet
 from subnetact.engine.stats import EngineStats
 
-__all__ = ["Captured", "Engine", "EngineStats", "GraphBackend", "ReadySubnet"]
+__all__ = [
+    "Captured",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "GraphBackend",
+    "PinResult",
+    "ReadySubnet",
+]

@@ -22,27 +22,17 @@ __all__ = ["BlockRun", "SubnetBlocks"]
 
 
 class SubnetBlocks:
-    """Makes the blocks of views and fused programs, once for each.
-
-    Args:
-        supernet: the supernet.
-        bind: makes the private view of a subnet.
-    """
+    """The blocks of views and fused programs, made once for each; `bind` makes a private view."""
 
     def __init__(self, supernet: Supernet, bind: Callable[[SubnetSpec], Bound]) -> None:
-        self._supernet = supernet
         self._bind = bind
         self._stacks = stacks_of(supernet.network)
         self._of_program: weakref.WeakKeyDictionary[FusedProgram, list[Block]] = weakref.WeakKeyDictionary()
-        self._of_view: dict[SubnetSpec, tuple[Bound, list[Block], list[int]]] = {}
+        self._of_view: dict[SubnetSpec, tuple[Bound, list[Block], Any]] = {}
         self._lock = Lock()
 
     def of_program(self, program: FusedProgram) -> list[Block]:
-        """Return the blocks of a fused program; they run its own packed convolutions.
-
-        Args:
-            program: the program.
-        """
+        """Return the blocks of a fused program; they run its own packed convolutions."""
         with self._lock:
             found = self._of_program.get(program)
             if found is None:
@@ -56,40 +46,24 @@ class SubnetBlocks:
             return found
 
     def of_view(self, spec: SubnetSpec) -> tuple[Bound, list[Block]]:
-        """Return a private view of a subnet and its blocks; a single block if it cannot be traced.
-
-        Args:
-            spec: the subnet.
-
-        Raises:
-            NotCalibrated: the subnet has no BatchNorm statistics of its own.
-            SpecError: the specification is malformed, or of another space.
-        """
+        """Return a private view of a subnet and its blocks; a single block if it cannot be traced."""
         with self._lock:
             known = self._of_view.get(spec)
-            if (
-                known is not None
-                and known[0].current(self._supernet, spec)
-                and known[0].versions() == known[2]
-            ):
+            if known is not None and known[0].current and known[0].moment() == known[2]:
                 return known[:2]
             bound = self._bind(spec)
-            versions = bound.versions()  # A graph holds the packed copies that it reads itself.
+            moment = bound.moment()  # A graph holds the packed copies that it reads itself.
             tensors: dict[str, Tensor] = {}
             try:
                 graph, leaves = trace_(bound.view, tensors=tensors)
                 blocks = split_graph(graph, {**leaves, **tensors}, self._stacks)
             except Exception:  # what cannot be traced runs as one block
                 blocks = [Block("", bound.view)]
-            self._of_view[spec] = bound, blocks, versions
+            self._of_view[spec] = bound, blocks, moment
             return bound, blocks
 
     def drop(self, spec: SubnetSpec) -> None:
-        """Forget the blocks of a subnet.
-
-        Args:
-            spec: the subnet.
-        """
+        """Forget the blocks of a subnet."""
         with self._lock:
             self._of_view.pop(spec, None)
 

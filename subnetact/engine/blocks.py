@@ -25,10 +25,9 @@ State = Any
 class Block:
     """One part of a subnet. Calling the blocks of a subnet in order computes what the subnet computes.
 
-    Attributes:
-        name: the layer of an elastic stack that the block begins with; "" for the first block.
-        shape: the shape of the tensor that the block takes, without the batch dimension; None as long as it
-            has not run, or if it takes several values.
+    `name` is the layer of an elastic stack that the block begins with, "" for the first one. `shape` is that
+    of the tensor that it takes, without the batch dimension; None as long as it has not run, or if it takes
+    several.
     """
 
     __slots__ = ("_call", "_module", "name", "shape")
@@ -48,14 +47,7 @@ class Block:
         return self if self.shape is None else self._call
 
     def __call__(self, state: State) -> State:
-        """Run the block.
-
-        Args:
-            state: the batch for the first block, then what the block before returned.
-
-        Returns:
-            What the next block takes; the output of the network after the last one.
-        """
+        """Map the batch, or what the block before returned, to what the next block takes or the output."""
         if self.shape is None and isinstance(state, Tensor):
             self.shape = tuple(state.shape[1:])
         if torch.is_inference_mode_enabled():
@@ -65,27 +57,17 @@ class Block:
 
 
 def stacks_of(network: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the elastic stacks of a network with operators.
-
-    Args:
-        network: the network of a supernet.
-    """
+    """Return the paths of the elastic stacks of a network with operators."""
     return tuple(path for path, module in network.named_modules() if isinstance(module, LayerSelect))
 
 
 def split_graph(
     graph: fx.Graph, modules: Mapping[str, Any], stacks: Sequence[str], paths: Mapping[str, str] | None = None
 ) -> list[Block]:
-    """Cut a graph of one input into blocks.
+    """Cut a graph of one input into blocks; into a single one if there is nowhere to cut.
 
-    Args:
-        graph: the graph.
-        modules: what the graph calls and reads, by name. The blocks use the same objects.
-        stacks: the paths of the elastic stacks. If there are none, numbered containers count.
-        paths: where in the network the modules of the graph come from, for those with other names.
-
-    Returns:
-        The blocks; a single one if there is nowhere to cut.
+    `modules` is what the graph calls and reads, by name. Without `stacks`, numbered containers count. `paths`
+    tells where in the network the modules with other names come from.
     """
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     (x,) = (n for n in graph.nodes if n.op == "placeholder")

@@ -24,14 +24,7 @@ __all__ = ["Compiler"]
 
 
 class Compiler:
-    """Compiled callables by subnet and input shape.
-
-    Args:
-        backend: the name of a torch.compile backend, for example `inductor`.
-
-    Raises:
-        EngineError: this version of torch has no such backend.
-    """
+    """Compiled callables by subnet and input shape, made by a backend of torch.compile."""
 
     def __init__(self, backend: str) -> None:
         if backend not in torch.compiler.list_backends(()):
@@ -48,16 +41,7 @@ class Compiler:
         return len(self._compiled)
 
     def of(self, subnet: int, bound: Bound) -> Callable[[Tensor], Any]:
-        """Return the callable of a subnet.
-
-        Args:
-            subnet: its id.
-            bound: its current view. A callable of an older view is replaced.
-
-        Returns:
-            A function of one batch. It compiles at the first call with a shape, unless the compiler is
-            sealed; then it raises `RecompileRefused`.
-        """
+        """Return the callable of a view; it compiles at the first call with a shape, or refuses if sealed."""
         known = self._compiled.get(subnet)
         if known is None or known[0] is not bound:
             with self._compiling:

@@ -1,6 +1,8 @@
 """CUDA graphs: the kernel launches of a subnet at one batch size, recorded once and replayed.
 
-This module has not run on hardware yet; the tests use a backend that stands in for CUDA.
+A graph is captured when a subnet first runs at a batch size, `Engine.prepare` included, if its bytes are
+still free in the part of the memory budget that graphs have. It then stays until the subnet is removed. This
+module has not run on hardware yet; the tests use a backend that stands in for CUDA.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from subnetact.engine.cache import ByteCache
+from subnetact.engine.budget import Budget
 from subnetact.engine.ready_subnet import Bound
 
 __all__ = ["GRAPH_SIZES", "Captured", "GraphBackend", "Graphs", "cuda_graphs"]
@@ -71,53 +73,36 @@ class _Graph:
     captured: Captured
     x: Tensor
     call: Callable[[Tensor], Any]
-    versions: list[int]
+    moment: Any
 
 
 class Graphs:
-    """The graphs of one engine. They share one memory pool, so only one is replayed at a time.
+    """The graphs of one engine. They share one memory pool, so only one is replayed at a time."""
 
-    Args:
-        cache: keeps the graphs within its budget; the least recently used ones are evicted.
-        backend: records and replays calls.
-    """
-
-    KIND = "graphs"
-
-    def __init__(self, cache: ByteCache, backend: GraphBackend) -> None:
-        self._cache = cache
+    def __init__(self, budget: Budget, backend: GraphBackend) -> None:
+        self.budget = budget
         self._backend = backend
         self._replaying = Lock()
-        self._keys: dict[int, set[Any]] = {}
+        self._graphs: dict[Any, _Graph] = {}
         self._failed: set[Any] = set()
         self._warned = False
 
     def run(self, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Any, part: int = 0) -> Any:
-        """Run a batch through the graph of the next batch size in `GRAPH_SIZES`.
+        """Run a batch through the graph of the next batch size in `GRAPH_SIZES`, padded with zeros.
 
         A batch runs eagerly if it is larger than every graph, if its graph cannot be captured, or if the
-        graph does not fit in the budget.
-
-        Args:
-            subnet: the id of the subnet.
-            bound: its current view. A graph of older weights is captured again.
-            call: the function to capture: the view or the fused program.
-            x: the batch, of shape (N, ...). The batch is padded with zeros.
-            part: tells graphs of several parts of one subnet from each other.
-
-        Returns:
-            The output without the padding, in memory of its own.
+        graph does not fit in the budget. `part` tells the graphs of several blocks of a subnet apart.
         """
         if not isinstance(x, Tensor) or not 1 <= x.shape[0] <= GRAPH_SIZES[-1]:
             return call(x)
         size = GRAPH_SIZES[bisect_left(GRAPH_SIZES, x.shape[0])]
-        key = self.KIND, subnet, part, size, x.shape[1:], x.dtype
+        key = subnet, part, size, x.shape[1:], x.dtype
         if key in self._failed:
             return call(x)
         with self._replaying:
-            graph: _Graph | None = self._cache.get(key)
-            if graph is None or graph.call is not call or graph.versions != bound.versions():
-                graph = self._capture(key, subnet, bound, call, x, size)
+            graph = self._graphs.get(key)
+            if graph is None or graph.call is not call or graph.moment != bound.moment():
+                graph = self._capture(key, bound, call, x, size)
             if graph is not None:
                 held = graph
                 return self._backend.run(lambda: _replay(held, x))
@@ -126,40 +111,43 @@ class Graphs:
     def drop(self, subnet: int) -> None:
         """Remove the graphs of a subnet id."""
         with self._replaying:
-            for key in self._keys.pop(subnet, ()):
-                self._cache.drop(key)
+            for key in [key for key in (*self._graphs, *self._failed) if key[0] == subnet]:
+                self._graphs.pop(key, None)
                 self._failed.discard(key)
+                self.budget.free(key)
 
     def _capture(
-        self, key: Any, subnet: int, bound: Bound, call: Callable[[Tensor], Any], x: Tensor, size: int
+        self, key: Any, bound: Bound, call: Callable[[Tensor], Any], x: Tensor, size: int
     ) -> _Graph | None:
-        self._cache.drop(key)
-        self._keys.setdefault(subnet, set()).add(key)
-        versions = bound.versions()
+        self._graphs.pop(key, None)
+        self.budget.free(key)
+        moment = bound.moment()
         padded = torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
         if x.dim() == 4:
             padded = padded.contiguous(memory_format=torch.channels_last)
-        if not self._cache.make_room(padded.numel() * padded.element_size(), self.KIND):
+        if not self.budget.take(key, padded.numel() * padded.element_size()):
+            self._failed.add(key)
             return None
+        self.budget.free(key)
         try:
             captured = self._backend.capture(call, padded)
             output: Any = captured.output
             if not isinstance(output, Tensor) or output.shape[:1] != (size,):
                 raise TypeError("the output is not one tensor of the batch's size")
-            if bound.versions() != versions and bound.changes_itself(padded):
+            if bound.moment() != moment and bound.changes_itself(padded):
                 raise TypeError("its forward changes its own buffers")
         except Exception as error:
             self._failed.add(key)
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
             _log.log(
-                level, "subnet %d runs eagerly at batch size %d: capture failed: %s", subnet, size, error
+                level, "subnet %d runs eagerly at batch size %d: capture failed: %s", key[0], size, error
             )
             return None
-        graph = _Graph(captured, padded, call, versions)
-        if not self._cache.put(key, graph, captured.nbytes, self.KIND):
+        if not self.budget.take(key, captured.nbytes):
             self._failed.add(key)  # Running eagerly is cheaper than capturing again in every call.
             return None
+        graph = self._graphs[key] = _Graph(captured, padded, call, moment)
         return graph
 
 

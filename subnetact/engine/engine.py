@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from operator import index
 from os import PathLike
 from statistics import median
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subnetact.device import find_device
-from subnetact.engine.arguments import budget_bytes, check_dtype, check_weights, percentage, percentages
 from subnetact.engine.block_run import BlockRun, SubnetBlocks
 from subnetact.engine.blocks import Block
-from subnetact.engine.bundle import Bundle, load_bundle, save_bundle
-from subnetact.engine.cache import ByteCache
+from subnetact.engine.budget import Budget
+from subnetact.engine.bundle import load_bundle, save_bundle
 from subnetact.engine.compiler import Compiler
+from subnetact.engine.config import EngineConfig, budget_bytes, check_weights, percentage
 from subnetact.engine.cuda_graphs import GraphBackend, Graphs, cuda_graphs
 from subnetact.engine.input_shapes import InputShapes, Padding
 from subnetact.engine.inputs import (
@@ -36,7 +37,7 @@ from subnetact.engine.inputs import (
     try_example,
 )
 from subnetact.engine.outputs import unstack
-from subnetact.engine.promotion import PinResult, Promoter
+from subnetact.engine.plan import PinResult, Plan, default_budget
 from subnetact.engine.ready_subnet import Bound, ReadySubnet
 from subnetact.engine.stats import EngineStats, weight_bytes
 from subnetact.errors import (
@@ -47,7 +48,7 @@ from subnetact.errors import (
 )
 from subnetact.latency.arrays import LARGEST_BATCH
 from subnetact.latency.table import LatencyTable
-from subnetact.spec import FLOAT32, SubnetSpec
+from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.generation import Moment
 from subnetact.supernet.supernet import Supernet, as_supernet
@@ -55,26 +56,24 @@ from subnetact.supernet.untraced_changes import stale_weights
 
 __all__ = ["Engine"]
 
-FUSING = (FLOAT32, "int8")
-"""The precisions at which subnets can become fused programs."""
-KERNEL_BYTES = 2**25
-"""Bytes of a budget that stay free on the CPU for the kernels that oneDNN compiles and keeps."""
-
 
 class Engine:
     """The registered subnets of one supernet, ready to run on one device from one copy of the weights.
 
     An engine is what a `Batcher` runs and what `profile_latency` measures. It may be used from many threads.
 
-    Without a memory budget, no weight is copied outside a call. Within a budget, subnets that are pinned or
-    used most become fused programs: BatchNorms, activations and residual additions are merged into the
-    convolutions, and the weights are packed for the device. On CUDA devices, CUDA graphs are captured as
-    well. A subnet that does not fit in the budget runs as a view: more slowly, with the same outputs.
+    When it is made, the engine plans which subnets become fused programs: BatchNorms, activations and
+    residual additions are merged into the convolutions, and the weights are packed for the device. These are
+    the subnets whose programs are faster than their views on this kind of machine, in the order of their ids,
+    as far as the memory budget goes; `pin` puts a subnet first. `engine/plan.py` has the rule. All others run
+    as views, and no weight is copied for them outside a call. On CUDA devices, CUDA graphs are captured as
+    well. What a subnet computes does not change while it serves.
 
     Outputs equal those of `supernet(x, subnet=spec)` up to rounding: within 5e-5, or for fused programs
     within 1e-3 relative and 1e-4 absolute. The engine follows every change of the norm table, in-place
-    changes of the weights, and `load_state_dict`. A subnet whose statistics are gone from the norm table is
-    refused (`NotCalibrated`) until it is calibrated again.
+    changes of the weights, and `load_state_dict`; the next call of a fused subnet makes its program again. A
+    subnet whose statistics are gone from the norm table is refused (`NotCalibrated`) until it is calibrated
+    again.
 
     Args:
         supernet: the supernet; it is moved to `device`. Its training mode stays as it is; the engine runs
@@ -89,15 +88,13 @@ class Engine:
             input is one tensor, otherwise a dictionary from the names or positions of the inputs to numbers,
             for example `{"input_ids": 0, "attention_mask": 0}`. If None, nothing is padded.
         device: where to run. If None, the supernet stays where it is.
-        memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table. A
-            quarter of it, on the CPU also 32 MiB for compiled kernels, but together at most half, stays free
-            for what packing and running need temporarily. Not included are the activations of each thread
-            and the memory that the C allocator and MKL keep per thread.
+        memory_budget_mb: MiB that fused programs and graphs may take beyond the weights and the norm table; 0
+            means views only. If None, 1.25 times the weights, at most 1024 MiB. If there are graphs, one half
+            is for them. Not included is what packing and running need temporarily.
         accuracy: accuracy per subnet in percent, or None for a subnet whose accuracy is not known. Bundles
             keep these figures.
         allow_uncalibrated: whether to accept subnets that have no BatchNorm statistics of their own.
-        fuse: whether subnets may become fused programs within the budget. If False, only graphs use the
-            budget.
+        fuse: whether subnets may become fused programs. If False, only graphs use the budget.
         fused_dtype: what fused programs compute in, for example `torch.bfloat16`; outputs are then as precise
             as this dtype. If None, they compute in the dtype of the weights.
         compile: a torch.compile backend, for example `inductor`. Every subnet is then compiled instead of
@@ -105,8 +102,8 @@ class Engine:
         graph_backend: what captures graphs. If None, CUDA graphs are used on CUDA devices.
         check: whether to run `supernet.check` on every example (the corners of the space and not only the
             narrowest registered subnet), and to refuse outputs that a `Batcher` could not split into
-            samples. It takes about two forward passes per corner, once per supernet and shape.
-        removed: positions in `specs` of subnets that get their ids and are not served, as after `remove`.
+            samples. It takes about two forward passes per corner, once per supernet and shape; a progress bar
+            shows when it takes long.
 
     Attributes:
         supernet: the supernet.
@@ -132,7 +129,7 @@ class Engine:
 
     Example:
         ```python
-        engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224), memory_budget_mb=512)
+        engine = subnetact.Engine(supernet, specs, example=torch.zeros(3, 224, 224))
         engine.prepare(batch_sizes=[1, 8])
         y = engine(x, subnet=0)  # x: (N, 3, 224, 224)
         ```
@@ -146,7 +143,7 @@ class Engine:
         example: Any = None,
         padding: Padding = None,
         device: str | torch.device | None = None,
-        memory_budget_mb: float = 0.0,
+        memory_budget_mb: float | None = None,
         accuracy: Sequence[float | None] | None = None,
         allow_uncalibrated: bool = False,
         fuse: bool = True,
@@ -154,39 +151,89 @@ class Engine:
         compile: str | None = None,
         graph_backend: GraphBackend | None = None,
         check: bool = True,
-        removed: Collection[int] = (),
     ) -> None:
-        self._options: Mapping[str, Any] = {
-            "example": example,
-            "padding": padding,
-            "device": device,
-            "memory_budget_mb": memory_budget_mb,
-            "allow_uncalibrated": allow_uncalibrated,
-            "fuse": fuse,
-            "fused_dtype": fused_dtype,
-            "compile": compile,
-            "graph_backend": graph_backend,
-        }
-        self.prepared: tuple[int, ...] = ()
-        self.changes = 0
-        canonical = as_supernet(supernet).distinct(specs, "an engine")
-        strange = [i for i in removed if type(i) is not int or not 0 <= i < len(canonical)]
-        if strange:
-            raise EngineError(f"removed: {strange[0]!r} is no position of the {len(canonical)} subnets")
-        known = percentages(accuracy, canonical)
-        check_dtype(fused_dtype)
+        config = EngineConfig(
+            specs,
+            accuracy,
+            example=example,
+            padding=padding,
+            allow_uncalibrated=allow_uncalibrated,
+            device=device,
+            memory_budget_mb=memory_budget_mb,
+            fuse=fuse,
+            fused_dtype=fused_dtype,
+            compile=compile,
+            graph_backend=graph_backend,
+        )
+        self._open(supernet, config, check)
+
+    @classmethod
+    def from_config(cls, supernet: Supernet, config: EngineConfig) -> Engine:
+        """Make the engine of a configuration, `Engine.config` of another one for example.
+
+        Nothing is checked that was checked when the other engine was made: a subnet that lacks statistics
+        refuses its own calls and no others.
+
+        Args:
+            supernet: the supernet, on the same weights.
+            config: everything else.
+
+        Returns:
+            The engine.
+
+        Raises:
+            DeviceError: torch cannot use the device.
+            EngineError: as in `Engine`.
+            SpecError: a subnet is of another space.
+        """
+        engine = object.__new__(cls)
+        engine._set_up(supernet, config.checked(as_supernet(supernet)))
+        return engine
+
+    def _open(self, supernet: Supernet, config: EngineConfig, check: bool) -> None:
+        """Set the engine up, after a check that it can run every subnet that it is to serve."""
+        config = config.checked(as_supernet(supernet))
+        if not config.allow_uncalibrated:
+            removed = set(config.removed)
+            supernet.require_calibrated([s for i, s in enumerate(config.specs) if i not in removed])
+        self._set_up(supernet, config, check)
+
+    def _set_up(self, supernet: Supernet, config: EngineConfig, check: bool | None = None) -> None:
         check_weights(supernet)
-        self._budget = budget_bytes(memory_budget_mb)
-        self._allow_uncalibrated = allow_uncalibrated
         home = next(supernet.parameters()).device
-        self.device = home if device is None else find_device(device)
+        self.device = home if config.device is None else find_device(config.device)
         self.supernet = supernet
-        if not allow_uncalibrated:
-            supernet.require_calibrated([s for i, s in enumerate(canonical) if i not in removed])
         if self.device != home:
             supernet.to(self.device)
+        self._config = config
+        self.prepared: tuple[int, ...] = ()
+        self.changes = 0
         self.tables: dict[str, LatencyTable] = {}
         self._fingerprint: tuple[Moment | None, str] = (None, "")
+        self._take_example(config.example, config.padding)
+        self._stager = Stager(self.device)
+        self._blocks = SubnetBlocks(supernet, self._bind)
+        self._changing, self._rebinding = RLock(), Lock()
+        self._bind_ms: list[float] = []
+        self._subnets: tuple[ReadySubnet, ...] = ()
+        self._served: dict[int, ReadySubnet] = {}
+        self._compiler = None if config.compile is None else Compiler(config.compile)
+        backend = config.graph_backend
+        if backend is None and self.device.type == "cuda":
+            backend = cuda_graphs(self.device)
+        self._budget = budget_bytes(config.memory_budget_mb, default_budget(weight_bytes(supernet)))
+        for_graphs = 0 if backend is None else self._budget if self._never_fuses() else self._budget // 2
+        self._graphs = Graphs(Budget(for_graphs), backend) if backend and for_graphs else None
+        programs = Budget(self._budget - for_graphs)
+        self._plan = Plan(supernet, programs, config.fused_dtype, self._bound, self._never_fuses())
+        self._follow_subnets(config)
+        if check is not None and config.example is not None and self._served:
+            self._try_examples(check)
+        self._change_plan(config.pinned)
+        if config.prepared and self.compiled:
+            self.prepare(config.prepared, self.calibrated_ids)
+
+    def _take_example(self, example: Any, padding: Padding) -> None:
         for one in example if isinstance(example, list) else [] if example is None else [example]:
             check_input(one, None, self.device, where="example")
         self.input_shapes = InputShapes(example, padding) if isinstance(example, list) else None
@@ -195,28 +242,15 @@ class Engine:
         elif padding is not None:
             raise EngineError("padding: needs a list of examples, one per shape: example=[short, long]")
         self._example = None if example is None else detach_example(example)
-        self._converted, self._dtype = supernet.generation.number, dtype_of(supernet)
-        self._stager = Stager(self.device)
-        self._blocks = SubnetBlocks(supernet, self._bind)
-        self._changing = Lock()
-        free = self._budget // 4 + (KERNEL_BYTES if self.device.type == "cpu" else 0)
-        self._cache = ByteCache(self._budget - min(self._budget // 2, free))
-        self._compiler = None if compile is None else Compiler(compile)
-        self._promoter = (
-            Promoter(self._cache, supernet, fused_dtype)
-            if fuse and self._cache.budget and not compile
-            else None
-        )
-        if graph_backend is None and self.device.type == "cuda":
-            graph_backend = cuda_graphs(self.device)
-        self._graphs = Graphs(self._cache, graph_backend) if graph_backend and self._cache.budget else None
-        self._bind_ms: list[float] = []
-        self._subnets: tuple[ReadySubnet, ...] = ()
-        self._served: dict[int, ReadySubnet] = {}
-        for i, (spec, percent) in enumerate(zip(canonical, known, strict=True)):
-            (self.reserve if i in removed else self.register)(spec, percent)
-        if example is not None and self._served:
-            self._try_examples(check)
+        self._converted, self._dtype = self.supernet.generation.number, dtype_of(self.supernet)
+
+    def _never_fuses(self) -> str:
+        """Return why no subnet becomes a fused program whatever the plan says; "" if some may."""
+        if self._config.compile is not None:
+            return "the engine compiles its subnets instead (compile=)"
+        if not self._budget:
+            return "the engine has no memory budget; give memory_budget_mb="
+        return "" if self._config.fuse else "the engine was made with fuse=False"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle or copy an engine.
@@ -259,6 +293,12 @@ class Engine:
         return tuple(sorted(self._served))
 
     @property
+    def calibrated_ids(self) -> tuple[int, ...]:
+        """The ids of the subnets that are served and not refused for their BatchNorm statistics."""
+        every = self._config.allow_uncalibrated
+        return tuple(i for i in self.ids if every or self.supernet.calibrated(self.specs[i]))
+
+    @property
     def fingerprint(self) -> str:
         """The hash of the weights that the supernet has now; it is computed once for the same weights."""
         with self.supernet.exclusive():
@@ -268,13 +308,19 @@ class Engine:
             return self._fingerprint[1]
 
     @property
-    def options(self) -> Mapping[str, Any]:
-        """The arguments that the engine was made with, except the supernet, the subnets and `check`.
-
-        The example follows the dtype of the weights.
-        """
+    def config(self) -> EngineConfig:
+        """Everything that the engine consists of now, apart from the supernet and the latency tables."""
         self._convert_examples()
-        return self._options
+        subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
+        return replace(
+            self._config,
+            specs=tuple(subnet.spec for subnet in subnets),
+            accuracy=tuple(subnet.accuracy for subnet in subnets),
+            removed=tuple(subnet.id for subnet in subnets if subnet.id not in served),
+            pinned=self._plan.pinned,
+            prepared=self.prepared,
+            example=self._example if self.input_shapes is None else self.input_shapes.examples,
+        )
 
     @property
     def example(self) -> Any:
@@ -308,13 +354,12 @@ class Engine:
         """
         return 0 if self.input_shapes is None else self.input_shapes.index(x)
 
-    def register(self, spec: SubnetSpec, accuracy: float | None = None, *, bind: bool = True) -> int:
+    def register(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
         """Make one more subnet ready. Other subnets may be served meanwhile.
 
         Args:
             spec: the subnet.
-            accuracy: its accuracy in percent. If None, a figure that is known already is kept.
-            bind: whether to make its view now. If False, its first call makes it, or raises NotCalibrated.
+            accuracy: its accuracy in percent. None keeps the known accuracy.
 
         Returns:
             Its id. A subnet that is registered already keeps its id; one that was removed gets its id back.
@@ -326,43 +371,19 @@ class Engine:
         spec = self.supernet.space.check(spec)
         percent = percentage(accuracy, spec)
         with self._changing:
-            subnet = self._known_or_new(spec)
-            if bind and (subnet.bound is None or not subnet.bound.current(self.supernet, spec)):
+            known = (subnet for subnet in self._subnets if subnet.spec == spec)
+            subnet = next(known, None) or ReadySubnet(len(self._subnets), spec, None, self._run)
+            if subnet.bound is None or not subnet.bound.current:
                 subnet.bound = self._bind(spec)
-            self._keep(subnet, percent)
-            self._served = {**self._served, subnet.id: subnet}
+            if percent is not None:
+                subnet.accuracy = percent
+            served = {**self._served, subnet.id: subnet}
+            self._plan.change(served, self._example)
+            if subnet.id == len(self._subnets):
+                self._subnets = (*self._subnets, subnet)
+            self._served = served
             self.changes += 1
             return subnet.id
-
-    def reserve(self, spec: SubnetSpec, accuracy: float | None = None) -> int:
-        """Give a subnet its id without serving it, as if it had been registered and removed.
-
-        Args:
-            spec: the subnet.
-            accuracy: as in `register`.
-
-        Returns:
-            Its id. A subnet that is registered already is served as before.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
-        """
-        spec = self.supernet.space.check(spec)
-        percent = percentage(accuracy, spec)
-        with self._changing:
-            subnet = self._known_or_new(spec)
-            self._keep(subnet, percent)
-            return subnet.id
-
-    def _known_or_new(self, spec: SubnetSpec) -> ReadySubnet:
-        known = (subnet for subnet in self._subnets if subnet.spec == spec)
-        return next(known, None) or ReadySubnet(len(self._subnets), spec, None, self._run)
-
-    def _keep(self, subnet: ReadySubnet, percent: float | None) -> None:
-        if percent is not None:
-            subnet.accuracy = percent
-        if subnet.id == len(self._subnets):
-            self._subnets = (*self._subnets, subnet)
 
     def remove(self, subnet: int) -> None:
         """Stop serving a subnet. Calls under way finish, and no other subnet gets the id.
@@ -374,18 +395,54 @@ class Engine:
             SpecError: there is no such id.
         """
         with self._changing:
-            gone = self.ready(subnet)
-            self._served = {i: s for i, s in self._served.items() if i != subnet}
+            self._forget(self.ready(subnet))
+            self._change_plan(self._plan.pinned)
+
+    def follow(self, config: EngineConfig) -> None:
+        """Register, remove, pin and prepare until the engine has the subnets of a configuration.
+
+        A subnet that lacks statistics refuses its own calls, and no others.
+
+        Args:
+            config: that of another engine of the same supernet, which has registered more subnets since, for
+                example.
+        """
+        with self._changing:
+            self._follow_subnets(config)
+            self._change_plan(config.pinned)
+            if self.compiled and config.prepared != self.prepared:
+                self.prepare(config.prepared, self.calibrated_ids)
+
+    def _follow_subnets(self, config: EngineConfig) -> None:
+        accuracy = config.accuracy or (None,) * len(config.specs)
+        for i, spec in enumerate(config.specs[len(self._subnets) :], start=len(self._subnets)):
+            self._subnets = (*self._subnets, ReadySubnet(i, spec, None, self._run))
+        for subnet, percent in zip(self._subnets, accuracy, strict=True):
+            subnet.accuracy = percent
+        served = {subnet.id: subnet for subnet in self._subnets if subnet.id not in config.removed}
+        for i in self._served.keys() - served.keys():
+            self._forget(self._served[i])
+        for subnet in served.values():
+            if subnet.bound is None and (config.allow_uncalibrated or self.supernet.calibrated(subnet.spec)):
+                subnet.bound = self._bind(subnet.spec)
+        self._served = served
+        self.changes += 1
+
+    def _forget(self, gone: ReadySubnet) -> None:
+        with self._rebinding:
+            self._served = {i: s for i, s in self._served.items() if i != gone.id}
             gone.bound = None
-            gone.refused = ""
-            self.changes += 1
         self._blocks.drop(gone.spec)
-        if self._promoter is not None:
-            self._promoter.drop(subnet)
+        self._plan.drop(gone.id)
         if self._graphs is not None:
-            self._graphs.drop(subnet)
+            self._graphs.drop(gone.id)
         if self._compiler is not None:
-            self._compiler.drop(subnet)
+            self._compiler.drop(gone.id)
+
+    def _change_plan(self, pinned: Sequence[int]) -> None:
+        self._plan.pinned = tuple(i for i in dict.fromkeys(pinned) if i in self._served)
+        self._plan.change(self._served, self._example)
+        self.changes += 1
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -525,26 +582,24 @@ class Engine:
         bound, blocks = self._blocks_of(ready, batch)
         graphs = self._graphs
         if graphs is None or len(blocks) == 1:
-            return [block.quickest for block in blocks], blocks, bound.weights_generation
+            return [block.quickest for block in blocks], blocks, bound.number
         # One CUDA graph per block that takes a single tensor; this has not run on hardware yet.
         calls = [
             partial(graphs.run, ready.id, bound, block, part=part)
             for part, block in enumerate(blocks, start=1)
         ]
-        return calls, blocks, bound.weights_generation
+        return calls, blocks, bound.number
 
     def _blocks_of(self, ready: ReadySubnet, batch: Any) -> tuple[Bound, list[Block]]:
         bound = self._bound(ready)
         several = not isinstance(self._example if batch is None else batch, Tensor | None)
         if self._compiler is not None or several:
             return bound, [Block("", partial(self._run, ready))]
-        promoted = None
-        if self._promoter is not None:
-            promoted = self._promoter.program(ready, bound, self._example)
-        if promoted is not None:
-            if promoted.program.dtype is None and (batch is None or promoted.program.accepts(batch)):
-                return bound, self._blocks.of_program(promoted.program)
-            return bound, [Block("", promoted)]
+        planned = self._plan.program(ready, bound, self._example)
+        if planned is not None:
+            if planned.program.dtype is None and (batch is None or planned.program.accepts(batch)):
+                return bound, self._blocks.of_program(planned.program)
+            return bound, [Block("", planned)]
         own, blocks = self._blocks.of_view(ready.spec)
         return own, blocks
 
@@ -594,15 +649,19 @@ class Engine:
     # -- speed -----------------------------------------------------------------------------------
 
     def pin(self, subnet: int) -> PinResult:
-        """Make the fused program of a subnet now and protect it from eviction until `unpin`.
+        """Put a subnet first in the plan of fused programs, behind those that were pinned before.
+
+        Its program is made now, even if it is not expected to be faster than its view. Subnets that are not
+        pinned run as views from now on if the budget does not suffice for all.
 
         Args:
             subnet: the id of the subnet.
 
         Returns:
-            Whether the subnet is a fused program now; the result is true or false in conditions. It is not if
-            the engine has no budget, `fuse=False` or `compile=...`, if the program does not fit in the
-            budget, or if the network cannot be fused. The result's `reason` then says which, in one line.
+            Whether the subnet is a fused program now; the result is true or false in conditions. If it is
+            not, the subnet is not pinned either, and the result's `reason` says why, in one line: the engine
+            has no budget, `fuse=False` or `compile=...`, the program does not fit in the budget beside those
+            that were pinned before, or the network cannot be fused.
 
         Raises:
             InvalidRequest: the engine has no example yet.
@@ -610,23 +669,21 @@ class Engine:
             SpecError: there is no such id, or the subnet was removed.
             StaleWeights: `functional_call` ran on the supernet, whose tensors a program must not keep.
         """
-        chosen = self.ready(subnet)
-        bound = self._bound(chosen)
-        if self._promoter is None:
-            why = "the engine has no memory budget; give memory_budget_mb="
-            if self._compiler is not None:
-                why = "the engine compiles its subnets instead (compile=)"
-            elif self._cache.budget:
-                why = "the engine was made with fuse=False"
-            return PinResult(False, why)
-        if chosen.spec.precision not in FUSING:
-            return PinResult(False, f"a subnet at {chosen.spec.precision} runs as a view")
-        result = self._promoter.pin(chosen, bound, self.example)
-        self.changes += 1
-        return result
+        with self._changing:
+            chosen, before = self.ready(subnet), self._plan.pinned
+            self._bound(chosen)
+            if not self._plan.never:
+                self.example  # noqa: B018 - it raises if there is none
+            try:
+                self._change_plan((*before, chosen.id))
+            finally:
+                if chosen.id not in self._plan:
+                    self._plan.pinned = before
+            reason = self._plan.reason(chosen.id)
+            return PinResult(not reason, reason)
 
     def unpin(self, subnet: int) -> None:
-        """Stop protecting a fused program from eviction. It stays until others need its room.
+        """Undo `pin`: the subnet has the place of its id in the plan again.
 
         Args:
             subnet: the id of the subnet.
@@ -634,14 +691,14 @@ class Engine:
         Raises:
             SpecError: there is no such id, or the subnet was removed.
         """
-        if self._promoter is not None:
-            self._promoter.unpin(self.ready(subnet).id)
-            self.changes += 1
+        with self._changing:
+            chosen = self.ready(subnet).id
+            self._change_plan([i for i in self._plan.pinned if i != chosen])
 
     @property
-    def pinned(self) -> frozenset[int]:
-        """The ids whose fused programs are protected from eviction."""
-        return frozenset() if self._promoter is None else self._promoter.pinned
+    def pinned(self) -> tuple[int, ...]:
+        """The ids that come first in the plan of fused programs, in the order in which they were pinned."""
+        return self._plan.pinned
 
     @property
     def compiled(self) -> bool:
@@ -649,15 +706,17 @@ class Engine:
         return self._compiler is not None
 
     def is_fused(self, subnet: int) -> bool:
-        """Tell whether a subnet runs as a fused program now.
+        """Tell whether a subnet runs as a fused program. `stats().unfused` says why others do not.
 
         Args:
             subnet: the id of the subnet. An unknown id is not fused.
         """
-        return self._promoter is not None and type(subnet) is int and self._promoter.holds(subnet)
+        return type(subnet) is int and subnet in self._plan
 
     def prepare(self, batch_sizes: Sequence[int] = (1,), subnets: Sequence[int] | None = None) -> None:
         """Run every subnet once at each batch size, so that nothing is packed, captured or compiled later.
+
+        Fused programs that could not be made before, because memory was short for example, are tried again.
 
         An engine with `compile` refuses batches of other shapes from then on (`RecompileRefused`). After
         weights or statistics were replaced (`load_state_dict`, `calibrate`) it refuses every batch until it
@@ -683,6 +742,8 @@ class Engine:
         if not isinstance(ids, Iterable):
             raise SpecError(f"subnets: expected a list of ids, got {ids!r}")
         chosen = [self.ready(i) for i in ids]
+        with self._changing:
+            self._change_plan(self._plan.pinned)
         shaped = [(size, x) for size in sorted(map(int, sizes), reverse=True) for x in self.examples[::-1]]
         for size, example in shaped:
             x = self._stager.stack([example], size)
@@ -695,6 +756,23 @@ class Engine:
             self._compiler.seal()
         self.prepared = tuple(sorted(map(int, sizes)))
         self.changes += 1
+
+    def warm_up(self, batch_sizes: Sequence[int], limit_s: float) -> None:
+        """Run the subnets once per batch size, small ones first, until the time is used up.
+
+        An engine with `compile` runs what it was prepared for and nothing else, so it is left alone.
+
+        Args:
+            batch_sizes: the batch sizes that will run.
+            limit_s: the time after which no further subnet starts, in s.
+        """
+        end = time.monotonic() + limit_s
+        for size in [] if self.compiled else sorted(batch_sizes):
+            x = self._stager.stack([self.examples[-1]], size)
+            for subnet in self.calibrated_ids:
+                if time.monotonic() > end:
+                    return
+                self._run(self.ready(subnet), x)
 
     def stats(self) -> EngineStats:
         """Measure how long choosing a subnet takes, and count the bytes that are held.
@@ -712,18 +790,18 @@ class Engine:
             taken.append(time.perf_counter_ns() - start)
         return EngineStats(
             subnets=len(ids),
-            fused=0 if self._promoter is None else sum(map(self.is_fused, ids)),
+            fused=sum(map(self.is_fused, ids)),
             actuate_us=median(taken) / 1e3 if taken else 0.0,
             bind_ms=median(self._bind_ms) if self._bind_ms else 0.0,
             weights=weight_bytes(self.supernet),
             packed_bytes=self.supernet.packed_bytes(),
             lowered_bytes=self.supernet.lowered_bytes(),
             norm_table=self.supernet.norms.nbytes(),
-            fused_bytes=self._cache.nbytes(Promoter.KIND),
-            graphs=self._cache.nbytes(Graphs.KIND),
+            fused_bytes=self._plan.budget.used,
+            graphs=0 if self._graphs is None else self._graphs.budget.used,
             budget=self._budget,
             compiled=0 if self._compiler is None else len(self._compiler),
-            unfused={i: subnet.refused for i, subnet in sorted(self._served.items()) if subnet.refused},
+            unfused={i: reason for i in ids if (reason := self._plan.reason(i))},
         )
 
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
@@ -743,17 +821,13 @@ class Engine:
             StaleWeights: something was found, and `refresh` is False.
         """
         found = list(self.supernet.verify(refresh=True)) if refresh else []
-        served = sorted(self._served.items())
-        current = [(s, s.bound) for _, s in served if s.bound and s.bound.current(self.supernet, s.spec)]
+        current = [s.bound for _, s in sorted(self._served.items()) if s.bound and s.bound.current]
         # Whether a view is current is asked again under the lock: other threads may load weights meanwhile.
-        found += self.supernet.stale(
-            (str(s), b.view, b.statistics_row) for s, b in current if b.current(self.supernet, s.spec)
-        )
-        for subnet, _ in current:
-            if self._promoter is not None and not self._promoter.matches(subnet):
-                found.append(f"{subnet}: the fused program was made of other weights")
-                if refresh:
-                    self._cache.drop((Promoter.KIND, subnet.id))
+        found += self.supernet.stale((str(b.spec), b.view, b.statistics_row) for b in current if b.current)
+        stale = self._plan.stale()
+        found += [f"{self.ready(i)}: the fused program was made of other weights" for i in stale]
+        if refresh:
+            self._plan.make_again(stale)
         if found and refresh:
             self.supernet.refresh()
         elif found:
@@ -778,20 +852,7 @@ class Engine:
             StaleWeights: another thread changed weights in place meanwhile. Nothing is then written. Weights
                 that are loaded meanwhile do no harm: the bundle holds the former or the new checkpoint.
         """
-        self._convert_examples()
-        subnets, served = self._subnets, self._served  # Both are replaced as a whole, so no lock is needed.
-        bundle = Bundle(
-            self.supernet,
-            [subnet.spec for subnet in subnets],
-            [subnet.accuracy for subnet in subnets],
-            [subnet.id for subnet in subnets if subnet.id not in served],
-            self._example if self.input_shapes is None else self.input_shapes.examples,
-            self.tables,
-            self._allow_uncalibrated,
-            self.supernet.norms,
-            None if self.input_shapes is None else self.input_shapes.given,
-        )
-        save_bundle(bundle, directory)
+        save_bundle(self.supernet, self.config, self.tables, directory)
 
     @classmethod
     def load(
@@ -825,46 +886,43 @@ class Engine:
             NotCalibrated: the bundle lacks BatchNorm statistics of a subnet.
             PrecisionError: this machine cannot compute at a precision of the bundle.
         """
-        found = load_bundle(directory, supernet, mapped, options)
-        served: Mapping[str, Any] = {
-            "example": found.example,
-            "padding": found.padding,
-            "accuracy": found.accuracy,
-            "allow_uncalibrated": found.allow_uncalibrated,
-            "removed": found.removed,
-        }
-        engine = cls(found.supernet, found.specs, **{**served, **options})
-        engine.tables.update(found.tables)
+        check = options.pop("check", True)
+        found, config, tables = load_bundle(directory, supernet, mapped, options)
+        engine = object.__new__(cls)
+        engine._open(found, config, check)
+        engine.tables.update(tables)
         return engine
 
     # -- inner parts -----------------------------------------------------------------------------
 
     def _run(self, subnet: ReadySubnet, x: Any) -> Any:
         bound = self._bound(subnet)
-        with torch.inference_mode():
-            if not isinstance(x, Tensor):
-                if self._compiler is not None:
-                    raise InvalidRequest(
-                        f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
-                        "leave out compile="
-                    )
-                x = as_batch(x)
-                program = None
-                if self._promoter is not None and subnet.spec.precision in FUSING:
-                    program = self._promoter.program(subnet, bound, self._example)
+        if not isinstance(x, Tensor):
+            if self._compiler is not None:
+                raise InvalidRequest(
+                    f"input: a compiled engine serves single tensors, got {type(x).__name__}; "
+                    "leave out compile="
+                )
+            x = as_batch(x)
+            program = self._plan.program(subnet, bound, self._example)
+            with torch.inference_mode():
                 return call_with(bound.view, x) if program is None else program(x)
+        call: Any
+        if self._compiler is not None:
+            call = self._compiler.of(subnet.id, bound)
+        else:
+            call = self._plan.program(subnet, bound, self._example) or bound.view
+        with torch.inference_mode():
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
-            if self._compiler is not None:
-                call = self._compiler.of(subnet.id, bound)
-            elif self._promoter is None or subnet.spec.precision not in FUSING:
-                call = bound.view
-            else:
-                call = self._promoter.program(subnet, bound, self._example) or bound.view
             output = call(x) if self._graphs is None else self._graphs.run(subnet.id, bound, call, x)
-            if self._example is None and x.dim():
+        if self._example is None and x.dim():
+            with self._changing:
                 self._example = torch.zeros(x.shape[1:], dtype=x.dtype)
-            return output
+                self._change_plan(self._plan.pinned)
+            if subnet.id in self._plan:
+                return self._run(subnet, x)
+        return output
 
     def _try_examples(self, check: bool) -> None:
         space = self.supernet.space
@@ -885,12 +943,11 @@ class Engine:
         bound = subnet.bound
         if bound is None and self._served.get(subnet.id) is not subnet:
             raise SpecError(f"subnet {subnet.id} ({subnet.spec}) was removed; register it again")
-        if bound is None or not bound.current(self.supernet, subnet.spec):
+        if bound is None or not bound.current:
             bound = self._bind(subnet.spec)
-            with self._changing:
+            with self._rebinding:
                 if self._served.get(subnet.id) is subnet:
                     subnet.bound = bound
-                    subnet.refused = ""
         return bound
 
     def _convert_examples(self) -> None:
@@ -903,7 +960,6 @@ class Engine:
         if former == self._dtype or self._example is None:
             return
         convert = partial(to_dtype, former=former, dtype=self._dtype)
-        self._options = {**self._options, "example": convert(self._options["example"])}
         self._example = convert(self._example)
         if self.input_shapes is not None:
             self.input_shapes.examples = convert(self.input_shapes.examples)
@@ -912,12 +968,12 @@ class Engine:
         self._convert_examples()
         while True:
             start = time.perf_counter()
-            if not self._allow_uncalibrated:
+            if not self._config.allow_uncalibrated:
                 self.supernet.require_calibrated([spec])
             bound = Bound.of(self.supernet, spec)
             self._bind_ms = [*self._bind_ms[-999:], (time.perf_counter() - start) * 1e3]
             if (
-                self._allow_uncalibrated
+                self._config.allow_uncalibrated
                 or bound.statistics_row is not None
                 or not self.supernet.norm_operators()
             ):

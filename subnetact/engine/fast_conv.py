@@ -25,16 +25,7 @@ LARGE_MAP = 4096
 
 
 def use_fast_convs_(view: nn.Module) -> nn.Module:
-    """Give the plain, ungrouped convolutions of a view the faster forward, in place.
-
-    No weight is copied outside a call. Inputs that are not in channels_last run as before.
-
-    Args:
-        view: a view that nobody else uses.
-
-    Returns:
-        The view.
-    """
+    """Give the plain, ungrouped convolutions of a private view the faster forward, and return the view."""
     for module in view.modules():
         if isinstance(module, nn.Conv2d) and plain_conv(module) and module.groups == 1:
             mix_in_(module, _FastConv)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from subnetact.engine.packed_conv import plain_conv
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.lowered_weight import LowConv, LowLinear
 from subnetact.operators.view_module import module_class
 
@@ -23,12 +24,6 @@ __all__ = ["LIMIT", "overflows", "stays_finite"]
 LIMIT = 1e8
 """Inputs up to this absolute value count as ordinary; `overflows` probes a network with values as large."""
 
-_LAYERS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Identity, nn.Flatten, nn.ReLU,
-    nn.ReLU6, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.SiLU, nn.GELU, nn.Tanh, nn.LeakyReLU,
-    nn.PReLU, nn.ELU, nn.Mish, nn.Softmax, nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.Upsample,
-    nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.ZeroPad2d, nn.PixelShuffle, nn.Embedding,
-)  # fmt: skip
 _FUNCTIONS = {
     operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.neg, operator.getitem,
     operator.floordiv, operator.eq, getattr, torch.add, torch.sub, torch.mul, torch.cat, torch.flatten,
@@ -50,15 +45,7 @@ _DIVISIONS = (operator.truediv, torch.div, "div")
 
 
 def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
-    """Tell whether every operation of a network gives finite values for finite values, unless they overflow.
-
-    Args:
-        graph: a graph that `trace_` made.
-        leaves: the modules that the graph calls, by name.
-
-    Returns:
-        False if there is an operation that is not known to do so, such as a logarithm or a division.
-    """
+    """Tell whether finite values stay finite in a traced network, unless they overflow."""
     for node in graph.nodes:
         if node.op == "call_module" and not _is_known(leaves[str(node.target)]):
             return False
@@ -72,20 +59,12 @@ def stays_finite(graph: fx.Graph, leaves: Mapping[str, nn.Module]) -> bool:
 
 def _is_known(module: nn.Module) -> bool:
     cls = module_class(module)
-    norm = issubclass(cls, _BatchNorm) and cls.forward is _BatchNorm.forward
-    return cls in _LAYERS or norm or plain_conv(module) or isinstance(module, LowConv | LowLinear)
+    known = isinstance(module, LowConv | LowLinear) or plain_conv(module) or cls.forward is _BatchNorm.forward
+    return known or traits_of(cls, derived=False).finite
 
 
 def overflows(view: nn.Module, probe: Tensor | None) -> bool:
-    """Tell whether a network gives values that are not finite, as far as its weights and a probe show.
-
-    Args:
-        view: the network.
-        probe: a batch, which is scaled to values up to `LIMIT`. If None, only the weights are looked at.
-
-    Returns:
-        True if weights are not finite, or if the output for the scaled probe is not.
-    """
+    """Tell whether weights, or the output for a probe scaled to values up to `LIMIT`, are not finite."""
     tensors = (*view.parameters(), *view.buffers())
     if not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
         return True

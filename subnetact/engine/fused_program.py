@@ -2,10 +2,7 @@
 
 BatchNorms, activations and additions are merged into convolutions (`packed_conv.py`). The weights of linear
 layers are packed, those of queries, keys and values together, and the operations after them overwrite their
-outputs (`packed_linear.py`). Attention that is written out becomes one operation (`attention_scores.py`).
-What follows from weights alone is computed once.
-
-`promotion.py` decides which subnets get one; `cache.py` bounds their memory.
+outputs (`packed_linear.py`). `plan.py` decides which subnets become fused programs.
 """
 
 from __future__ import annotations
@@ -22,8 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from subnetact.engine.attention_scores import merge_attention
-from subnetact.engine.constants import fold_constants
 from subnetact.engine.fast_conv import use_fast_convs_
 from subnetact.engine.finite_values import LIMIT, overflows, stays_finite
 from subnetact.engine.int8_conv import Int8Conv, runs_at_int8
@@ -81,30 +76,14 @@ class _Overwriting(nn.Module):
 class FusedProgram:
     """One subnet with packed weights, and with operations merged into its convolutions and linear layers.
 
-    The weights are copied and packed for the device. The outputs differ from those of the view by rounding.
+    oneDNN's ReLU and hardtanh turn NaN into a number. So they are used only if the weights are finite and if
+    nothing in the network can make NaN of finite numbers, which is tried on large values of the `probe`;
+    `accepts` then tells which inputs the program may be given. In other networks these activations run by
+    themselves and keep NaN.
 
-    oneDNN's ReLU and hardtanh turn NaN into a number, and so does `scaled_dot_product_attention` in place of
-    scores and a softmax. So they are used only if the weights are finite and if nothing in the network can
-    make NaN of finite numbers; `accepts` then tells which inputs the program may be given. In other networks
-    these activations run by themselves and keep NaN, and attention stays as it is written.
-
-    Args:
-        view: a view that nobody else uses. If the program is traced, the view maps one tensor to one tensor.
-        dtype: what the program computes in. Inputs are converted to it and outputs are converted back. If
-            None, nothing is converted.
-        probe: a batch, with which the view is run on large values to see whether they overflow. If None, only
-            the weights are looked at.
-        traced: whether the program is made of the graph of the view. If False, the view becomes the program,
-            with packed linear layers; `dtype` has no effect then.
-
-    Attributes:
-        module: the program: a torch.fx graph module, or the view.
-        paths: for every module of the program that the network does not have, the path of the layer that it
-            stands for.
-
-    Raises:
-        ValueError: the network has no convolution or linear layer to fuse.
-        Exception: the network cannot be traced.
+    Nobody else may use the `view`. A program with a `dtype` computes in it, and converts inputs and outputs.
+    One that is not `traced` is the view itself with packed linear layers. `paths` tells of modules that the
+    network does not have which of its layers they stand for.
     """
 
     def __init__(
@@ -119,7 +98,6 @@ class FusedProgram:
         self._linears: list[PackedLinear] = []
         self.paths: dict[str, str] = {}
         self._copied = 0
-        self._swallows_nan = False
         self.module: nn.Module
         if traced:
             self.module = self._graph_module(view, probe)
@@ -128,7 +106,7 @@ class FusedProgram:
             self.module = view
         if not self._convs and not self._linears:
             raise ValueError("there is nothing to fuse: the network has no ordinary Conv2d or large Linear")
-        self._swallows_nan |= any(conv.swallows_nan for conv in self._convs)
+        self._swallows_nan = any(conv.swallows_nan for conv in self._convs)
 
     def _graph_module(self, view: nn.Module, probe: Tensor | None) -> fx.GraphModule:
         dtype = self.dtype
@@ -146,18 +124,13 @@ class FusedProgram:
                 modules[name] = fused
                 self.paths[name] = path
                 self._convs.append(fused.conv)
-        folded = fold_constants(graph, tensors)
-        if merge and merge_attention(graph, modules, tensors):
-            self._swallows_nan = True
         if dtype in (None, torch.float32):
             self._linears = _pack_linears(graph, modules, self.paths)
         _erase_unused(graph)
         _overwrite(graph, modules)
         used = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
         modules = {path: module for path, module in {**tensors, **modules}.items() if path in used}
-        if dtype is None:
-            self._copied = sum(nbytes for path, nbytes in folded.items() if path in used)
-        else:
+        if dtype is not None:
             for path, module in modules.items():
                 if isinstance(module, Tensor):
                     modules[path] = module.to(dtype) if module.is_floating_point() else module
@@ -174,15 +147,7 @@ class FusedProgram:
         return made
 
     def accepts(self, x: Any) -> bool:
-        """Tell whether the program gives the view's output for a batch, up to rounding.
-
-        Args:
-            x: as in `__call__`.
-
-        Returns:
-            False if x has NaN, infinite or huge values, and the program has operations that swallow NaN.
-            False for an empty batch, which networks that cannot run it refuse.
-        """
+        """Tell whether the program answers a batch as the view does; see `strange`. Empty ones are not."""
         if isinstance(x, Tensor) and not x.numel():
             return False
         if not self._swallows_nan or not x.is_floating_point():
@@ -191,14 +156,7 @@ class FusedProgram:
         return bool(torch.dot(flat, flat) <= LIMIT**2)  # False for NaN.
 
     def strange(self, x: Tensor) -> Tensor:
-        """Return which samples of a batch `accepts` would refuse if each of them came alone.
-
-        Args:
-            x: a batch that is not accepted, of shape (N, ...).
-
-        Returns:
-            Their positions, in ascending order.
-        """
+        """Return the positions of the samples that `accepts` would refuse if each of them came alone."""
         squares = x.reshape(len(x), -1).double().square().sum(1)
         return (~(squares <= LIMIT**2)).nonzero()[:, 0]
 
@@ -208,25 +166,12 @@ class FusedProgram:
         return self._copied + sum(conv.nbytes for conv in self._convs) + sum(p.nbytes for p in self._linears)
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
-        """Bound the memory that further input shapes take.
-
-        Args:
-            reserve: called with the bytes that a further shape needs. If it returns False, the weights are
-                packed in every call with that shape instead of being kept.
-        """
+        """Bound the memory of further input shapes: `reserve` is asked whether it may take so many bytes."""
         for conv in self._convs:
             conv.limit(reserve)
 
     def __call__(self, x: Any) -> Any:
-        """Run a batch.
-
-        Args:
-            x: a tensor, of shape (N, C, H, W) in channels_last for images. A program that is not traced
-                also takes a tuple or dictionary of tensors.
-
-        Returns:
-            The output of the network, in the dtype of x.
-        """
+        """Run a batch, with images in channels_last, and return the network's output in the dtype of x."""
         forward: Any = self.module.forward  # A failing GraphModule.__call__ would print its code.
         return call_with(forward, x) if self.dtype is None else forward(x.to(self.dtype)).to(x.dtype)
 

@@ -28,20 +28,8 @@ class InputShapes:
     told which entries are padding, for example by an attention mask. Send the mask as one of the inputs, and
     pad the mask with the value that hides an entry.
 
-    Args:
-        examples: inputs without a batch dimension, of equal structure and dtypes and of different shapes.
-        padding: the value to pad with: a number if an input is one tensor, otherwise a mapping from the
-            names (or positions) of the inputs to their values. An input that the mapping lacks is not
-            padded. If None, nothing is padded.
-
-    Attributes:
-        examples: the examples on the CPU, in ascending order of their number of elements.
-        given: the padding as given.
-        padding: the value of every tensor that may be padded, by the position of the tensor.
-
-    Raises:
-        EngineError: the examples differ in more than their shapes, two are equal, or the padding names an
-            input that the examples lack or is no number.
+    `padding` is a number if an input is one tensor, otherwise a mapping from names (or positions) of inputs
+    to numbers; an input that the mapping lacks is not padded.
     """
 
     def __init__(self, examples: Sequence[Any], padding: Padding = None) -> None:
@@ -62,14 +50,7 @@ class InputShapes:
         self.padding = _padding(self.examples[0], padding)
 
     def index(self, x: Any) -> int:
-        """Return the position of the smallest shape that an input fits in.
-
-        Args:
-            x: one input without a batch dimension, in the structure of the examples.
-
-        Raises:
-            InvalidRequest: the input fits in no shape.
-        """
+        """Return the position of the smallest shape that an input fits in."""
         own = [part.shape if isinstance(part, Tensor) else None for part in tensors_of(as_batch(x))]
         for index in range(len(self._shapes)):
             if self._fit(own, index):
@@ -91,29 +72,12 @@ class InputShapes:
         return all(size <= most for size, most in zip(own, wanted, strict=True))
 
     def check(self, x: Any, device: torch.device, finite: bool = False) -> None:
-        """Refuse an input that fits in no shape, or whose structure or dtypes differ from the examples'.
-
-        Args:
-            x: one input without a batch dimension.
-            device: the device that tensors may be on, besides the CPU.
-            finite: whether to refuse NaN and infinite values too.
-
-        Raises:
-            InvalidRequest: the message names what was given and what is served.
-        """
+        """Refuse an input that fits in no shape, or whose structure or dtypes differ from the examples'."""
         check_input(x, None, device, finite)
         check_input(self.padded([x])[0], self.examples[self.index(x)], device)
 
     def padded(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return inputs in one shape, the smallest that all of them fit in.
-
-        Args:
-            inputs: inputs without a batch dimension.
-
-        Raises:
-            InvalidRequest: an input fits in no shape, there is no shape that all of them fit in, or they have
-                different shapes and no padding was given.
-        """
+        """Return inputs in one shape, the smallest that all of them fit in."""
         first = max(map(self.index, inputs))
         owns = [[part.shape for part in tensors_of(as_batch(x))] for x in inputs]
         common = (i for i in range(first, len(self.examples)) if all(self._fit(own, i) for own in owns))

@@ -47,17 +47,10 @@ LARGEST_EXAMPLE = 2**28
 def check_input(
     x: Any, example: Any, device: torch.device, finite: bool = False, where: str = "input"
 ) -> None:
-    """Refuse an input whose structure, shapes or dtypes differ from those of the example.
+    """Refuse a single input whose structure, shapes or dtypes differ from those of the example.
 
-    Args:
-        x: one input without a batch dimension: a tensor, or a tuple or dictionary of tensors.
-        example: an input that is known to run. If None, all tensors are accepted.
-        device: the device that tensors may be on, besides the CPU.
-        finite: whether to refuse NaN and infinite values too.
-        where: what messages call this part of the input.
-
-    Raises:
-        InvalidRequest: the message names the part, what was given and what is served.
+    Without an example, all tensors are accepted; `finite` refuses NaN and infinite values too. Tensors may be
+    on the CPU or on `device`. Messages call the input `where`.
     """
     if isinstance(x, Tensor):
         _check_tensor(x, example, device, where)
@@ -96,17 +89,7 @@ def _check_tensor(x: Tensor, example: Any, device: torch.device, where: str) -> 
 
 
 def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") -> None:
-    """Explain why a network failed on a batch, if the batch differs from the example.
-
-    Args:
-        x: the batch.
-        example: one input without a batch dimension, or None if it is not known.
-        cause: the error that the network raised.
-        where: what messages call this part of the batch.
-
-    Raises:
-        InvalidRequest: the batch differs; the message names what was given and what is served.
-    """
+    """Raise InvalidRequest if a batch on which the network failed differs from the example."""
     served = "tensors"
     like = isinstance(x, Tensor | tuple | Mapping)
     if isinstance(example, Tensor):
@@ -125,20 +108,10 @@ def check_batch(x: Any, example: Any, cause: Exception, where: str = "batch") ->
 
 
 def try_example(supernet: Supernet, spec: SubnetSpec, x: Any, example: Any) -> Any:
-    """Run a subnet on a batch of one example, to find out early whether it runs.
+    """Run a subnet on a batch `x` of one example, and return its output.
 
-    Args:
-        supernet: the supernet.
-        spec: the subnet.
-        x: the batch, on the device of the supernet.
-        example: the input that the batch was made of, on the CPU.
-
-    Returns:
-        The output.
-
-    Raises:
-        InvalidRequest: the subnet fails; the message names the module that raised the error, and says whether
-            the example has a batch dimension or the elastic description lacks a module.
+    If it fails, an InvalidRequest says whether the example has a batch dimension, or the elastic description
+    lacks a module.
     """
     view, _ = supernet.private_view(spec)
     try:
@@ -192,14 +165,9 @@ def dtype_of(supernet: Supernet) -> torch.dtype:
 
 
 def example_to_json(example: Any) -> Any:
-    """Describe the shapes and dtypes of an example as JSON.
+    """Describe the shapes and dtypes of an example, or of a list of them, as JSON.
 
-    Args:
-        example: an input, a list of inputs with one per shape, or None.
-
-    Returns:
-        `[dtype, shape]` of a tensor; `{"tuple": [...]}`, `{"list": [...]}` or `{"dict": {...}}` of parts; or
-        None.
+    A tensor is `[dtype, shape]`; parts are in `{"tuple": [...]}`, `{"list": [...]}` or `{"dict": {...}}`.
     """
     if isinstance(example, tuple | list):
         kind = "tuple" if isinstance(example, tuple) else "list"
@@ -210,12 +178,7 @@ def example_to_json(example: Any) -> Any:
 
 
 def example_from_json(described: Any) -> Any:
-    """Return an example of zeros that `example_to_json` described.
-
-    Raises:
-        TypeError: a part names no dtype.
-        ValueError: a shape is no list of whole numbers, or too large.
-    """
+    """Return the example of zeros that `example_to_json` described; else raise a TypeError or ValueError."""
     if described is None:
         return None
     if isinstance(described, dict):
@@ -243,15 +206,7 @@ def shapes(example: Any) -> Any:
 
 
 def batch_like(example: Any, size: int) -> Any:
-    """Return a batch of inputs like an example.
-
-    Args:
-        example: one input without a batch dimension.
-        size: the batch size.
-
-    Returns:
-        A batch on the CPU. Floating-point values are normally distributed from a fixed seed, others are zero.
-    """
+    """Return a batch like an example, on the CPU: random numbers from a fixed seed, and integer zeros."""
 
     def batch(part: Tensor) -> Tensor:
         shape = size, *part.shape
@@ -268,9 +223,6 @@ class Stager:
     On CUDA devices every thread has its own page-locked memory and its own stream for copies. So with two
     workers, the copies of one overlap with the computation of the other; all computation stays on the common
     stream. This part has not run on hardware yet.
-
-    Args:
-        device: the device of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -278,18 +230,7 @@ class Stager:
         self._own = threading.local()
 
     def stack(self, inputs: Sequence[Any], size: int) -> Any:
-        """Stack inputs into one batch.
-
-        Args:
-            inputs: single inputs of equal structure, without a batch dimension.
-            size: the batch size, at least the number of inputs. Padding repeats the last input.
-
-        Returns:
-            A batch on the device, in the structure of the inputs; tensors are of shape (size, ...).
-
-        Raises:
-            InvalidRequest: the inputs have different dtypes.
-        """
+        """Stack inputs of one structure into a batch of so many samples; padding repeats the last input."""
         samples = [*inputs, *[inputs[-1]] * (size - len(inputs))]
         return self._stack(samples, ())
 

@@ -25,11 +25,7 @@ ZERO = 128
 
 
 def runs_at_int8(conv: nn.Module) -> bool:
-    """Tell whether oneDNN has an int8 kernel for a convolution of a view on this kind of machine.
-
-    Args:
-        conv: a module of a view.
-    """
+    """Tell whether oneDNN has an int8 kernel for a convolution of a view on this kind of machine."""
     module: Any = conv
     if not isinstance(conv, LowConv) or module.weight.dtype != torch.int8 or isinstance(module.padding, str):
         return False
@@ -41,16 +37,7 @@ def runs_at_int8(conv: nn.Module) -> bool:
 
 
 class Int8Conv(PackedConv):
-    """A convolution with its weight packed for oneDNN's int8 kernels.
-
-    Args:
-        conv: the convolution of an int8 view.
-        factor: a factor per output channel that the weight is multiplied with, that of a BatchNorm. If None,
-            the weight is used as it is.
-        bias: of shape (out,), or None.
-        activation: as for `PackedConv`.
-        scalars: as for `PackedConv`.
-    """
+    """A convolution of an int8 view, packed; `factor` is that of a BatchNorm, per output channel, or None."""
 
     def __init__(
         self,

@@ -1,14 +1,13 @@
-"""Builders of the supernets that a bundle may name: no other code is imported when a bundle is loaded.
+"""Rebuilds the supernet that a bundle names, with constructor arguments.
 
-A bundle holds the name of a builder and its constructor arguments. The name is looked up in `BUILDERS`; every
-other name is a family of `ofa_adapters`, whose `load` accepts only its own list of families. So a file
-chooses among the names that are listed in the code; it cannot name a module.
+The name is `digits`, or a family of `ofa_adapters`, whose `load` accepts only its own list of families. So a
+file chooses among names that are listed in the code; it cannot name a module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["BUILDERS", "rebuild_supernet"]
-
-BUILDERS: Mapping[str, tuple[str, str]] = {"digits": ("subnetact.digits", "new_digits_supernet")}
-"""By name: the module and the function that builds the supernet with untrained weights."""
-FAMILIES = ("ofa_adapters", "load")
-"""The module and the function that builds all other supernets, given the family's name."""
-
+__all__ = ["rebuild_supernet"]
 
 SLACK = 4
 """A network may take this many times the bytes of its weights while it is built, and `LEAST` more."""
@@ -30,27 +23,17 @@ LEAST = 2**24
 
 
 def rebuild_supernet(name: str, constructor: Mapping[str, Any], size: int) -> Supernet:
-    """Build the supernet of a name, with random weights.
+    """Build a supernet with random weights, in evaluation mode.
 
-    Args:
-        name: a key of `BUILDERS`, or a family of `ofa_adapters`.
-        constructor: the keyword arguments that it was built with, as `Supernet.origin` holds them.
-        size: the bytes of the weights that it will be filled with. Arguments that describe a much larger
-            network are refused before its memory is taken.
-
-    Returns:
-        A new supernet, in evaluation mode.
-
-    Raises:
-        ValueError: there is no such family, or the arguments describe a larger network.
-        TypeError: the builder does not take these arguments.
+    Constructor arguments that describe a much larger network than weights of `size` bytes are refused with a
+    ValueError, before its memory is taken.
     """
-    module, function = BUILDERS.get(name, FAMILIES)
-    family = () if name in BUILDERS else (name, None)
-    build = getattr(import_module(module), function)
+    import ofa_adapters
+    from subnetact.digits import new_digits_supernet
+
+    build = new_digits_supernet if name == "digits" else partial(ofa_adapters.load, name, None)
     with _Limit(LEAST + SLACK * size):
-        built: Supernet = build(*family, **constructor)
-    return built.eval()
+        return build(**constructor).eval()
 
 
 class _Limit(TorchFunctionMode):

@@ -82,17 +82,7 @@ def is_as_near(output: Any, other: Any, exact: Any, times: float) -> bool:
 
 
 def replaced_samples(output: Any, others: Any, places: Tensor, size: int) -> Any:
-    """Return the output of a batch with other answers for some of its samples.
-
-    Args:
-        output: a tensor of shape (size, ...), or a tuple, list or dictionary of such outputs.
-        others: the answers, of shape (len(places), ...), in the same structure.
-        places: the positions of these samples in the batch.
-        size: the size of the batch.
-
-    Returns:
-        The output, or None if it cannot be split into samples.
-    """
+    """Return an output with other answers for the samples at some places; None if it cannot be split."""
     (parts, structure), (new, other) = tree_flatten(output), tree_flatten(others)
     if structure != other:
         return None
@@ -110,21 +100,11 @@ def replaced_samples(output: Any, others: Any, places: Tensor, size: int) -> Any
 
 
 def unstack(output: Any, count: int, size: int, where: str = "output") -> list[Any]:
-    """Split the output of a batch into the outputs of its samples.
+    """Split the output of a batch of `size` samples into the outputs of the first `count`, on the CPU.
 
-    Args:
-        output: a tensor of shape (size, ...), or a tuple, list or mapping of such outputs. Parts of a mapping
-            that are None are left out; parts of a tuple or list that are None stay None.
-        count: how many samples to return; the rest is padding.
-        size: the batch size that the network ran at.
-        where: what messages call the output.
-
-    Returns:
-        The first `count` samples, on the CPU, each in the structure of the batch and in memory of its own:
-        who keeps one keeps neither the batch nor the answers to others, and cannot change a weight.
-
-    Raises:
-        EngineError: the output holds something else than tensors, or a tensor without one entry per sample.
+    Parts of a mapping that are None are left out; parts of a tuple or list that are None stay None. Every
+    output is in memory of its own: who keeps one keeps neither the batch nor the answers to others, and
+    cannot change a weight. An EngineError says what cannot be split, which it calls `where`.
     """
     if isinstance(output, Tensor):
         if output.shape[:1] != (size,):

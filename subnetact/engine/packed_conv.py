@@ -37,19 +37,11 @@ def can_pack(weight: Tensor) -> bool:
 class PackedConv:
     """A convolution with its weight packed for oneDNN (float32 on the CPU) or in channels_last (otherwise).
 
-    It can add a second input and apply an activation in the same pass. oneDNN's layout depends on the shape
-    of the input, and a weight in the layout for another shape can be a hundred times slower. So the weight is
-    packed when an input shape is first seen, once per layout.
-
-    Args:
-        conv: the convolution whose padding, stride, dilation and groups are used.
-        source: makes the weight, of shape (out, in / groups, kh, kw).
-        bias: of shape (out,), or None.
-        dtype: of the weight that `source` makes.
-        activation: `none`, `relu`, `hardswish`, or `hardtanh` between the two numbers in `scalars`.
-        scalars: the arguments of the activation.
-        merge: whether oneDNN may compute the activation in the same pass. Its ReLU and hardtanh turn NaN into
-            a number. If False, the activation runs by itself and keeps NaN.
+    It can add a second input and apply an activation in the same pass: `none`, `relu`, `hardswish`, or
+    `hardtanh` between two `scalars`. oneDNN's ReLU and hardtanh turn NaN into a number, so without `merge`
+    the activation runs by itself. oneDNN's layout depends on the shape of the input, and a weight in the
+    layout for another shape can be a hundred times slower. So the weight that `source` makes is packed when
+    an input shape is first seen, once per layout.
     """
 
     def __init__(
@@ -84,16 +76,7 @@ class PackedConv:
         return held + (0 if self._bias is None else self._bias.numel() * self._bias.element_size())
 
     def __call__(self, x: Tensor, other: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Run the convolution.
-
-        Args:
-            x: of shape (N, in, H, W), in channels_last.
-            other: of shape (N, out, H', W'); it is added to the result before the activation.
-            overwrite: whether the result may be written into `other`.
-
-        Returns:
-            A tensor of shape (N, out, H', W').
-        """
+        """Map x to (N, out, H', W') in channels_last; add `other`, which may be overwritten."""
         weight = self._by_shape.get(x.shape)
         if weight is None:
             weight = self.prepare(x.shape)
@@ -113,12 +96,7 @@ class PackedConv:
         return y if name == self._activation else self._activate(y)
 
     def limit(self, reserve: Callable[[int], bool]) -> None:
-        """Ask before further layouts take memory.
-
-        Args:
-            reserve: called with the bytes of every further layout. If it returns False, the weight is packed
-                again in each call.
-        """
+        """Ask `reserve` for the bytes of every further layout; if it refuses, each call packs the weight."""
         self._reserve = reserve
 
     @property

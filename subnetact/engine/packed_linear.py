@@ -58,11 +58,7 @@ def _packable(tensor: Tensor | None) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """One packed product for linear layers that have the same input.
-
-    Args:
-        layers: linear layers for which `can_pack_linear` holds. Their outputs follow one another.
-    """
+    """One packed product for linear layers that have the same input; their outputs follow one another."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -124,14 +120,7 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def pack_linear_(layer: Any) -> PackedLinear:
-    """Give a linear layer of a view a packed copy of its weight, in place. Its parameters stay.
-
-    Args:
-        layer: a layer for which `can_pack_linear` holds, of a view that nobody else uses.
-
-    Returns:
-        The layer's product.
-    """
+    """Give a linear layer of a private view a packed copy of its weight. Its parameters stay."""
     product = PackedLinear([layer])
     object.__setattr__(layer, "product", product)  # Past nn.Module's registration: not a submodule.
     mix_in_(layer, _Packed)
@@ -139,16 +128,10 @@ def pack_linear_(layer: Any) -> PackedLinear:
 
 
 def pack_linears_(view: nn.Module) -> list[PackedLinear]:
-    """Pack all linear layers of a view that can be packed, in place.
+    """Pack all linear layers of a private view that can be packed, and return their products.
 
-    Linear layers inside PyTorch's own layers, such as `nn.MultiheadAttention`, stay as they are, because
-    these layers read the weights themselves.
-
-    Args:
-        view: a view that nobody else uses.
-
-    Returns:
-        The products of the layers.
+    Linear layers inside layers of PyTorch, such as `nn.MultiheadAttention`, stay as they are, because these
+    layers read the weights themselves.
     """
     products: list[PackedLinear] = []
     inside = ""

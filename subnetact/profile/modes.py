@@ -187,22 +187,22 @@ class TimedRunner:
             self.engine.prepare([batch_size], [subnet])
         if self.mode == "fused":
             pinned = self.engine.pin(subnet)
+            if not pinned:  # Those that were measured before may take its room.
+                for other in self.engine.pinned:
+                    self.engine.unpin(other)
+                pinned = self.engine.pin(subnet)
             if not pinned:
                 raise TableError(
                     f"mode 'fused': subnet {self.keys[subnet]} is no fused program: {pinned.reason}; "
                     "give more with --memory-budget-mb, or choose another mode"
                 )
-        try:
-            with torch.inference_mode():
-                if "h2d" in self._include:
-                    host = map_tensors(lambda part: part.cpu().pin_memory(), x)
-                    copied = partial(map_tensors, lambda part: part.to(self.device, non_blocking=True), host)
-                    yield TimedCall(lambda: run(copied()), before)
-                else:
-                    yield TimedCall(lambda: run(x), before)
-        finally:
-            if self.mode == "fused":
-                self.engine.unpin(subnet)
+        with torch.inference_mode():
+            if "h2d" in self._include:
+                host = map_tensors(lambda part: part.cpu().pin_memory(), x)
+                copied = partial(map_tensors, lambda part: part.to(self.device, non_blocking=True), host)
+                yield TimedCall(lambda: run(copied()), before)
+            else:
+                yield TimedCall(lambda: run(x), before)
 
     def _run(self, subnet: int) -> tuple[Callable[[Any], Any], Callable[[], Any] | None]:
         engine, supernet = self.engine, self.engine.supernet

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, SpecError
@@ -36,6 +37,8 @@ __all__ = ["CheckReport", "check", "check_precisions", "corners", "difference", 
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """The largest difference of equal outputs, as a share of the largest output; 5e-2 for short dtypes."""
+SHOW_AFTER_S = 2.0
+"""Seconds after which a progress bar shows that a supernet is being checked."""
 COARSE = 0.5
 """The largest difference of the outputs of a subnet at a lower precision, as a share of their norm."""
 
@@ -158,7 +161,7 @@ def _check(network: nn.Module, space: SubnetSpace, x: Any, compare: bool) -> Che
         chain.refuse_breaks()
     copy = private_copy(network) if narrow else network
     not_compared: dict[SubnetSpec, str] = {}
-    for spec in narrow:
+    for spec in tqdm(narrow, "checking the space", delay=SHOW_AFTER_S, leave=False, disable=None):
         row = space.resolve(spec)
         fill_unused_(copy, network, row, float("nan"))
         view = shared_view(copy, row)

@@ -26,7 +26,6 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage, UntypedStorage
 
 from subnetact.engine.engine import Engine
-from subnetact.engine.replica import follow, rebuild, registered
 from subnetact.errors import EngineError, StaleWeights, SubnetActError, failure_text
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.supernet import Supernet
@@ -169,7 +168,7 @@ class Blueprint:
                         found.append(Change("values", place - supernets, Package(b"", {})))
                 else:
                     number = place - 2 * supernets
-                    package = Package(pickle.dumps(registered(self._parts.engines[number])), {})
+                    package = Package(pickle.dumps(self._parts.engines[number].config), {})
                     found.append(Change("subnets", number, package))
             return found, tuple(self._states)
 
@@ -314,7 +313,7 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Take engines apart, and send tensors on a GPU as handles of CUDA (not seen on hardware yet)."""
         if isinstance(value, Engine):
-            return rebuild, (value.supernet, registered(value), value.options)
+            return Engine.from_config, (value.supernet, value.config)
         if isinstance(value, Tensor) and value.is_cuda:
             return reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
         return NotImplemented
@@ -385,7 +384,7 @@ def apply(change: Change, parts: Parts) -> None:
     elif change.kind == "values":
         parts.supernets[change.number].refresh()
     else:
-        follow(parts.engines[change.number], pickle.loads(change.package.data))
+        parts.engines[change.number].follow(pickle.loads(change.package.data))
 
 
 def _storage(segment: SharedMemory, offset: int, size: int) -> UntypedStorage:

@@ -117,7 +117,6 @@ def _start(letter: int, size: int, started: list[Any]) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), content.niceness)
         import torch
 
-        from subnetact.engine.replica import warm_up
         from subnetact.workers.batch_memory import BatchMemory
         from subnetact.workers.blueprint import Package, Parts, unpack
         from subnetact.workers.memory import SharedMemory
@@ -128,7 +127,7 @@ def _start(letter: int, size: int, started: list[Any]) -> None:
         segments = {number: _opened(place) for number, place in content.segments.items()}
         parts = Parts(*unpack(Package(content.data, segments)))
         for engine in parts.engines:
-            warm_up(engine, content.batch_sizes, WARM_UP_S)
+            engine.warm_up(content.batch_sizes, WARM_UP_S)
         requests, answers = (
             BatchMemory(SharedMemory(size, descriptor))
             for descriptor, size in (content.requests, content.answers)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pretrained_network import BATCHES, first_choice, pretrained, supernet_of
 from torch import Tensor, nn
 
 from subnetact import Axis, Engine, NormTable, SubnetSpace, Supernet, calibrate, insert_
-from subnetact.engine.replica import rebuild, registered, warm_up
+from subnetact.engine import EngineConfig
 from subnetact.errors import (
     EngineError,
     InsertError,
@@ -206,10 +207,11 @@ def test_a_bundle_without_its_statistics_leaves_the_given_supernet_as_it_was(
 
 def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path) -> None:
     space = supernet.space
-    engine = Engine(supernet, [space.smallest(), space.largest()], example=X[0], removed=[1])
+    config = EngineConfig([space.smallest(), space.largest()], removed=(1,), example=X[0])
+    engine = Engine.from_config(supernet, config)
     engine.save(tmp_path)
     loaded = Engine.load(tmp_path, supernet=supernet_of(pretrained(5)))
-    replica = rebuild(copy.deepcopy(supernet), registered(engine), engine.options)
+    replica = Engine.from_config(copy.deepcopy(supernet), engine.config)
     for same in (engine, loaded, replica):
         assert (same.ids, len(same)) == ((0,), 2)
         torch.testing.assert_close(same(X, 0), supernet(X, subnet=space.smallest()), rtol=0, atol=5e-5)
@@ -218,7 +220,7 @@ def test_a_removed_subnet_needs_no_statistics(supernet: Supernet, tmp_path: Path
         assert same.ids == (0,)
     for strange in (2, -1, "0", True):
         with pytest.raises(EngineError, match="no position of the 2 subnets"):
-            Engine(supernet, engine.specs, example=X[0], removed=[strange])  # type: ignore[list-item]
+            Engine.from_config(supernet, replace(config, removed=(strange,)))  # type: ignore[arg-type]
 
 
 def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
@@ -228,8 +230,8 @@ def test_a_replica_refuses_no_more_than_the_engine(supernet: Supernet) -> None:
     engine.pin(0)
     supernet.load_state_dict(OTHER, norms=NormTable(supernet.space.id))
     supernet.adopt_statistics()
-    replica = rebuild(copy.deepcopy(supernet), registered(engine), engine.options)
-    warm_up(replica, [1], 60)
+    replica = Engine.from_config(copy.deepcopy(supernet), engine.config)
+    replica.warm_up([1], 60)
     torch.testing.assert_close(replica(X, 1), engine(X, 1), rtol=1e-3, atol=1e-4)
     for refusing in (engine, replica):
         with pytest.raises(NotCalibrated):

@@ -168,6 +168,7 @@ def test_a_run_continues_on_a_tail_that_fits(x: Tensor) -> None:
         [largest, shorter, space.smallest()],
         example=torch.zeros(1, 16, 16),
         allow_uncalibrated=True,
+        memory_budget_mb=0,
     )
     for subnet in engine.ids:  # the shapes are known after a first run
         engine.start(subnet, list(x), 5).step(99)

@@ -144,7 +144,8 @@ def test_a_damaged_file_is_named(engine: subnetact.Engine, tmp_path: Path, name:
         ({"example": ["load", [1]]}, "of the wrong kind"),
         ({"example": ["torch.float32", [-1]]}, "of the wrong kind"),
         ({"accuracy": [80.0]}, "do not belong together"),
-        ({"removed": [99]}, "do not belong together"),
+        ({"removed": [99]}, "removed ids"),
+        ({"pinned": [True]}, "pinned ids"),
     ],
 )
 def test_a_foreign_or_newer_index_is_refused(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import subnetact
-from subnetact.engine.replica import rebuild, registered
 from subnetact.errors import InvalidRequest, NotCalibrated, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -65,13 +64,13 @@ def test_the_example_follows_the_dtype_of_the_weights(digits: Supernet, tmp_path
     digits.adopt_statistics()
     engine = subnetact.Engine(digits, [spec], example=[x[0], x[0, :, :8]])
     digits.to(torch.float64)
-    assert engine.options["example"][0].dtype == torch.float64
+    assert engine.config.example[0].dtype == torch.float64
     engine.check(x[0].double())
     with pytest.raises(InvalidRequest, match="float32"):
         engine.check(x[0])
     assert [example.dtype for example in engine.examples] == [torch.float64] * 2
     engine.save(tmp_path)
     loaded = subnetact.Engine.load(tmp_path)
-    copied = rebuild(copy.deepcopy(digits), registered(engine), engine.options)
+    copied = subnetact.Engine.from_config(copy.deepcopy(digits), engine.config)
     for same in (loaded, copied):
         torch.testing.assert_close(same(x.double(), 0), engine(x.double(), 0), rtol=0, atol=5e-5)

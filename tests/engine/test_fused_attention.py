@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import subnetact
 from ofa_adapters import load
-from subnetact.engine import promotion
-from subnetact.engine.attention_scores import attended
 from subnetact.engine.fused_program import FusedProgram
 from subnetact.engine.packed_linear import MANY, PackedLinear, can_pack_linear
 
@@ -118,7 +116,6 @@ def test_layers_of_one_input_are_one_product_and_outputs_are_overwritten() -> No
     assert code.count("over_") >= 3 * 2
     assert "dropout" not in code
     assert "gelu(" not in code
-    assert "exp" not in code  # It follows from a weight alone.
 
 
 def test_the_budget_holds_for_packed_weights() -> None:
@@ -215,26 +212,6 @@ def test_a_network_that_changes_its_buffers_runs_as_a_view() -> None:
     torch.testing.assert_close(second - first, torch.full((1, WIDTH), 2.0))
 
 
-def test_a_program_that_is_slower_than_the_view_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotion, "SLOWER", 1.03)
-    monkeypatch.setattr(promotion, "taken", lambda functions, x: [[0.0025, 0.003], [0.002, 0.0029]])
-    assert engine_of(Encoder(), tensor()).pin(0)  # The second turn shows no difference beyond noise.
-    monkeypatch.setattr(promotion, "taken", lambda functions, x: [[0.0025, 0.003], [0.002, 0.002]])
-    engine = engine_of(Encoder(), tensor())
-    pinned = engine.pin(0)
-    assert not pinned
-    assert "slower than the view: 2.5 ms instead of 2 ms" in pinned.reason
-    assert engine.stats().unfused == {0: pinned.reason}
-    assert engine.stats().fused_bytes == 0
-
-
-def test_the_view_is_timed_in_turns_with_the_program() -> None:
-    calls: list[str] = []
-    times = promotion.taken((lambda _: calls.append("a"), lambda _: calls.append("b")), tensor())
-    assert calls == ["a", "b"] * promotion.TURNS
-    assert [len(found) for found in times] == [promotion.TURNS] * 2
-
-
 def test_products_take_any_shape_and_any_number_of_threads() -> None:
     layers = [nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)]
     wide = nn.Linear(2 * WIDTH, 2 * WIDTH)
@@ -287,102 +264,24 @@ def test_threads_use_one_program_at_once() -> None:
 
 
 class Written(nn.Module):
-    """A block whose attention is written out, in one of several ways."""
+    """A block whose attention is written out."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.way = way
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.softmax = nn.Softmax(dim=-1)
         self.table = nn.Parameter(torch.randn(7, 4))
         self.register_buffer("places", torch.arange(TOKENS * TOKENS) % 7)
-        if way == "infinite bias":
-            self.register_buffer("causal", torch.full((TOKENS, TOKENS), -INF).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         n, t, _ = x.shape
         q, k, v = self.qkv(x).reshape(n, t, 3, 4, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        y = self.attend(q, k, v, x)
-        return x + self.out(y.transpose(1, 2).reshape(n, t, -1))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        if self.way == "divided":
-            return torch.matmul((torch.matmul(q, k.transpose(-1, -2)) / 5.0).softmax(dim=-1), v)
-        if self.way == "scaled queries":
-            return F.softmax((q * 0.2) @ k.mT, dim=-1) @ v
         bias = self.table[self.places].view(TOKENS, TOKENS, -1).permute(2, 0, 1)
-        if self.way == "constant bias":
-            return self.softmax(0.2 * q.matmul(k.transpose(2, 3)) + bias.unsqueeze(0)) @ v
-        if self.way == "infinite bias":
-            return self.softmax(q @ k.mT + self.causal) @ v
-        if self.way == "bias of the input":
-            return self.softmax(q @ k.mT + x[:, None, :, :TOKENS]) @ v
-        if self.way == "other axis":
-            return (q @ k.mT).softmax(-2) @ v
-        if self.way == "bias first":
-            return self.softmax((q @ k.mT + bias) * 0.2) @ v
-        scores = (q @ k.mT).softmax(-1)
-        return scores @ v + scores.mean()
-
-
-MERGED = ("divided", "scaled queries", "constant bias")
-KEPT = ("infinite bias", "bias of the input", "other axis", "bias first", "read twice")
-
-
-@pytest.mark.parametrize("way", MERGED + KEPT)
-def test_attention_that_is_written_out_becomes_one_operation(way: str) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(Written(way), nn.LayerNorm(WIDTH)).eval()
-    x = torch.randn(3, TOKENS, WIDTH)
-    with torch.inference_mode():
-        expected = network(x)
-        program = FusedProgram(copy.deepcopy(network), probe=x)
-        torch.testing.assert_close(program(x), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(program(x[:1]), expected[:1], rtol=1e-4, atol=1e-5)
-    targets = {node.target for node in program.module.graph.nodes}  # type: ignore[union-attr]
-    assert (attended in targets) == (way in MERGED)
-    assert program.accepts(x)
-    x[0, 1, 2] = -INF
-    assert program.accepts(x) == (way in KEPT), "rows of infinite scores would be zeros instead of NaN"
-
-
-class Unusual(nn.Module):
-    """A block whose attention has other axes than batch, heads, tokens and features."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.bias = nn.Parameter(torch.randn(1, 4, 4))
-        self.learned = nn.Parameter(torch.randn(1, 4, 4, WIDTH // 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if self.kind == "no heads":
-            return self.out((q @ k.transpose(-2, -1) * 0.1 + self.bias).softmax(-1) @ v)
-        if self.kind == "five axes":
-            q, k, v = (t.reshape(-1, 4, 8, 4, 4).permute(0, 2, 3, 1, 4) for t in (q, k, v))
-            found = ((q @ k.transpose(2, 3)) * 0.1).softmax(-1) @ v
-            return self.out(found.permute(0, 3, 1, 2, 4).reshape(-1, 4, WIDTH))
-        k, v = (t.reshape(-1, 4, 4, WIDTH // 4).transpose(1, 2) for t in (k, v))
-        found = (self.learned @ k.transpose(-2, -1) * 0.1).softmax(-1) @ v
-        return self.out(found.transpose(1, 2).reshape(-1, 4, WIDTH))
-
-
-@pytest.mark.parametrize("kind", ["no heads", "five axes", "learned queries"])
-def test_attention_of_other_axes_keeps_its_outputs(kind: str) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(Unusual(kind), nn.LayerNorm(WIDTH)).eval()
-    x = torch.randn(3, 4, WIDTH)
-    with torch.inference_mode():
-        program = FusedProgram(copy.deepcopy(network), probe=x)
-        targets = {node.target for node in program.module.graph.nodes}  # type: ignore[union-attr]
-        assert attended in targets
-        torch.testing.assert_close(program(x), network(x), rtol=1e-4, atol=1e-5)
+        y = (0.2 * q.matmul(k.transpose(2, 3)) + bias.unsqueeze(0)).softmax(-1) @ v
+        return x + self.out(y.transpose(1, 2).reshape(n, t, -1))
 
 
 def test_attention_that_is_written_out_keeps_nan_and_infinite_values() -> None:
-    network = nn.Sequential(Written("divided"), Block())
+    network = nn.Sequential(Written(), Block())
     engine = engine_of(network, tensor())
     assert engine.pin(0)
     for strange in (NAN, INF, -INF, 1e30):

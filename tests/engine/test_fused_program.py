@@ -219,7 +219,8 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_nothing_is_printed(
         assert why in pinned.reason
         assert "\n" not in pinned.reason
         assert engine.stats().unfused == {0: pinned.reason}
-    assert "memory_budget_mb" in subnetact.Engine(engine.supernet, engine.specs).pin(0).reason
+    views = subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=0)
+    assert "memory_budget_mb" in views.pin(0).reason
     assert (
         "fuse=False"
         in subnetact.Engine(engine.supernet, engine.specs, memory_budget_mb=64, fuse=False).pin(0).reason
@@ -288,22 +289,21 @@ def test_networks_of_timm_are_fused(name: str, capfd: pytest.CaptureFixture[str]
 
 
 def test_memory_that_was_short_once_does_not_refuse_a_subnet_for_good(monkeypatch) -> None:
-    engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
     with monkeypatch.context() as short:
-        short.setattr("subnetact.engine.promotion.FusedProgram", raising(torch.OutOfMemoryError("no room")))
-        assert not engine.pin(0)
-    assert engine.stats().unfused == {}  # The subnet is considered again when it has been used for a while.
-    assert engine.pin(0)
+        short.setattr("subnetact.engine.plan.FusedProgram", raising(torch.OutOfMemoryError("no room")))
+        engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
+    assert "memory was short" in engine.stats().unfused[0]
+    engine.prepare([1])  # It tries again.
+    assert engine.is_fused(0)
 
 
 def test_a_reason_against_fusing_ends_with_the_weights_that_it_was_found_with(monkeypatch) -> None:
-    engine, x = engine_of(Activations("relu max"), torch.randn(3, 8, 8)), torch.randn(2, 3, 8, 8)
     with monkeypatch.context() as strange:
-        strange.setattr("subnetact.engine.promotion.FusedProgram", raising(ValueError("strange")))
-        assert engine.pin(0).reason == "strange"
+        strange.setattr("subnetact.engine.plan.FusedProgram", raising(ValueError("strange")))
+        engine = engine_of(Activations("relu max"), torch.randn(3, 8, 8))
+    assert engine.pin(0).reason == "strange"
     engine.supernet.load_state_dict(engine.supernet.state_dict())
-    engine(x, 0)
-    assert engine.stats().unfused == {}
+    assert engine.pin(0)
 
 
 def raising(error: Exception) -> Callable[..., None]:

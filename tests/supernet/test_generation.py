@@ -24,7 +24,8 @@ from torch import Tensor, nn
 import subnetact
 from subnetact.calibration import calibrate as calibration
 from subnetact.engine import bundle as bundles
-from subnetact.engine import promotion
+from subnetact.engine import engine as engines
+from subnetact.engine import plan
 from subnetact.errors import CacheMismatch, StaleWeights
 from subnetact.files.tensors import read_tensors
 from subnetact.insertion import key_value_cache
@@ -276,14 +277,14 @@ class Images:
 
     def pin(self) -> None:
         """Make fused programs while other doors open."""
-        make = promotion.FusedProgram
+        make = plan.FusedProgram
 
         def opening(*args: Any) -> Any:
             self.doors()
             return make(*args)
 
         with self.patch.context() as patch:
-            patch.setattr(promotion, "FusedProgram", opening)
+            patch.setattr(plan, "FusedProgram", opening)
             for i in range(len(self.specs)):
                 self.engine.pin(i)
 
@@ -560,17 +561,19 @@ def test_texts(seed: int) -> None:
 
 def statistics_of_another_moment(patch: pytest.MonkeyPatch) -> None:
     """A bundle holds the statistics of the moment when saving began, and the weights of a later one."""
-    write, copied = bundles._write, NormTable.to_like
+    save, copied = engines.save_bundle, NormTable.to_like
 
-    def old(bundle: Any, folder: Path) -> Any:
+    def old(supernet: Supernet, *rest: Any) -> None:
+        norms = supernet.norms
+
         def former(table: NormTable, tensor: Tensor | None) -> NormTable:
-            return bundle.norms if tensor is None else copied(table, tensor)
+            return norms if tensor is None else copied(table, tensor)
 
         with patch.context() as inner:
             inner.setattr(NormTable, "to_like", former)
-            return write(bundle, folder)
+            save(supernet, *rest)
 
-    patch.setattr(bundles, "_write", old)
+    patch.setattr(engines, "save_bundle", old)
 
 
 def calibrations_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -619,7 +622,7 @@ def copies_that_do_not_follow(patch: pytest.MonkeyPatch) -> None:
 
 def programs_that_do_not_follow(patch: pytest.MonkeyPatch) -> None:
     """Fused programs stay as they are after any change."""
-    patch.setattr(promotion._Promoted, "fresh", lambda *_: True)
+    patch.setattr(plan.PlannedProgram, "is_of", lambda *_: True)
 
 
 def fused_steps_that_nobody_counts(patch: pytest.MonkeyPatch) -> None:

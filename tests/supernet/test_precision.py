@@ -601,7 +601,7 @@ def test_fused_int8_programs_compute_what_views_and_extracted_networks_compute(
     # One number that rounds the other way changes an output by about 1e-4 of it.
     for other in (before, engine(x, 0), digits.extract(low)(x)):
         assert (other - view).norm() < 1e-3 * view.norm() < 0.2 * (view - exact).norm()
-    program = engine._promoter.program(engine.ready(0), engine.ready(0).bound, x[0]).program
+    program = engine._plan.program(engine.ready(0), engine.ready(0).bound, x[0]).program
     kinds = [type(conv).__name__ for conv in program._convs]
     assert kinds[0] == "PackedConv", "the first layer stays at float32"
     assert set(kinds[1:]) == {"Int8Conv"}
@@ -783,7 +783,7 @@ def test_subnets_of_several_inputs_become_programs_at_int8() -> None:
     assert engine.pin(0), engine.pin(0).reason
     batch = {"x": torch.randn(3, 128), "y": torch.randn(3, 1)}
     calls: list[int] = []
-    program = engine._promoter.program(engine.ready(0), engine.ready(0).bound, example).program
+    program = engine._plan.program(engine.ready(0), engine.ready(0).bound, example).program
     program.module.get_submodule("last").register_forward_hook(lambda *_: calls.append(1))
     with torch.inference_mode():
         expected = supernet.subnet(low)(**batch)

@@ -63,7 +63,7 @@ def snapshot_of(engine: Engine, chosen: Sequence[ReadySubnet]) -> Supernet:
         StaleWeights: another thread changed weights in place while they were copied.
     """
     supernet = engine.supernet.snapshot()
-    if not engine.options["allow_uncalibrated"]:
+    if not engine.config.allow_uncalibrated:
         supernet.require_calibrated([subnet.spec for subnet in chosen])
     return supernet
 

@@ -273,7 +273,7 @@ def _write_libtorch(
     path = version / "model.pt"
     with quiet():
         to_torchscript(
-            engine, path, table=table, slo_ms=slo_ms, allow_uncalibrated=engine._allow_uncalibrated
+            engine, path, table=table, slo_ms=slo_ms, allow_uncalibrated=engine.config.allow_uncalibrated
         )
         if shape_coded:
             scripted = torch.jit.load(path, map_location=engine.device)  # type: ignore[no-untyped-call]
