@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ofa_adapters import load
+from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.supernet.supernet import Supernet
 
-__all__ = ["GOLDEN", "small_constructor", "small_inputs", "small_supernet"]
+__all__ = ["GOLDEN", "small_constructor", "small_inputs", "small_supernet", "without_skipped"]
 
 GOLDEN = Path(__file__).parent / "golden"
 """Weights, inputs and outputs of upstream's networks, one folder per family."""
@@ -84,3 +85,16 @@ def small_inputs(family: str, n: int = 2) -> dict[str, Tensor]:
         return {"input_ids": tokens, "attention_mask": (torch.arange(9) < lengths).long()}
     size = 32 if family in ("autoformer", "hydravit") else 64
     return {"x": torch.randn(n, 3, size, size, generator=generator)}
+
+
+def without_skipped(network: nn.Module) -> dict[str, Tensor]:
+    """Return the state_dict of a subnet under the names that it has in upstream's shorter network."""
+    state = network.state_dict()
+    for path, stack in network.named_modules():
+        if isinstance(stack, nn.Sequential) and "0" in stack._modules:
+            kept = [name for name, layer in stack.named_children() if not isinstance(layer, SkippedLayer)]
+            for new, old in enumerate(kept):
+                inside = f"{path}.{old}."
+                own = [name for name in state if name.startswith(inside)]
+                state.update({f"{path}.{new}.{n.removeprefix(inside)}": state.pop(n) for n in own})
+    return state

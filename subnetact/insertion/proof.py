@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
-from subnetact.operators import LayerNormSlice, LayerSelect
+from subnetact.operators import LayerNormSlice
 from subnetact.operators.view_module import owned
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
@@ -216,9 +216,6 @@ class Proof:
         if self._weights is None:
             network = disturbed_copy(self.network)
             self._weights = network, private_copy(network)
-            for stack in (m for copied in self._weights for m in copied.modules()):
-                if isinstance(stack, LayerSelect):
-                    stack.shortens = False  # all modules of a subnet are where they are in the model
         return self._weights
 
     def _comparable(self, network: nn.Module, reference: nn.Module, row: SizeRow) -> bool:

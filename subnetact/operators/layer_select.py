@@ -22,16 +22,12 @@ class LayerSelect(Operator):
     parameters and buffers of its own.
 
     In the place of a skipped layer a subnet has the identity, so that networks may index their layers, masks
-    and position embeddings by position. An `nn.Sequential` that its network only calls is shortened instead,
-    which computes the same. Residual connections belong inside of the layers: what a network adds or applies
-    between two layers stays. Which layers are kept is up to the size rows of the space: OFA keeps the first
-    ones, DynaBERT every n-th.
+    and position embeddings by position. Residual connections belong inside of the layers: what a network adds
+    or applies between two layers stays. Which layers are kept is up to the size rows of the space: OFA keeps
+    the first ones, DynaBERT every n-th.
 
     The parts are the names of layers in the stack, each with a dimension that is 1 if the layer is kept and 0
     if it is skipped. Layers that are not named are always kept.
-
-    Attributes:
-        shortens: whether views leave skipped layers out; `insert_` decides this.
 
     Source:
         SuperServe, section 3.1.
@@ -42,7 +38,6 @@ class LayerSelect(Operator):
 
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__(template, path, dims)
-        self.shortens = False
         self._stand_ins: dict[str, nn.Module] = {}
 
     def check(self) -> None:
@@ -97,17 +92,12 @@ class LayerSelect(Operator):
             layers: the kept layers by name, in order.
 
         Returns:
-            The container. In the places of the other layers are identities. If the stack `shortens`, the
-            others are left out, and names that are numbers restart at 0.
+            The container, with identities in the places of the other layers.
         """
-        if self.shortens:
-            numbered = all(name.isdigit() for name in self._modules)
-            modules = {str(i) if numbered else name: m for i, (name, m) in enumerate(layers.items())}
-        else:
-            modules = {
-                name: layers[name] if name in layers else view_module(self._stand_in(name))
-                for name in self._modules
-            }
+        modules = {
+            name: layers[name] if name in layers else view_module(self._stand_in(name))
+            for name in self._modules
+        }
         return view_module(self.template, modules=modules)
 
     def __len__(self) -> int:

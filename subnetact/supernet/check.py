@@ -222,7 +222,7 @@ def first_changed(view: nn.Module, plain: nn.Module, x: Any) -> str | None:
 def _stacks(network: nn.Module) -> list[LayerSelect]:
     """Return the stacks in which skipped layers are identities in their places."""
     found = [module for module in network.modules() if isinstance(module, LayerSelect)]
-    return [stack for stack in found if not isinstance(stack, ModuleSwitch) and not stack.shortens]
+    return [stack for stack in found if not isinstance(stack, ModuleSwitch)]
 
 
 class _Chain(Chain):

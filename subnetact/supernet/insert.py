@@ -12,7 +12,6 @@ from subnetact.errors import InsertError
 from subnetact.operators import (
     Elastic,
     ElasticAttribute,
-    LayerSelect,
     Operator,
     ParameterSlice,
     Segments,
@@ -20,7 +19,6 @@ from subnetact.operators import (
 )
 from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.space import SubnetSpace
-from subnetact.supernet.stack_use import only_called
 from subnetact.supernet.supernet import InsertReport, Supernet
 
 __all__ = ["insert_"]
@@ -72,9 +70,6 @@ def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elasti
             close = difflib.get_close_matches(path, modules, n=3) or list(modules)[1:4]
             raise InsertError(f"the network has no module {path!r}; did you mean {', '.join(close)}?")
         operators[modules[path]] = _operator(modules[path], path, entry, space)
-    for operator in operators.values():
-        if isinstance(operator, LayerSelect) and isinstance(operator.template, nn.Sequential):
-            operator.shortens = only_called(network, operator.path)
     norms = [path for path, m in modules.items() if isinstance(m, BATCH_NORMS) and m.running_mean is not None]
     for path in norms:
         operators.setdefault(modules[path], SubnetNorm(modules[path], path, {}))
