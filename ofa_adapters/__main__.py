@@ -10,8 +10,10 @@ import argparse
 import sys
 
 import torch
+from torch import nn
 
 from ofa_adapters.checkpoint import match, read
+from ofa_adapters.family import Family
 from ofa_adapters.registry import families, family_of, language_models, recognised
 from subnetact.command import run_command
 from subnetact.errors import CheckpointError, SpecError
@@ -26,47 +28,30 @@ def list_families() -> None:
             network, space, _ = family.build()
         parameters = sum(p.numel() for p in network.parameters())
         print(f"{name}: {parameters:,} parameters, {space.size():.3g} subnets")
-        print(f"  source       {family.source} ({family.licence})")
-        for line in _axes(space):
-            print(f"  axis         {line}")
-        if family.image_sizes:
-            print(f"  image sizes  {', '.join(map(str, family.image_sizes))}")
-        print(f"  calibration  {family.calibration if _has_norms(network) else 'none needed'}")
-        if family.encodings:
-            print(f"  encodings    {', '.join(family.encodings)}")
-        print(f"  checkpoints  {', '.join(family.checkpoints)}")
+        _print_facts(family, network, space)
     for name in language_models():
-        family = family_of(name)
         print(f"{name}: a language model, built by transformers (pip install 'subnetact[hf]')")
-        print(f"  source       {family.source} ({family.licence})")
-        print(f"  checkpoints  {', '.join(family.checkpoints)}")
+        _print_facts(family_of(name))
 
 
-def _has_norms(network: torch.nn.Module) -> bool:
-    return any("running_mean" in name for name, _ in network.named_buffers())
-
-
-def _axes(space: SubnetSpace) -> list[str]:
-    lines = []
-    for axis in space.axes:
+def _print_facts(family: Family, network: nn.Module | None = None, space: SubnetSpace | None = None) -> None:
+    print(f"  source       {family.source} ({family.licence})")
+    for axis in space.axes if space else ():
         kinds = dict.fromkeys(slot.choices for slot in axis.slots)
         shown = " | ".join(", ".join(map(str, choices)) for choices in kinds)
-        lines.append(f"{axis.name}[{len(axis.slots)}]: {shown}")
-    return lines
+        print(f"  axis         {axis.name}[{len(axis.slots)}]: {shown}")
+    if family.image_sizes:
+        print(f"  image sizes  {', '.join(map(str, family.image_sizes))}")
+    if network is not None:
+        normed = any("running_mean" in name for name, _ in network.named_buffers())
+        print(f"  calibration  {family.calibration if normed else 'none needed'}")
+    if family.encodings:
+        print(f"  encodings    {', '.join(family.encodings)}")
+    print(f"  checkpoints  {', '.join(family.checkpoints)}")
 
 
 def inspect(path: str) -> int:
-    """Print which family a checkpoint has.
-
-    Args:
-        path: the checkpoint, as `ofa_adapters.load` takes it.
-
-    Returns:
-        The exit status: 0, or 1 if the checkpoint has none of the known families.
-
-    Raises:
-        CheckpointError: the file is unreadable.
-    """
+    """Print which family a checkpoint has; return 1 if it has none of the known ones, else 0."""
     tensors = read(path)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     kinds = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()}))
@@ -88,7 +73,7 @@ def inspect(path: str) -> int:
     except SpecError as error:
         print(f"load needs its constructor arguments: {error}")
         return 0
-    _, wrong = match(network.state_dict(), tensors, family.rename, family.unused)
+    _, wrong = match(family, network.state_dict(), tensors)
     given = ", ".join(f"{key}={value!r}" for key, value in constructor.items())
     if wrong:
         print(f"differs from the default network, so load needs its constructor arguments: {wrong}")
@@ -98,14 +83,7 @@ def inspect(path: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: the arguments after the program's name. If None, those of the process.
-
-    Returns:
-        The exit status: 0, 1 if the checkpoint has none of the known families, or 2 if it is unreadable.
-    """
+    """Run the command line; return 1 for a checkpoint of no known family and 2 for an unreadable one."""
     parser = argparse.ArgumentParser(
         prog="python -m ofa_adapters", description=(__doc__ or "").splitlines()[0]
     )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ofa_adapters.family import Family
 from subnetact.errors import CheckpointError, FileFormatError
 from subnetact.files.atomic import read_regular, require_regular
 from subnetact.files.documents import parse_json
@@ -113,9 +114,7 @@ def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{subject}: has more than {DEEPEST} wrappers around its state_dict")
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
-    others = [
-        str(key) for key, value in content.items() if not (isinstance(key, str) and isinstance(value, Tensor))
-    ]
+    others = [str(k) for k, v in content.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
     if others or not content:
         what = f"entries that are not tensors: {_some(others)}" if others else "nothing"
         raise CheckpointError(f"{subject}: holds no state_dict, but {what}")
@@ -177,22 +176,16 @@ def layers_in(names: Iterable[str], stack: str) -> int:
 
 
 def match(
-    own: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    rename: Callable[[str], str],
-    unused: str | None = None,
+    family: Family, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors under the network's names, and what does not fit, empty if all do.
-
-    Keys that match `unused` and that the network does not have are left out.
-    """
+    """Return the tensors under the network's names, and what does not fit, empty if all do."""
     given: dict[str, Tensor] = {}
     source: dict[str, str] = {}
     twice: list[str] = []
     for key, tensor in tensors.items():
         bare = key.removeprefix("module.")
-        name = rename(bare)
-        if name not in own and unused and re.search(unused, bare):
+        name = family.rename(bare)
+        if name not in own and family.unused and re.search(family.unused, bare):
             continue
         if name in given:
             twice.append(f"{key} and {source[name]}")
@@ -219,17 +212,16 @@ def match(
 
 
 def fill(
+    family: Family,
     network: nn.Module,
     tensors: Mapping[str, Tensor],
-    rename: Callable[[str], str],
     subject: str,
-    unused: str | None = None,
-    hint: str = "Check the constructor arguments it was made with, and that the file is complete",
-    allow_nonfinite: bool = False,
+    hint: str,
+    allow_nonfinite: bool,
 ) -> None:
     """Copy tensors into a network if all of them fit; otherwise leave the network unchanged."""
     own = network.state_dict()
-    given, wrong = match(own, tensors, rename, unused)
+    given, wrong = match(family, own, tensors)
     if wrong:
         raise CheckpointError(f"{subject} does not fit: {wrong}. {hint}")
     wild = [n for n, t in given.items() if t.is_floating_point() and not t.float().isfinite().all()]

@@ -11,10 +11,10 @@ from torch import nn
 
 from ofa_adapters.family import Built
 from subnetact.errors import SpecError
-from subnetact.operators import Elastic
+from subnetact.operators import Elastic, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, SubnetSpace, UsedWhen
 
-__all__ = ["Layout", "block_slot", "choices", "is_list", "plain"]
+__all__ = ["Layout", "block_slot", "choices", "conv_norm", "is_list", "plain"]
 
 LARGEST = 8192
 """The largest number in a list of choices, and the most numbers in it."""
@@ -86,6 +86,11 @@ class Layout:
             got = sorted(map(str, config))
             raise SpecError(f"{self.family}: a configuration has exactly the keys {names}; got {got}")
         return {key: plain(given[key]) for key in self.keys if key in given}
+
+
+def conv_norm(conv: str, norm: str, in_: str | None, out: str) -> dict[str, Elastic]:
+    """Return the entries of a convolution and of the BatchNorm behind it."""
+    return {conv: WeightSlice.on(in_=in_, out=out), norm: SubnetNorm.on(channels=out)}
 
 
 def block_slot(name: str, legal: Sequence[Any], depths: Sequence[Any], needed: int, stage: int = 0) -> Slot:

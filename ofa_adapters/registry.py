@@ -9,8 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ofa_adapters.checkpoint import fill, parsed_config, read, unwrap
 from ofa_adapters.family import Built, Family, Keys
 from ofa_adapters.features import Features
@@ -38,6 +36,7 @@ _MODULES = (
     "hydravit",
 )
 _LANGUAGE_MODELS = ("gemma3n",)
+ALL = (*_MODULES, *_LANGUAGE_MODELS)
 LARGEST_ARGUMENT = 2**22
 """The largest whole number in constructor arguments, such as a number of classes or of tokens."""
 _ALIASES = {"alphanet": "attentivenas"}
@@ -56,9 +55,8 @@ def language_models() -> tuple[str, ...]:
 def family_of(name: str) -> Family:
     """Return the description of one of all families; `alphanet` is a second name of `attentivenas`."""
     name = _ALIASES.get(name, name)
-    known = (*_MODULES, *_LANGUAGE_MODELS)
-    if name not in known:
-        raise SpecError(f"unknown family {name!r}; choose from {', '.join(known)}")
+    if name not in ALL:
+        raise SpecError(f"unknown family {name!r}; choose from {', '.join(ALL)}")
     found: Family = import_module(f"ofa_adapters.networks.{name}").FAMILY
     return found
 
@@ -80,7 +78,7 @@ def identify(tensors: Mapping[str, Any]) -> str | None:
 def recognised(tensors: Mapping[str, Any]) -> str | None:
     """Return the family whose names a state_dict has, also if an ordinary model has the same ones."""
     keys = Keys(key.removeprefix("module.") for key in tensors)
-    return next((name for name in (*_MODULES, *_LANGUAGE_MODELS) if family_of(name).recognises(keys)), None)
+    return next((name for name in ALL if family_of(name).recognises(keys)), None)
 
 
 def load(
@@ -98,8 +96,8 @@ def load(
             state_dict with upstream's names. If None, the weights are random. Files are read without running
             code from them.
         allow_nonfinite: whether weights of the checkpoint may be NaN or infinite.
-        constructor: upstream's constructor arguments, which are documented at `build` in the family's module
-            of `ofa_adapters.networks`. Arguments that are not given have the family's defaults, or the values
+        constructor: upstream's constructor arguments, which `ofa_adapters.networks` and `build` in the
+            family's module explain. Arguments that are not given have the family's defaults, or the values
             that the checkpoint's tensors or its `config.json` reveal.
 
     Returns:
@@ -139,8 +137,7 @@ def load(
         constructor = found.infer(tensors, constructor)
     network, space, elastic = _built(family, found, constructor)
     if tensors is not None:
-        hint = _hint(recognised(tensors), family, _mostly(tensors, network))
-        fill(network, tensors, found.rename, subject, found.unused, hint, allow_nonfinite)
+        fill(found, network, tensors, subject, _hint(recognised(tensors), family), allow_nonfinite)
     supernet = insert_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
     for norm in supernet.norm_operators().values():
@@ -152,10 +149,8 @@ def load(
 
 def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
     for name, value in constructor.items():
-        number, counts = plain(value), name in ("n_classes", "num_classes", "num_labels")
-        if (counts and (type(number) is not int or number < 1)) or (
-            type(number) is int and number > LARGEST_ARGUMENT
-        ):
+        whole, counts = type(plain(value)) is int, name in ("n_classes", "num_classes", "num_labels")
+        if (counts and not (whole and value >= 1)) or (whole and value > LARGEST_ARGUMENT):
             raise SpecError(
                 f"{family}: {name} is {value!r:.60}; give a whole number from 1 to {LARGEST_ARGUMENT}"
             )
@@ -168,21 +163,12 @@ def _built(family: str, found: Family, constructor: Mapping[str, Any]) -> Built:
         raise SpecError(f"{family}: cannot be built with {given[:200]} ({error})") from error
 
 
-def _mostly(tensors: Mapping[str, Any], network: nn.Module) -> bool:
-    """Return whether most names of a state_dict are our own network's instead of upstream's."""
-    own = network.state_dict()
-    return 2 * sum(name in own for name in tensors) > len(own)
-
-
-def _hint(looks_like: str | None, family: str, own_names: bool) -> str:
+def _hint(looks_like: str | None, family: str) -> str:
+    check = "Check the family, the constructor arguments it was made with, and that the file is complete"
     if looks_like == family:
-        return "Check the constructor arguments it was made with, and that the file is complete"
-    if looks_like is None and own_names:
-        return "Check the family, the constructor arguments it was made with, and that the file is complete"
+        return check.replace("the family, ", "")
     if looks_like is None:
-        return (
-            f"It looks like none of the known families, which are {', '.join((*_MODULES, *_LANGUAGE_MODELS))}"
-        )
+        return f"It looks like no upstream checkpoint of {', '.join(ALL)}. {check}"
     ordinary = family_of(looks_like).ordinary
     if ordinary:
         return (

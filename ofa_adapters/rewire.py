@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from subnetact.errors import SpecError
 from subnetact.insertion.importance import ChannelGroup
@@ -64,41 +64,30 @@ def importance(
     """
     _check(supernet)
     network: Any = supernet.extract(supernet.space.largest()).eval()
-    contexts: list[Tensor] = []
-
-    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        inputs[0].retain_grad()
-        contexts.append(inputs[0])
-
-    for layer in network.layers:
-        layer.attention_output.register_forward_pre_hook(keep)
     totals: list[Importance] = []
     for inputs, labels in batches:
-        contexts.clear()
         network.zero_grad()
         loss(network(**inputs), labels).backward()  # type: ignore[no-untyped-call]
-        found = [_scores(layer, context) for layer, context in zip(network.layers, contexts, strict=True)]
-        totals = [_sum(*pair) for pair in zip(totals, found, strict=True)] if totals else found
+        found = [_scores(layer) for layer in network.layers]
+        totals = list(map(_added, totals, found)) if totals else found
     if not totals:
         raise SpecError("importance needs at least one batch, got none; a generator can be read only once")
     return totals
 
 
-def _scores(layer: Any, context: Tensor) -> Importance:
+def _scores(layer: Any) -> Importance:
+    """Score by weight times gradient; a head's mask has the gradient of all columns that read the head."""
+    up = layer.intermediate
     with torch.no_grad():
-        per_feature = (context * _gradient(context)).sum((0, 1))
-        heads = per_feature.view(-1, layer.head_size).sum(1).abs()
-        up, down = layer.intermediate, layer.output
-        incoming = (up.weight * up.weight.grad).sum(1) + up.bias * up.bias.grad
-        outgoing = (down.weight * down.weight.grad).sum(0)
-        return Importance(heads, incoming.abs() + outgoing.abs())
+        features, incoming, outgoing = (
+            module.weight * module.weight.grad for module in (layer.attention_output, up, layer.output)
+        )
+        heads = features.sum(0).view(-1, layer.head_size).sum(1).abs()
+        incoming = incoming.sum(1) + up.bias * up.bias.grad
+        return Importance(heads, incoming.abs() + outgoing.sum(0).abs())
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def _sum(a: Importance, b: Importance) -> Importance:
+def _added(a: Importance, b: Importance) -> Importance:
     return Importance(a.heads + b.heads, a.neurons + b.neurons)
 
 

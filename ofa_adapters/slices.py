@@ -109,19 +109,12 @@ def write_slices(
     table.writerow(COLUMNS)
     for name, given in slices.items():
         row = space.format(given.spec)
-        billions = given.billions
+        billions, accuracy = given.billions, given.accuracy
         if billions is None and network is not None:
             billions = effective_parameters(network, space, given.spec) / 1e9
-        table.writerow(
-            [
-                name,
-                len(row[DIMS]),
-                "" if billions is None else f"{billions:.2f}",
-                "" if given.accuracy is None else f"{given.accuracy:.2f}%",
-                str(row[DIMS]),
-                str(row[SKIPPED]) if row[SKIPPED] else "",
-            ]
-        )
+        size = "" if billions is None else f"{billions:.2f}"
+        percent = "" if accuracy is None else f"{accuracy:.2f}%"
+        table.writerow([name, len(row[DIMS]), size, percent, row[DIMS], row[SKIPPED] or ""])
     with replacing(path) as new:
         new.write_text(text.getvalue())
 
@@ -129,13 +122,7 @@ def write_slices(
 def effective_parameters(network: nn.Module, space: SubnetSpace, spec: SubnetSpec) -> int:
     """Return the parameters of a subnet outside of both embeddings, as the published slices count them.
 
-    They count projections to keys and values in all layers. Checkpoints have them for the last layers, too,
-    which do not use them.
-
-    Args:
-        network: the full network.
-        space: its space.
-        spec: the subnet.
+    They count projections to keys and values in all layers, although the last layers do not use theirs.
     """
     row = dict(zip(space.dimensions, space.resolve(spec), strict=True))
     config: Any = network.config

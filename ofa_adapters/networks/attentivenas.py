@@ -19,11 +19,11 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family
 from ofa_adapters.features import raw_features
-from ofa_adapters.layout import Layout, choices
+from ofa_adapters.layout import Layout, choices, conv_norm
 from ofa_adapters.networks import mobile
-from ofa_adapters.networks.mobile import Activation, MBConv, MobileNet, block_elastic
+from ofa_adapters.networks.mobile import Activation, MBConv, MobileNet, mbconv_elastic
 from subnetact.errors import SpecError
-from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.operators import Elastic, ElasticAttribute, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -97,17 +97,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class BlockSlot:
-    """One block slot at full size.
-
-    Attributes:
-        stage: the stage of the block.
-        index: position of the stage among all widths.
-        before: position of the stage that produces the block's input among all widths.
-        position: position of the block in its stage.
-        in_: input channels.
-        mid: channels of the depthwise convolution. If None, the block has no expansion.
-        squeeze: channels of the squeeze-excitation. If None, the block has none.
-    """
+    """One block at full size; `index` and `before` are the positions of its own and its input's width."""
 
     stage: Stage
     index: int
@@ -199,25 +189,21 @@ class AttentiveNASLayout(Layout):
         last, before, middle = f"width{len(self.stages) - 1}", f"width{len(self.stages) - 2}", "head.expand"
         elastic = {
             "resize": ElasticAttribute.on(resolution="resolution"),
-            "first_conv": WeightSlice.on(out="width0"),
-            "first_bn": SubnetNorm.on(channels="width0"),
             "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(len(self.blocks))}),
-            "mix_conv": WeightSlice.on(in_=middle if self.v3_head else before, out=last),
             "classifier": WeightSlice.on(in_=last),
+            **conv_norm("first_conv", "first_bn", None, "width0"),
         }
         if self.v3_head:
-            elastic["final_conv"] = WeightSlice.on(in_=before, out=middle)
-            elastic["final_bn"] = SubnetNorm.on(channels=middle)
+            elastic |= conv_norm("final_conv", "final_bn", before, middle)
+            elastic["mix_conv"] = WeightSlice.on(in_=middle, out=last)
         else:
-            elastic["mix_bn"] = SubnetNorm.on(channels=last)
+            elastic |= conv_norm("mix_conv", "mix_bn", before, last)
         for i, block in enumerate(self.blocks):
-            in_, out = f"width{block.before}", f"width{block.index}"
-            parts = {
-                **block_elastic(f"block{i}", block.squeeze is not None, in_, out, block.mid is not None),
-                "shortcut": LayerSelect.on(conv=f"block{i}.project"),
-                "shortcut.conv": WeightSlice.on(in_=in_, out=out),
-            }
-            elastic.update({f"blocks.{i}.{name}": entry for name, entry in parts.items()})
+            path, in_, out = f"blocks.{i}", f"width{block.before}", f"width{block.index}"
+            squeeze, expand = block.squeeze is not None, block.mid is not None
+            elastic |= mbconv_elastic(path, f"block{i}", squeeze, in_, out, expand)
+            elastic[f"{path}.shortcut"] = LayerSelect.on(conv=f"block{i}.project")
+            elastic[f"{path}.shortcut.conv"] = WeightSlice.on(in_=in_, out=out)
         return elastic
 
 
@@ -302,8 +288,6 @@ def build(
             `c`, depth `d`, kernel `k` and expansion `t` and their settings `s` (stride), `act_func` and `se`
             (squeeze-excitation); it also has `resolutions` and `use_v3_head`. Give the one that a checkpoint
             was trained with. If None, `DEFAULT`.
-        n_classes: number of classes.
-        bn_param: momentum and eps of every BatchNorm.
     """
     layout = AttentiveNASLayout.of(DEFAULT if supernet_cfg is None else supernet_cfg)
     bn = {"momentum": bn_param[0], "eps": bn_param[1]}

@@ -129,12 +129,7 @@ class AutoFormerLayout(Layout):
         return sizes
 
     def parse(self, config: Any) -> dict[str, Any]:
-        """Return the values of the axes.
-
-        Args:
-            config: upstream's dictionary, the tuple that upstream's evolution search writes, or the name of a
-                released subnet, a key of `RELEASED`.
-        """
+        """Read upstream's dictionary, its search's tuple, or a name in `RELEASED`."""
         if isinstance(config, str):
             if config not in RELEASED:
                 raise SpecError(
@@ -235,10 +230,7 @@ class RelativePosition(nn.Module):
     inside the attention: the queries get their scores as further features; the keys and values get
     further features, which are 1 for their lines and 0 for all others.
 
-    Args:
-        side: number of patches per side of the image.
-        reach: largest distance with an embedding of its own; longer distances share that embedding.
-        features: number of features of one head.
+    The image has `side` patches per side; distances beyond `reach` share an embedding.
     """
 
     def __init__(self, side: int, reach: int, features: int) -> None:
@@ -339,18 +331,8 @@ def build(
     """Build the family with the arguments of upstream's `Vision_TransformerSuper`, by default AutoFormer-T's.
 
     Args:
-        img_size: height and width of the input in pixels.
-        patch_size: height and width of a patch in pixels.
-        in_chans: channels of the input.
-        num_classes: number of classes.
-        embed_dim: embedding width of the full network.
-        depth: number of blocks of the full network.
-        num_heads: number of heads per block of the full network.
         mlp_ratio: ratio of the feed-forward width to the embedding width in the full network.
         qkv_bias: whether queries, keys and values have a bias.
-        drop_rate: dropout rate.
-        attn_drop_rate: dropout rate of the attention weights.
-        drop_path_rate: stochastic depth rate of the last block.
         pre_norm: whether norms come before attention and feed-forward network; must be true.
         scale: whether upstream's scaling is on; must be false.
         gp: whether the classifier reads the mean over the patches. If false, it reads the class token.

@@ -23,12 +23,7 @@ SLOTS_PER_STAGE = 4
 
 @dataclass(frozen=True)
 class CompoundLayout(MobileNetV3Layout):
-    """A MobileNetV3 in which kernels may be fixed, and the depth may decide the expansions of its stage.
-
-    Attributes:
-        fixed_kernels: kernel size of every block slot. If None, kernels are an axis of the space.
-        ratios: the expansion ratio for every depth. If None, expansions are an axis of the space.
-    """
+    """Kernels are an axis unless all are fixed, and expansions unless every depth has its ratio."""
 
     fixed_kernels: tuple[int, ...] | None = None
     ratios: Mapping[int, float] | None = None
@@ -106,19 +101,11 @@ def build(
     """Build the family with the arguments of `OFAMobileNetV3` in the CompOFA fork.
 
     Args:
-        n_classes: number of classes.
-        bn_param: momentum and eps of every BatchNorm.
-        dropout_rate: dropout rate before the classifier.
-        base_stage_width: ignored, as upstream ignores it.
         width_mult_list: the width multiplier of the network; a list must have one entry.
-        ks_list: kernel size choices per block.
-        expand_ratio_list: expansion ratio choices per block.
-        depth_list: depth choices per stage.
         compound: whether the depth of a stage decides the expansion of its blocks: the i-th smallest depth
             goes with the i-th smallest expansion.
         fixed_kernel: whether every block has the kernel size of MobileNetV3.
-        kernel_transform_mode: upstream's class attribute. If None, smaller kernels are centre crops of the
-            largest; if 1, they are made by learned matrices, as in the elastic checkpoints.
+        kernel_transform_mode: 1 for the elastic checkpoints, whose smaller kernels are made by matrices.
     """
     multipliers, depths, expands = choices(width_mult_list), choices(depth_list), choices(expand_ratio_list)
     if len(multipliers) != 1:

@@ -32,19 +32,19 @@ HEAD_FEATURES = 64
 class BertLayer(nn.Module):
     """One post-norm layer, in which the number of heads follows from the number of query features."""
 
-    def __init__(
-        self, width: int, heads: int, hidden: int, activation: str, eps: float, drop: float, attn_drop: float
-    ) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
+        width, eps = arguments["hidden_size"], arguments["layer_norm_eps"]
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps)
-        self.intermediate = nn.Linear(width, hidden)
-        self.output = nn.Linear(hidden, width)
+        self.intermediate = nn.Linear(width, arguments["intermediate_size"])
+        self.output = nn.Linear(arguments["intermediate_size"], width)
         self.output_norm = nn.LayerNorm(width, eps)
-        self.head_size = width // heads
-        self.activation = ACTIVATIONS[activation]
-        self.drop, self.attn_drop = drop, attn_drop
+        self.head_size = width // arguments["num_attention_heads"]
+        self.activation = ACTIVATIONS[arguments["hidden_act"]]
+        self.drop = arguments["hidden_dropout_prob"]
+        self.attn_drop = arguments["attention_probs_dropout_prob"]
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, self.head_size).transpose(1, 2)
@@ -63,40 +63,20 @@ class BertLayer(nn.Module):
 class BertClassifier(nn.Module):
     """The full network: embeddings, layers, a dense layer on the first token, and a linear classifier.
 
-    Args:
-        layers: the transformer layers.
-        width: hidden size.
-        vocabulary: number of tokens.
-        positions: number of positions.
-        types: number of token types.
-        labels: number of classes.
-        eps: eps of the embeddings' LayerNorm.
-        drop: dropout rate.
-        first_position: the padding token of a RoBERTa, after which its positions start. If None, positions
-            start at 0, as in a BERT.
+    Positions of a RoBERTa start after `first_position`, its padding token.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[BertLayer],
-        width: int,
-        vocabulary: int,
-        positions: int,
-        types: int,
-        labels: int,
-        eps: float,
-        drop: float,
-        first_position: int | None,
-    ) -> None:
+    def __init__(self, arguments: Mapping[str, Any], vocabulary: int, first_position: int | None) -> None:
         super().__init__()
+        width = arguments["hidden_size"]
         self.words = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(positions, width)
-        self.types = nn.Embedding(types, width)
-        self.norm = nn.LayerNorm(width, eps)
-        self.layers = nn.ModuleList(layers)
+        self.positions = nn.Embedding(arguments["max_position_embeddings"], width)
+        self.types = nn.Embedding(arguments["type_vocab_size"], width)
+        self.norm = nn.LayerNorm(width, arguments["layer_norm_eps"])
+        self.layers = nn.ModuleList(BertLayer(arguments) for _ in range(arguments["num_hidden_layers"]))
         self.pooler = nn.Linear(width, width)
-        self.classifier = nn.Linear(width, labels)
-        self.drop = drop
+        self.classifier = nn.Linear(width, arguments["num_labels"])
+        self.drop = arguments["hidden_dropout_prob"]
         self.first_position = first_position
         self.masked = -10000.0
 
@@ -112,11 +92,9 @@ class BertClassifier(nn.Module):
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x = self.norm(self.words(input_ids) + self.positions(positions) + self.types(types))
         x = F.dropout(x, self.drop, self.training)
-        mask = (
-            None
-            if attention_mask is None
-            else (1 - attention_mask[:, None, None, :].to(x.dtype)) * self.masked
-        )
+        mask = None
+        if attention_mask is not None:
+            mask = (1 - attention_mask[:, None, None, :].to(x.dtype)) * self.masked
         for layer in self.layers:
             x = layer(x, mask)
         return x  # type: ignore[no-any-return]
@@ -154,25 +132,16 @@ def build(
     If a checkpoint is loaded, sizes that are not given are read from its tensors.
 
     Args:
-        vocab_size: number of tokens.
-        hidden_size: hidden size.
-        num_hidden_layers: number of layers of the full network.
-        num_attention_heads: number of heads per layer of the full network. If a checkpoint is loaded and this
-            is not given, heads have 64 features.
-        intermediate_size: number of neurons per feed-forward network of the full network.
-        hidden_act: activation of the feed-forward networks: "gelu", "relu" or "silu".
-        hidden_dropout_prob: dropout rate.
-        attention_probs_dropout_prob: dropout rate of the attention weights.
-        max_position_embeddings: number of positions.
-        type_vocab_size: number of token types.
-        layer_norm_eps: eps of every LayerNorm.
+        num_attention_heads: number of heads per layer. If a checkpoint is loaded and this is not given, heads
+            have 64 features.
+        hidden_act: "gelu", "relu" or "silu".
         pad_token_id: the padding token, which matters for RoBERTa only. If None, 1.
-        num_labels: number of classes.
         model_type: "bert" or "roberta".
         vocab_size_or_config_json_file: the former name of `vocab_size`; if given, it takes precedence.
         width_mult_list: the trained multipliers of heads and neurons.
         depth_mult_list: the trained multipliers of layers.
     """
+    arguments = dict(locals())
     if model_type not in ("bert", "roberta") or hidden_act not in ACTIVATIONS:
         raise SpecError(
             f"dynabert: model_type is bert or roberta and hidden_act one of {', '.join(ACTIVATIONS)}, got "
@@ -190,28 +159,11 @@ def build(
     layout = DynaBertLayout(
         hidden_size, num_attention_heads, intermediate_size, num_hidden_layers, widths, depths
     )
-    layers = [
-        BertLayer(
-            hidden_size,
-            num_attention_heads,
-            intermediate_size,
-            hidden_act,
-            layer_norm_eps,
-            hidden_dropout_prob,
-            attention_probs_dropout_prob,
-        )
-        for _ in range(num_hidden_layers)
-    ]
+    padding = 1 if pad_token_id is None else pad_token_id
     network = BertClassifier(
-        layers,
-        hidden_size,
+        arguments,
         vocab_size_or_config_json_file or vocab_size,
-        max_position_embeddings,
-        type_vocab_size,
-        num_labels,
-        layer_norm_eps,
-        hidden_dropout_prob,
-        (1 if pad_token_id is None else pad_token_id) if model_type == "roberta" else None,
+        first_position=padding if model_type == "roberta" else None,
     )
     return layout.built(network)
 

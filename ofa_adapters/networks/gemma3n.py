@@ -15,8 +15,10 @@ google-gemini/gemma-cookbook, and google/gemma3n-slicing-configs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -102,26 +104,17 @@ class Gemma3nLayout(Layout):
 
 def _numbers(column: str, value: Any) -> list[int]:
     """Read a list of whole numbers, which may be a text of products: "[2_048 * 4, 2_048 * 8]"."""
-    if value is None or value == "":
+    numbers = value
+    text = "null" if value is None else value.strip() if isinstance(value, str) else "other"
+    if re.fullmatch(r"(null|none|\[\s*\])?", text, re.IGNORECASE):
         return []
-    if isinstance(value, str):
-        text = value.strip()
-        listed = re.fullmatch(r"\[([0-9_*,\s]*)\]", text)
-        products = [p.strip() for p in listed[1].split(",")] if listed and listed[1].strip() else []
-        if text.lower() in ("null", "none"):
-            return []
-        if listed is None or not all(re.fullmatch(r"[0-9_]{1,9}(\s*\*\s*[0-9_]{1,9})*", p) for p in products):
-            raise SpecError(f"gemma3n: {column}: expected a list of whole numbers, got {shown(value)}")
-        value = []
-        for product in products:
-            number = 1
-            for factor in product.split("*"):
-                number *= int(factor.strip().strip("_") or 0)
-            value.append(number)
-    whole = isinstance(value, Sequence) and all(type(n) is int for n in value)
-    if not whole or isinstance(value, bytes):
+    if re.fullmatch(r"\[[\d_*,\s]*\]", text, re.ASCII):
+        products = text[1:-1].split(",")
+        with suppress(ValueError):  # A factor is no number.
+            numbers = [math.prod(map(int, product.split("*"))) for product in products]
+    if not is_list(numbers) or not all(type(n) is int for n in numbers):
         raise SpecError(f"gemma3n: {column}: expected a list of whole numbers, got {shown(value)}")
-    return list(value)
+    return list(numbers)
 
 
 def build(

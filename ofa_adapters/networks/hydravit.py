@@ -101,19 +101,9 @@ def build(
     If a checkpoint is loaded, sizes that are not given are read from its tensors.
 
     Args:
-        img_size: height and width of the input in pixels.
-        patch_size: height and width of a patch in pixels.
-        in_chans: channels of the input.
-        num_classes: number of classes.
-        embed_dim: width of the full network, 64 times `num_heads`.
-        depth: number of blocks.
-        num_heads: number of heads per block of the full network.
         init_values: the initial value of the learned scales of the branches. If None, there are no scales.
-        drop_rate: dropout rate before the classifier.
         pos_drop_rate: dropout rate after the position embedding.
         proj_drop_rate: dropout rate after the projections of a block.
-        attn_drop_rate: dropout rate of the attention weights.
-        drop_path_rate: stochastic depth rate of the last block.
         heads: the trained numbers of heads. If None, all from 3 to `num_heads`.
     """
     arguments = dict(locals())

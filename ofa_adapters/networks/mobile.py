@@ -10,12 +10,20 @@ from typing import Any, ClassVar, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ofa_adapters.layout import Layout, block_slot
+from ofa_adapters.layout import Layout, block_slot, conv_norm
 from subnetact.operators import Elastic, ElasticKernel, KernelConv2d, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 from subnetact.spec import Value
 
-__all__ = ["Activation", "MBConv", "MobileLayout", "MobileNet", "MobileStage", "block_elastic", "rename"]
+__all__ = [
+    "Activation",
+    "MBConv",
+    "MobileLayout",
+    "MobileNet",
+    "MobileStage",
+    "mbconv_elastic",
+    "rename",
+]
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -23,17 +31,8 @@ Activation: TypeAlias = Callable[[Tensor], Tensor]
 class MBConv(nn.Module):
     """An inverted residual block: 1x1 expansion, depthwise convolution, squeeze-excitation, 1x1 projection.
 
-    Args:
-        in_: input channels.
-        mid: channels of the depthwise convolution. If None, there is no expansion.
-        out: output channels.
-        kernels: kernel sizes of the depthwise convolution, ascending.
-        stride: stride of the depthwise convolution.
-        activation: activation after the expansion and after the depthwise convolution.
-        bn: arguments of every BatchNorm.
-        squeeze: channels of the squeeze-excitation. If None, there is none.
-        residual: whether the input is added to the output.
-        matrices: whether smaller kernels are made by learned matrices. If false, they are centre crops.
+    A block without `mid` has no expansion, and one without `squeeze` no squeeze-excitation. Smaller kernels
+    are made by learned matrices if `matrices`, and are centre crops otherwise.
     """
 
     def __init__(
@@ -80,15 +79,8 @@ class MBConv(nn.Module):
 class MobileNet(nn.Module):
     """The full network: stem, blocks, one or two 1x1 convolutions, classifier.
 
-    Args:
-        blocks: the blocks.
-        widths: channels of the stem, of the last block, and of the 1x1 convolutions. If there are two of
-            these, the second comes after the mean over the map, and has no BatchNorm.
-        activations: activation of the stem, and of the 1x1 convolutions.
-        n_classes: number of classes.
-        bn: arguments of every BatchNorm.
-        dropout: dropout rate before the classifier.
-        stride: stride of the stem.
+    `widths` are those of the stem, of the last block, and of the 1x1 convolutions, of which a second one
+    comes after the mean over the map and has no BatchNorm.
     """
 
     def __init__(
@@ -147,11 +139,7 @@ class MobileStage:
 class MobileLayout(Layout):
     """A fixed first block and elastic stages, with a kernel size and an expansion ratio for every block.
 
-    Attributes:
-        widths: channels of the stem, of the first block, of every stage, and of the 1x1 convolutions.
-        kernels: kernel size choices per block slot, ascending.
-        expands: expansion ratio choices per block slot, ascending.
-        depths: depth choices per stage, ascending.
+    `widths` are those of the stem, of the first block, of every stage, and of the 1x1 convolutions.
     """
 
     widths: tuple[int, ...]
@@ -233,29 +221,33 @@ class MobileLayout(Layout):
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}
         elastic = {"blocks": LayerSelect.on(**names)}
         for i, (stage, _) in enumerate(self.blocks):
-            parts = block_elastic(f"block{i}", self.stages[stage].squeeze)
-            elastic.update({f"blocks.{i + 1}.{name}": entry for name, entry in parts.items()})
+            elastic |= mbconv_elastic(f"blocks.{i + 1}", f"block{i}", self.stages[stage].squeeze)
         return elastic
 
 
-def block_elastic(
-    block: str, squeeze: bool, in_: str | None = None, out: str | None = None, expand: bool = True
+def mbconv_elastic(
+    path: str,
+    block: str,
+    squeeze: bool,
+    in_: str | None = None,
+    out: str | None = None,
+    expand: bool = True,
+    kernel: bool = True,
 ) -> dict[str, Elastic]:
-    """Return the entries of an MBConv, whose dimensions in the space start with `block`."""
+    """Return the entries of an MBConv, whose own dimensions start with `block`."""
     mid, squeezed = f"{block}.mid", f"{block}.squeeze"
     elastic = {
-        "depth_conv": ElasticKernel.on(channels=mid, kernel=f"{block}.kernel"),
-        "depth_bn": SubnetNorm.on(channels=mid),
-        "project_conv": WeightSlice.on(in_=mid, out=out),
+        f"{path}.depth_conv": ElasticKernel.on(channels=mid, kernel=f"{block}.kernel" if kernel else None),
+        f"{path}.depth_bn": SubnetNorm.on(channels=mid),
+        f"{path}.project_conv": WeightSlice.on(in_=mid, out=out),
     }
     if out is not None:
-        elastic["project_bn"] = SubnetNorm.on(channels=out)
+        elastic[f"{path}.project_bn"] = SubnetNorm.on(channels=out)
     if expand:
-        elastic["expand_conv"] = WeightSlice.on(in_=in_, out=mid)
-        elastic["expand_bn"] = SubnetNorm.on(channels=mid)
+        elastic |= conv_norm(f"{path}.expand_conv", f"{path}.expand_bn", in_, mid)
     if squeeze:
-        elastic["squeeze_reduce"] = WeightSlice.on(in_=mid, out=squeezed)
-        elastic["squeeze_expand"] = WeightSlice.on(in_=squeezed, out=mid)
+        elastic[f"{path}.squeeze_reduce"] = WeightSlice.on(in_=mid, out=squeezed)
+        elastic[f"{path}.squeeze_expand"] = WeightSlice.on(in_=squeezed, out=mid)
     return elastic
 
 

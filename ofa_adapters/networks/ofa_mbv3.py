@@ -46,20 +46,7 @@ def build(
     depth_list: int | Sequence[int] = (2, 3, 4),
     kernel_transform_mode: int | None = 1,
 ) -> Built:
-    """Build the family with the arguments of upstream's `OFAMobileNetV3`.
-
-    Args:
-        n_classes: number of classes.
-        bn_param: momentum and eps of every BatchNorm.
-        dropout_rate: dropout rate before the classifier.
-        base_stage_width: ignored, as upstream ignores it.
-        width_mult: width multiplier of the network.
-        ks_list: kernel size choices per block.
-        expand_ratio_list: expansion ratio choices per block.
-        depth_list: depth choices per stage.
-        kernel_transform_mode: upstream's class attribute. If 1, smaller kernels are made by learned matrices;
-            if None, they are centre crops of the largest.
-    """
+    """Build the family with the arguments of upstream's `OFAMobileNetV3`."""
     widths = tuple(make_divisible(width * width_mult) for width in WIDTHS)
     layout = MobileNetV3Layout(widths, choices(ks_list), choices(expand_ratio_list), choices(depth_list))
     matrices = kernel_transform_mode is not None

@@ -50,17 +50,8 @@ def build(
     """Build the family with the arguments of upstream's `OFAProxylessNASNets`.
 
     Args:
-        n_classes: number of classes.
-        bn_param: momentum and eps of every BatchNorm.
-        dropout_rate: dropout rate before the classifier.
         base_stage_width: "google" for the widths of MobileNetV2, or nine widths from the stem to the last
             convolution. If None, the widths of ProxylessNAS.
-        width_mult: width multiplier of the network.
-        ks_list: kernel size choices per block.
-        expand_ratio_list: expansion ratio choices per block.
-        depth_list: depth choices per stage.
-        kernel_transform_mode: upstream's class attribute. If 1, smaller kernels are made by learned matrices;
-            if None, they are centre crops of the largest.
     """
     named = base_stage_width is None or isinstance(base_stage_width, str)
     base: Any = WIDTHS.get(str(base_stage_width or "proxyless")) if named else base_stage_width

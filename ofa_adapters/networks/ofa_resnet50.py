@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ofa_adapters.family import Built, Family
 from ofa_adapters.features import ARCH_ENCODER_SIZES, resnet_features
-from ofa_adapters.layout import Layout, block_slot, choices, is_list
+from ofa_adapters.layout import Layout, block_slot, choices, conv_norm, is_list
 from subnetact.errors import IllegalChoice
-from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.operators import Elastic, LayerSelect, WeightSlice
 from subnetact.space import Axis, AxisValues, Slot, make_divisible
 
 STAGE_WIDTHS = (256, 512, 1024, 2048)
@@ -44,9 +44,14 @@ class ConvBnRelu(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A bottleneck of 1x1, 3x3 and 1x1 convolutions; only the first of a stage has a stride."""
+    """A bottleneck of 1x1, 3x3 and 1x1 convolutions; only the first of a stage has a stride.
 
-    def __init__(self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, Any]):
+    The shortcut of that one has a 1x1 convolution, and `pooled` tells that its stride is average pooling.
+    """
+
+    def __init__(
+        self, in_: int, mid: int, out: int, stride: int | None, bn: Mapping[str, Any], pooled: bool = False
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_, mid, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(mid, **bn)
@@ -56,9 +61,12 @@ class Bottleneck(nn.Module):
         self.bn3 = nn.BatchNorm2d(out, **bn)
         self.downsample = None
         if stride is not None:
-            pool = nn.AvgPool2d(stride, stride, ceil_mode=True)
-            conv, norm = nn.Conv2d(in_, out, 1, bias=False), nn.BatchNorm2d(out, **bn)
-            self.downsample = nn.Sequential(OrderedDict(pool=pool, conv=conv, bn=norm))
+            parts: OrderedDict[str, nn.Module] = OrderedDict()
+            if pooled:
+                parts["pool"] = nn.AvgPool2d(stride, stride, ceil_mode=True)
+            parts["conv"] = nn.Conv2d(in_, out, 1, 1 if pooled else stride, bias=False)
+            parts["bn"] = nn.BatchNorm2d(out, **bn)
+            self.downsample = nn.Sequential(parts)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
@@ -68,21 +76,35 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(x)) + shortcut)
 
 
-class ResNet50D(nn.Module):
-    """The full network: stem, four stages of bottlenecks, global average pooling, linear classifier."""
+class ResNet(nn.Module):
+    """The full network: stem, stages of bottlenecks, global average pooling, linear classifier."""
 
-    def __init__(self, stem: nn.Sequential, blocks: nn.Sequential, classifier: nn.Linear, dropout: float):
+    def __init__(
+        self, stem: nn.Sequential, blocks: Sequence[Bottleneck], width: int, n_classes: int, dropout: float
+    ) -> None:
         super().__init__()
         self.input_stem = stem
         self.max_pooling = nn.MaxPool2d(3, 2, 1)
-        self.blocks = blocks
+        self.blocks = nn.Sequential(*blocks)
         self.dropout = nn.Dropout(float(dropout))
-        self.classifier = classifier
+        self.classifier = nn.Linear(width, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (N, 3, H, W) to logits (N, n_classes)."""
         x = self.blocks(self.max_pooling(self.input_stem(x)))
         return self.classifier(self.dropout(x.mean(3).mean(2)))  # type: ignore[no-any-return]
+
+
+def bottleneck_elastic(block: str, before: str, mid: str, out: str, first: bool) -> dict[str, Elastic]:
+    """Return the entries of a Bottleneck; `first` tells whether it is the first of its stage."""
+    elastic = {
+        **conv_norm(f"{block}.conv1", f"{block}.bn1", before, mid),
+        **conv_norm(f"{block}.conv2", f"{block}.bn2", mid, mid),
+        **conv_norm(f"{block}.conv3", f"{block}.bn3", mid, out),
+    }
+    if first:
+        elastic |= conv_norm(f"{block}.downsample.conv", f"{block}.downsample.bn", before, out)
+    return elastic
 
 
 @dataclass(frozen=True)
@@ -154,28 +176,19 @@ class ResNet50Layout(Layout):
         return {**super().format(values), "w": [self.widths.index(w) for w in values["width"]]}
 
     def elastic(self) -> dict[str, Elastic]:
+        mid, before = "stem.mid", "stem.out"
         elastic = {
             "input_stem": LayerSelect.on(**{"1": "stem.keep"}),
             "blocks": LayerSelect.on(**{str(i): f"block{i}.keep" for i in range(len(self.blocks))}),
-            "classifier": WeightSlice.on(in_="stage4"),
+            "classifier": WeightSlice.on(in_=f"stage{len(STAGE_WIDTHS)}"),
+            **conv_norm("input_stem.0.conv", "input_stem.0.bn", None, mid),
+            **conv_norm("input_stem.1.conv", "input_stem.1.bn", mid, mid),
+            **conv_norm("input_stem.2.conv", "input_stem.2.bn", mid, before),
         }
-        mid, out = "stem.mid", "stem.out"
-        convs: list[tuple[str, str, str | None, str]] = [
-            (f"input_stem.{i}.conv", f"input_stem.{i}.bn", before, after)
-            for i, (before, after) in enumerate(((None, mid), (mid, mid), (mid, out)))
-        ]
-        before = "stem.out"
         for i, (stage, position, _) in enumerate(self.blocks):
-            block, mid, out = f"blocks.{i}", f"block{i}.mid", f"stage{stage + 1}"
-            convs.append((f"{block}.conv1", f"{block}.bn1", before, mid))
-            convs.append((f"{block}.conv2", f"{block}.bn2", mid, mid))
-            convs.append((f"{block}.conv3", f"{block}.bn3", mid, out))
-            if position == 0:
-                convs.append((f"{block}.downsample.conv", f"{block}.downsample.bn", before, out))
+            out = f"stage{stage + 1}"
+            elastic |= bottleneck_elastic(f"blocks.{i}", before, f"block{i}.mid", out, position == 0)
             before = out
-        for conv, norm, in_, width in convs:
-            elastic[conv] = WeightSlice.on(in_=in_, out=width)
-            elastic[norm] = SubnetNorm.on(channels=width)
         return elastic
 
 
@@ -190,9 +203,6 @@ def build(
     """Build the family with the arguments of upstream's `OFAResNets`.
 
     Args:
-        n_classes: number of classes.
-        bn_param: momentum and eps of every BatchNorm.
-        dropout_rate: dropout rate before the classifier.
         depth_list: numbers of additional blocks per stage.
         expand_ratio_list: ratios of middle to output channels per block.
         width_mult_list: width multipliers of the stem and of every stage.
@@ -208,10 +218,9 @@ def build(
     for i, (stage, position, _) in enumerate(layout.blocks):
         out = full[f"stage{stage + 1}"]
         stride = None if position else STAGE_STRIDES[stage]
-        blocks.append(Bottleneck(before, full[f"block{i}.mid"], out, stride, bn))
+        blocks.append(Bottleneck(before, full[f"block{i}.mid"], out, stride, bn, pooled=True))
         before = out
-    classifier = nn.Linear(before, n_classes)
-    return layout.built(ResNet50D(stem, nn.Sequential(*blocks), classifier, dropout_rate))
+    return layout.built(ResNet(stem, blocks, before, n_classes, dropout_rate))
 
 
 def rename(key: str) -> str:
@@ -227,7 +236,7 @@ FAMILY = Family(
     rename,
     source="mit-han-lab/once-for-all",
     licence="MIT",
-    recognises=lambda keys: keys.some(r"^input_stem\."),
+    recognises=lambda keys: keys.some(r"^input_stem\.\d"),
     checkpoints=("ofa_resnet50_d0-1-2_e0.2-0.25-0.35_w0.65-0.8-1.0",),
     image_sizes=ARCH_ENCODER_SIZES,
     encodings={"arch_encoder": resnet_features},

@@ -9,14 +9,16 @@ neither.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ofa_adapters.family import CUMULATIVE_UNBIASED, Built, Family, Keys
-from ofa_adapters.networks.slimmable_space import WidthLayout
+from ofa_adapters.layout import conv_norm
+from ofa_adapters.networks.mobile import MBConv, MobileNet, mbconv_elastic
+from ofa_adapters.networks.slimmable_resnet50 import WidthLayout
 from subnetact.errors import SpecError
 from subnetact.operators import Elastic, PerWidthBatchNorm2d, PerWidthNorm, WeightSlice
 from subnetact.space import make_divisible
@@ -45,36 +47,6 @@ class BlockSlot:
     out: int
     expansion: int
     stride: int
-
-
-class InvertedResidual(nn.Module):
-    """1x1 expansion, depthwise 3x3 convolution, 1x1 projection; a residual connection if the shape stays.
-
-    Args:
-        full: the block at full size.
-        mid: channels of the depthwise convolution for every listed width.
-        out: output channels for every listed width.
-    """
-
-    def __init__(self, full: BlockSlot, mid: Sequence[int], out: Sequence[int]) -> None:
-        super().__init__()
-        expand = full.expansion != 1
-        self.expand_conv = nn.Conv2d(full.in_, full.mid, 1, bias=False) if expand else None
-        self.expand_norm = PerWidthBatchNorm2d(full.mid, mid) if expand else None
-        self.depth_conv = nn.Conv2d(full.mid, full.mid, 3, full.stride, 1, groups=full.mid, bias=False)
-        self.depth_norm = PerWidthBatchNorm2d(full.mid, mid)
-        self.project_conv = nn.Conv2d(full.mid, full.out, 1, bias=False)
-        self.project_norm = PerWidthBatchNorm2d(full.out, out)
-        self.residual = full.stride == 1 and full.in_ == full.out
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, in_, H, W) to (N, out, H / stride, W / stride)."""
-        y = x
-        if self.expand_conv is not None and self.expand_norm is not None:
-            y = F.relu6(self.expand_norm(self.expand_conv(y)))
-        y = F.relu6(self.depth_norm(self.depth_conv(y)))
-        y = self.project_norm(self.project_conv(y))
-        return x + y if self.residual else y  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -124,52 +96,20 @@ class SlimmableMobileNetLayout(WidthLayout):
             )
         return width
 
-    def elastic(self) -> dict[str, Elastic]:
-        def norm(channels: str) -> Elastic:
-            return PerWidthNorm.on(channels=channels, position="position")
-
-        elastic = {
-            "stem_conv": WeightSlice.on(out="stem"),
-            "stem_norm": norm("stem"),
-            "tail_conv": WeightSlice.on(in_=f"block{len(self.blocks) - 1}.out"),
-        }
+    def ordinary(self) -> dict[str, Elastic]:
+        elastic = conv_norm("first_conv", "first_bn", None, "stem")
         for i, block in enumerate(self.blocks):
-            mid, out = f"block{i}.mid", f"block{i}.out"
-            parts = {
-                "depth_conv": WeightSlice.on(out=mid),
-                "depth_norm": norm(mid),
-                "project_conv": WeightSlice.on(in_=mid, out=out),
-                "project_norm": norm(out),
-            }
-            if block.expansion != 1:
-                parts |= {"expand_conv": WeightSlice.on(in_=block.before, out=mid), "expand_norm": norm(mid)}
-            elastic.update({f"blocks.{i}.{name}": entry for name, entry in parts.items()})
+            names, expand = (f"blocks.{i}", f"block{i}"), block.expansion != 1
+            out = f"block{i}.out"
+            elastic |= mbconv_elastic(*names, False, block.before, out, expand, kernel=False)
+            elastic["mix_conv"] = WeightSlice.on(in_=out)
         return elastic
 
+    def norm(self, channels: int, widths: Sequence[int]) -> nn.Module:
+        return PerWidthBatchNorm2d(channels, widths)
 
-class SlimmableMobileNetV2(nn.Module):
-    """The full network: stem, inverted residual blocks, a 1x1 convolution, pooling, linear classifier."""
-
-    def __init__(self, layout: SlimmableMobileNetLayout, listed: Mapping[str, list[int]], classes: int):
-        super().__init__()
-        slots = layout.blocks
-        self.stem_conv = nn.Conv2d(3, layout.stem, 3, 2, 1, bias=False)
-        self.stem_norm = PerWidthBatchNorm2d(layout.stem, listed["stem"])
-        self.blocks = nn.Sequential(
-            *(
-                InvertedResidual(slot, listed[f"block{i}.mid"], listed[f"block{i}.out"])
-                for i, slot in enumerate(slots)
-            )
-        )
-        self.tail_conv = nn.Conv2d(slots[-1].out, layout.tail, 1, bias=False)
-        self.tail_bn = nn.BatchNorm2d(layout.tail)
-        self.classifier = nn.Linear(layout.tail, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (N, 3, H, W) to logits (N, num_classes)."""
-        x = self.blocks(F.relu6(self.stem_norm(self.stem_conv(x))))
-        x = F.relu6(self.tail_bn(self.tail_conv(x))).mean((2, 3))
-        return self.classifier(x)  # type: ignore[no-any-return]
+    def norm_entry(self, channels: str) -> Elastic:
+        return PerWidthNorm.on(channels=channels, position="position")
 
 
 PUBLISHED_WIDTHS = tuple(round(0.35 + 0.025 * i, 3) for i in range(27))
@@ -185,8 +125,6 @@ def build(
     """Build the family with the arguments of upstream's `Model` and its flags.
 
     Args:
-        num_classes: number of classes.
-        input_size: ignored; the network takes any input size.
         width_mult_list: the width multipliers, relative to the full network, in the order of the checkpoint's
             statistics.
         width_mult_range: the trained range of widths; its last entry is the multiplier of the full network.
@@ -196,14 +134,20 @@ def build(
             f"us_mobilenet_v2: widths are relative to the largest, at most 1, got {width_mult_list}"
         )
     layout = SlimmableMobileNetLayout(tuple(width_mult_list), width_mult_range[-1])
-    return layout.built(SlimmableMobileNetV2(layout, layout.listed(), num_classes))
+    blocks = []
+    for block in layout.blocks:
+        mid = None if block.expansion == 1 else block.mid
+        residual = block.stride == 1 and block.in_ == block.out
+        blocks.append(MBConv(block.in_, mid, block.out, (3,), block.stride, F.relu6, {}, residual=residual))
+    widths = (layout.stem, layout.blocks[-1].out, layout.tail)
+    return layout.built(MobileNet(blocks, widths, (F.relu6, F.relu6), num_classes, {}))
 
 
-_PARTS = ("expand_conv", "expand_norm", "depth_conv", "depth_norm", "project_conv", "project_norm")
+_PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "project_bn")
 _INDICES = ("0", "1", "3", "4", "6", "7")
 _BODY = dict(zip(_INDICES, _PARTS, strict=True))
 _FIRST_BODY = dict(zip(_INDICES[:4], _PARTS[2:], strict=True))
-_LAYERS = {"0.0.": "stem_conv.", "0.1.": "stem_norm.", "18.0.": "tail_conv.", "18.1.": "tail_bn."}
+_LAYERS = {"0.0.": "first_conv.", "0.1.": "first_bn.", "18.0.": "mix_conv.", "18.1.": "mix_bn."}
 
 
 def rename(key: str) -> str:

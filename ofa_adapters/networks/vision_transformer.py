@@ -68,19 +68,7 @@ def drop_path_rates(last: float, depth: int) -> list[float]:
 
 
 class TransformerBlock(nn.Module):
-    """One block: attention and feed-forward network, each with a residual connection.
-
-    A family defines `mix`.
-
-    Args:
-        qkv: the layer that computes queries, keys and values.
-        hidden: neurons of the feed-forward network.
-        eps: eps of both LayerNorms.
-        drop: dropout rate after every linear layer but `qkv`.
-        attn_drop: dropout rate of the attention weights.
-        drop_path: stochastic depth rate of the block.
-        scale: the initial value of the learned scales of the branches. If None, there are no scales.
-    """
+    """One pre-norm block, whose family defines `mix`; `scale` is the initial value of its LayerScales."""
 
     def __init__(
         self,
@@ -124,15 +112,8 @@ class TransformerBlock(nn.Module):
 class VisionTransformer(nn.Module):
     """The full network: patch embedding, class token, blocks, and a linear classifier.
 
-    Args:
-        blocks: the transformer blocks.
-        arguments: upstream's constructor arguments by name, of which both families have these: `img_size`,
-            `patch_size`, `in_chans`, `embed_dim` and `num_classes`.
-        eps: eps of the last LayerNorm.
-        pos_drop: dropout rate after the position embedding.
-        head_drop: dropout rate before the classifier.
-        positions: whether there are absolute position embeddings.
-        mean: whether the classifier reads the mean over the patches. If false, it reads the class token.
+    `arguments` are upstream's constructor arguments. The classifier reads the mean over the patches if
+    `mean`, and the class token otherwise.
     """
 
     def __init__(
@@ -174,7 +155,7 @@ class VisionTransformer(nn.Module):
 def transformer_elastic(
     width: str, blocks: Sequence[tuple[str | Segments | None, str | None, str]]
 ) -> dict[str, Elastic]:
-    """Return the entries of a VisionTransformer without `scale` whose features follow one dimension.
+    """Return the entries of a VisionTransformer without LayerScales whose features follow one dimension.
 
     Every block has the dimensions of its queries, keys and values together, of the outputs of its heads, and
     of its neurons; those that are None are not elastic.

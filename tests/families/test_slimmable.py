@@ -120,14 +120,14 @@ def test_slimmable_resnet_equals_the_reference(resnet: Supernet, width: float) -
     assert resnet.calibrated(spec)
     assert expected.std() > 0.01
     channels = int(64 * width)
-    assert type(resnet.extract(spec).stem_norm) is torch.nn.BatchNorm2d
-    assert resnet.subnet(spec).stem_norm.weight.shape == (channels,)
-    shared = resnet.state_dict()[f"stem_norm.{WIDTHS.index(width)}.weight"]
-    assert resnet.subnet(spec).stem_norm.weight.data_ptr() == shared.data_ptr()
+    assert type(resnet.extract(spec).input_stem.bn) is torch.nn.BatchNorm2d
+    assert resnet.subnet(spec).input_stem.bn.weight.shape == (channels,)
+    shared = resnet.state_dict()[f"input_stem.bn.{WIDTHS.index(width)}.weight"]
+    assert resnet.subnet(spec).input_stem.bn.weight.data_ptr() == shared.data_ptr()
 
 
 def test_every_width_has_an_affine_of_its_own(resnet: Supernet) -> None:
-    narrow, wide = (resnet.subnet(resnet.space.parse(w)).stem_norm for w in (0.125, 0.25))
+    narrow, wide = (resnet.subnet(resnet.space.parse(w)).input_stem.bn for w in (0.125, 0.25))
     assert not torch.equal(narrow.weight, wide.weight[: len(narrow.weight)])
 
 
@@ -249,11 +249,11 @@ def test_us_mobilenet_equals_the_reference(us: Supernet, width: float) -> None:
             torch.testing.assert_close(network(X), expected, atol=5e-5, rtol=1e-4)
     assert us.calibrated(spec)
     assert expected.std() > 0.01
-    assert type(us.extract(spec).stem_norm) is torch.nn.BatchNorm2d
+    assert type(us.extract(spec).first_bn) is torch.nn.BatchNorm2d
 
 
 def test_one_affine_and_statistics_per_width(us: Supernet) -> None:
-    narrow, wide = (us.subnet(us.space.parse(w)).stem_norm for w in (0.6, 1.0))
+    narrow, wide = (us.subnet(us.space.parse(w)).first_bn for w in (0.6, 1.0))
     assert narrow.weight.data_ptr() == wide.weight.data_ptr()
     assert torch.equal(narrow.running_mean, us_state()["features.0.1.bn.0.running_mean"])
     assert torch.equal(wide.running_var, us_state()["features.0.1.bn.3.running_var"])
@@ -272,9 +272,9 @@ def test_training_updates_the_listed_statistics(us: Supernet) -> None:
     before = {name: tensor.clone() for name, tensor in copied.state_dict().items()}
     copied(X, subnet=spec).square().mean().backward()
     after = copied.state_dict()
-    assert not torch.equal(before["stem_norm.running_mean_1"], after["stem_norm.running_mean_1"])
-    assert torch.equal(before["stem_norm.running_mean_0"], after["stem_norm.running_mean_0"])
-    gradient = copied.network.stem_conv.get_parameter("weight").grad
+    assert not torch.equal(before["first_bn.running_mean_1"], after["first_bn.running_mean_1"])
+    assert torch.equal(before["first_bn.running_mean_0"], after["first_bn.running_mean_0"])
+    gradient = copied.network.first_conv.get_parameter("weight").grad
     assert gradient is not None
     assert gradient[:8].abs().sum() > 0
 
@@ -284,7 +284,7 @@ def test_missing_statistics_are_listed() -> None:
     del state["features.3.body.4.bn.2.running_mean"]
     state["features.4.body.1.bn.0.running_var"] = torch.ones(3)
     constructor = {"num_classes": 5, "width_mult_list": US_WIDTHS, "width_mult_range": [0.175, TOP]}
-    with pytest.raises(CheckpointError, match=r"1 missing: blocks.2.depth_norm.running_mean_2; 1 of another"):
+    with pytest.raises(CheckpointError, match=r"1 missing: blocks.2.depth_bn.running_mean_2; 1 of another"):
         load("us_mobilenet_v2", state, **constructor)
 
 
