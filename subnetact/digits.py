@@ -14,18 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from subnetact.errors import MissingExtra, SpecError
-from subnetact.operators import (
-    Elastic,
-    LayerSelect,
-    SubnetNorm,
-    WeightSlice,
-)
-from subnetact.space import (
-    Axis,
-    AxisValues,
-    SubnetSpace,
-    make_divisible,
-)
+from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
+from subnetact.space import Axis, AxisValues, SubnetSpace, make_divisible
 from subnetact.supernet.insert import insert_
 from subnetact.supernet.supernet import Supernet
 
@@ -40,7 +30,7 @@ __all__ = [
 ]
 
 SIDE = 16
-"""Images are (1, SIDE, SIDE)."""
+"""Height and width of the images in pixels."""
 STAGE_WIDTHS = (48, 96, 192)
 DEPTHS = (1, 2, 3)
 EXPANDS = (0.25, 0.5)
@@ -74,11 +64,8 @@ class DigitsNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.bn = (
-            nn.Conv2d(1, STAGE_WIDTHS[0], 3, 1, 1, bias=False),
-            nn.BatchNorm2d(STAGE_WIDTHS[0]),
-        )
         stages, in_ = [], STAGE_WIDTHS[0]
+        self.stem, self.bn = nn.Conv2d(1, in_, 3, 1, 1, bias=False), nn.BatchNorm2d(in_)
         for stage, out in enumerate(STAGE_WIDTHS):
             mid = make_divisible(out * EXPANDS[-1])
             first = Block(in_, mid, out, 1 if stage == 0 else 2)
@@ -125,9 +112,8 @@ def _elastic() -> dict[str, Elastic]:
     before = "stage0"
     for stage in range(len(STAGE_WIDTHS)):
         out, mid = f"stage{stage}", f"stage{stage}.mid"
-        elastic[f"stages.{stage}"] = LayerSelect.on(
-            **{str(i): f"stage{stage}.keep{i}" for i in range(1, DEPTHS[-1])}
-        )
+        kept = {str(i): f"{out}.keep{i}" for i in range(1, DEPTHS[-1])}
+        elastic[f"stages.{stage}"] = LayerSelect.on(**kept)
         for i in range(DEPTHS[-1]):
             parts = [("conv1", "bn1", before, mid), ("conv2", "bn2", mid, mid), ("conv3", "bn3", mid, out)]
             if i == 0:
@@ -164,8 +150,7 @@ class Digits(NamedTuple):
 def read_digits(seed: int = 0) -> tuple[Digits, Digits]:
     """Return what the shipped supernet was trained for: distorted digits as (training, held-out) sets.
 
-    Every third of scikit-learn's 1,797 digits is held out; 599 are, and the supernet has never seen them. The
-    two sets can be given to `evaluate` as batches of images and labels.
+    Every third of scikit-learn's 1,797 digits is held out; the supernet has never seen these 599.
 
     Args:
         seed: seed of the distortions. Other seeds distort the same digits in other ways.
@@ -179,9 +164,8 @@ def read_digits(seed: int = 0) -> tuple[Digits, Digits]:
         >>> subnetact.evaluate(supernet, specs, [held_out])
     """
     generator = torch.Generator().manual_seed(seed)
-    training, held_out = (
-        Digits(distort(data.images, generator), data.labels) for data in undistorted_digits()
-    )
+    plain = undistorted_digits()
+    training, held_out = (Digits(distort(data.images, generator), data.labels) for data in plain)
     return training, held_out
 
 
@@ -227,8 +211,7 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     """Turn, scale, shear, shift, dim, cover and add noise: (N, 1, 8, 8) -> (N, 1, 16, 16).
 
     Args:
-        images: undistorted digits. Images (N, 1, 16, 16) of `read_digits` are distorted already, and are
-            returned as they are.
+        images: undistorted digits. Those of `read_digits` are distorted already and returned as they are.
         generator: the source of the distortions; it is advanced.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def test_wrappers_and_prefixes_load(
     assert load(family, state, **constructor_of(family)).fingerprint() == expected
     torch.save(state, tmp_path / "checkpoint.pth")
     assert load(family, tmp_path / "checkpoint.pth", **constructor_of(family)).fingerprint() == expected
+    file = GOLDEN / family / "state_dict.safetensors"
+    assert load(family, file, **constructor_of(family)).fingerprint() == expected
 
 
 def test_a_command_line_saved_beside_the_weights_is_no_code(
@@ -147,6 +150,27 @@ def test_truncated_files_are_refused(family: str, tmp_path: Path, small: Any, co
     (tmp_path / "c.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="truncated"):
         load(family, tmp_path / "c.safetensors", **constructor_of(family))
+
+
+def test_a_damaged_legacy_file_loads_to_equal_weights_or_is_refused(
+    tmp_path: Path, constructor_of: Any, golden_state: Any, small_fingerprint: Any
+) -> None:
+    path, constructor = tmp_path / "legacy.pth", constructor_of("ofa_resnet50")
+    state = {"state_dict": golden_state("ofa_resnet50")}
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    whole, rng, refused = path.read_bytes(), random.Random(0), 0
+    for _ in range(40):
+        damaged = bytearray(whole)
+        at = rng.randrange(len(whole) // 100)
+        damaged[at : at + 3] = bytes(rng.randrange(256) for _ in range(3))
+        path.write_bytes(damaged[: rng.choice([len(whole), at + 50])])
+        try:
+            supernet = load("ofa_resnet50", path, **constructor)
+        except CheckpointError:
+            refused += 1
+        else:
+            assert supernet.fingerprint() == small_fingerprint("ofa_resnet50")
+    assert refused > 20
 
 
 # -- command line ------------------------------------------------------------------------------------

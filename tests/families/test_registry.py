@@ -84,6 +84,8 @@ def test_views_share_the_supernets_storage_and_nothing_else_is_big(family: str, 
             assert tensor.untyped_storage().data_ptr() in shared | made, name
         with pytest.raises(RuntimeError, match="a view shares its weights"):
             view.double()
+        extracted = supernet.extract(supernet.space.sample(seed)).state_dict().values()
+        assert not {t.untyped_storage().data_ptr() for t in extracted} & (shared | made)
         assert sum(p.numel() for p in view.parameters()) <= sum(p.numel() for p in largest.parameters())
 
 
@@ -92,14 +94,16 @@ def test_actuated_equals_extracted_and_gives_one_row_per_input(
     family: str, small: Any, inputs_of: Any
 ) -> None:
     supernet = pickle.loads(pickle.dumps(small(family)))
-    x, one = inputs_of(family), inputs_of(family, 1)
+    x = inputs_of(family)
+    one = tuple(tensor[:1] for tensor in x)
     specs = [supernet.space.smallest(), supernet.space.largest(), supernet.space.sample(1)]
     with torch.no_grad():
         for spec in specs:
             supernet.actuate(spec)
-            torch.testing.assert_close(supernet(*x), supernet.extract(spec)(*x), atol=5e-5, rtol=1e-5)
-            assert supernet(*x).shape[0] == 2
-            assert supernet(*one).shape == (1, supernet(*x).shape[1])
+            y = supernet(*x)
+            assert y.shape[0] == 2
+            torch.testing.assert_close(y, supernet.extract(spec)(*x), atol=5e-5, rtol=1e-5)
+            torch.testing.assert_close(supernet(*one), y[:1], atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", families())
@@ -268,6 +272,28 @@ def test_malformed_configurations_are_refused(family: str) -> None:
     for wrong in malformed:
         with pytest.raises(SpecError, match=family):
             space.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ks": 3, "e": 0.2, "d": 0}, r"exactly the keys d, e, w; got \['d', 'e', 'ks'\]"),
+        ({"d": 0, "e": 0.2, "w": 3}, r"w: 3 is not an index .* choose from 0\.\.2"),
+        ({"d": 0, "e": 0.2, "w": [-1, 0, 0, 0, 0, 0]}, "w: -1"),
+        ({"d": 1, "e": 0.9, "w": 1}, r"expand\[0\] \(block0\): 0.9 .* choose from 0.2, 0.25"),
+        ({"d": [1, 9, 0, 0, 0], "e": 0.2, "w": 1}, r"depth\[1\] \(stage1\): 9"),
+        ({"d": 1, "e": [0.2] * 14, "w": 1}, "expand has 18 slots"),
+    ],
+)
+def test_upstreams_own_notation_is_validated(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        published("ofa_resnet50").parse(config)
+
+
+@pytest.mark.parametrize("wrong", [[], [-1], ["a"], None, [float("nan")], [True]], ids=str)
+def test_lists_that_hold_no_choices_are_refused(wrong: Any) -> None:
+    with pytest.raises(SpecError, match="one or more numbers"):
+        load("ofa_resnet50", width_mult_list=wrong)
 
 
 def test_upstreams_other_notations() -> None:
