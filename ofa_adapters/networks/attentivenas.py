@@ -265,10 +265,12 @@ class AttentiveNet(MobileNet):
             )
             for block in layout.blocks
         ]
-        widths = [first, before, *([HEAD_EXPANSION * before] if layout.v3_head else []), last]
+        final = HEAD_EXPANSION * before if layout.v3_head else None
         ends = layout.stages["first_conv"], layout.stages["last_conv"]
         stem, head = (ACTIVATIONS[stage.activation] for stage in ends)
-        super().__init__(blocks, widths, (stem, head), n_classes, bn, stride=ends[0].stride)
+        super().__init__(
+            blocks, (first, before, last), final, (stem, head), n_classes, bn, stride=ends[0].stride
+        )
         self.resize = Resize(layout.resolutions[-1])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -79,14 +79,15 @@ class MBConv(nn.Module):
 class MobileNet(nn.Module):
     """The full network: stem, blocks, one or two 1x1 convolutions, classifier.
 
-    `widths` are those of the stem, of the last block, and of the 1x1 convolutions, of which a second one
-    comes after the mean over the map and has no BatchNorm.
+    `widths` are those of the stem, of the last block and of the last convolution. That one comes after the
+    mean over the map, and has no BatchNorm, if there is another one of `final` channels.
     """
 
     def __init__(
         self,
         blocks: Sequence[MBConv],
-        widths: Sequence[int],
+        widths: tuple[int, int, int],
+        final: int | None,
         activations: tuple[Activation, Activation],
         n_classes: int,
         bn: Mapping[str, Any],
@@ -94,19 +95,16 @@ class MobileNet(nn.Module):
         stride: int = 2,
     ) -> None:
         super().__init__()
-        first, last, *head = widths
+        first, last, mixed = widths
         self.first_conv = nn.Conv2d(3, first, 3, stride, 1, bias=False)
         self.first_bn = nn.BatchNorm2d(first, **bn)
         self.blocks = nn.Sequential(*blocks)
-        self.final_conv = self.final_bn = self.mix_bn = None
-        if len(head) == 2:
-            self.final_conv = nn.Conv2d(last, head[0], 1, bias=False)
-            self.final_bn = nn.BatchNorm2d(head[0], **bn)
-        else:
-            self.mix_bn = nn.BatchNorm2d(head[-1], **bn)
-        self.mix_conv = nn.Conv2d(([last, *head])[-2], head[-1], 1, bias=False)
+        self.final_conv = None if final is None else nn.Conv2d(last, final, 1, bias=False)
+        self.final_bn = None if final is None else nn.BatchNorm2d(final, **bn)
+        self.mix_conv = nn.Conv2d(final or last, mixed, 1, bias=False)
+        self.mix_bn = nn.BatchNorm2d(mixed, **bn) if final is None else None
         self.dropout = nn.Dropout(float(dropout))
-        self.classifier = nn.Linear(head[-1], n_classes)
+        self.classifier = nn.Linear(mixed, n_classes)
         self.first_activation, self.head_activation = activations
 
     def classify(self, x: Tensor) -> Tensor:
@@ -214,8 +212,16 @@ class MobileLayout(Layout):
             blocks.append(
                 MBConv(in_, mid, out, self.kernels, stride, stage.activation, bn, squeeze, residual, matrices)
             )
-        widths = (stem, *self.widths[1 + len(self.stages) :])
-        return MobileNet(blocks, widths, (stem_act, head_act), n_classes, bn, dropout)
+        last, *final, mixed = self.widths[1 + len(self.stages) :]
+        return MobileNet(
+            blocks,
+            (stem, last, mixed),
+            final[0] if final else None,
+            (stem_act, head_act),
+            n_classes,
+            bn,
+            dropout,
+        )
 
     def elastic(self) -> dict[str, Elastic]:
         names = {str(i + 1): f"block{i}.keep" for i in range(len(self.blocks))}

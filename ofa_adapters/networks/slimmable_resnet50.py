@@ -49,7 +49,7 @@ class WidthLayout(Layout):
         """Return the size of every other dimension."""
         raise NotImplementedError
 
-    def ordinary(self) -> dict[str, Elastic]:
+    def plain_elastic(self) -> dict[str, Elastic]:
         """Return the elastic description of the full network with ordinary BatchNorms."""
         raise NotImplementedError
 
@@ -70,11 +70,13 @@ class WidthLayout(Layout):
 
     def _norms(self) -> dict[str, str]:
         """Return the dimension of every BatchNorm."""
-        entries = self.ordinary().items()
+        entries = self.plain_elastic().items()
         return {path: e.dimensions()["channels"] for path, e in entries if e.operator is SubnetNorm}
 
     def elastic(self) -> dict[str, Elastic]:
-        return self.ordinary() | {path: self.norm_entry(channels) for path, channels in self._norms().items()}
+        return self.plain_elastic() | {
+            path: self.norm_entry(channels) for path, channels in self._norms().items()
+        }
 
     def built(self, network: nn.Module) -> Built:
         """Return what a family's `build` returns, for a full network with ordinary BatchNorms."""
@@ -107,7 +109,7 @@ class SlimmableResNetLayout(WidthLayout):
         sizes = {"stem": int(STEM * multiplier), **{f"stage{s}": width for s, width in enumerate(stages)}}
         return sizes | {f"mid{s}": width // 4 for s, width in enumerate(stages)}
 
-    def ordinary(self) -> dict[str, Elastic]:
+    def plain_elastic(self) -> dict[str, Elastic]:
         elastic = conv_norm("input_stem.conv", "input_stem.bn", None, "stem")
         for i, (before, s, first) in enumerate(self.blocks):
             elastic |= bottleneck_elastic(f"blocks.{i}", before, f"mid{s}", f"stage{s}", first)

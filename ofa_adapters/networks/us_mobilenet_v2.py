@@ -96,7 +96,7 @@ class SlimmableMobileNetLayout(WidthLayout):
             )
         return width
 
-    def ordinary(self) -> dict[str, Elastic]:
+    def plain_elastic(self) -> dict[str, Elastic]:
         elastic = conv_norm("first_conv", "first_bn", None, "stem")
         for i, block in enumerate(self.blocks):
             names, expand = (f"blocks.{i}", f"block{i}"), block.expansion != 1
@@ -140,7 +140,7 @@ def build(
         residual = block.stride == 1 and block.in_ == block.out
         blocks.append(MBConv(block.in_, mid, block.out, (3,), block.stride, F.relu6, {}, residual=residual))
     widths = (layout.stem, layout.blocks[-1].out, layout.tail)
-    return layout.built(MobileNet(blocks, widths, (F.relu6, F.relu6), num_classes, {}))
+    return layout.built(MobileNet(blocks, widths, None, (F.relu6, F.relu6), num_classes, {}))
 
 
 _PARTS = ("expand_conv", "expand_bn", "depth_conv", "depth_bn", "project_conv", "project_bn")
