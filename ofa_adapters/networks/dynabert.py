@@ -92,9 +92,9 @@ class BertClassifier(nn.Module):
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x = self.norm(self.words(input_ids) + self.positions(positions) + self.types(types))
         x = F.dropout(x, self.drop, self.training)
-        mask = None
-        if attention_mask is not None:
-            mask = (1 - attention_mask[:, None, None, :].to(x.dtype)) * self.masked
+        mask = attention_mask
+        if mask is not None:
+            mask = (1 - mask[:, None, None, :].to(x.dtype)) * self.masked
         for layer in self.layers:
             x = layer(x, mask)
         return x  # type: ignore[no-any-return]
