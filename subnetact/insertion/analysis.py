@@ -30,21 +30,15 @@ from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.blocks import ADDITIONS
 from subnetact.insertion.description import Group, Member
 from subnetact.operators import (
-    AttentionSlice,
     ElasticAttribute,
-    LayerNormSlice,
     Operator,
-    SubnetNorm,
-    WeightSlice,
 )
-from subnetact.operators.subnet_norm import BATCH_NORMS
+from subnetact.operators.base import slicer_of
+from subnetact.operators.layer_traits import traits_of
 from subnetact.supernet.unused_weights import structure_copy
 
 __all__ = ["TracedModel"]
 
-INPUTS_FIRST = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-LAYERS = (*CONVOLUTIONS, nn.Linear, *INPUTS_FIRST)
 MOST_SEGMENTS = 256
 """If more segments than these would be kept of one part, its channels are interleaved."""
 
@@ -172,7 +166,7 @@ class TracedModel:
 
     def _group(self, layer: str) -> Group:
         module = self._modules[layer]
-        axis = 1 if isinstance(module, INPUTS_FIRST) else 0
+        axis = traits_of(module).axes["weight"].index("out")
         reference = self._graph.parameter(f"{layer}.weight")
         outputs = int(reference.shape[axis])
         if outputs < 2:
@@ -278,8 +272,8 @@ class TracedModel:
         """
         for selection in impact.parameters:
             path, _, name = selection.tensor.paths[0].rpartition(".")
-            if isinstance(self._modules[path], LAYERS) and name == "weight":
-                axis = 1 if isinstance(self._modules[path], INPUTS_FIRST) else 0
+            if computes_channels(self._modules[path]) and name == "weight":
+                axis = traits_of(self._modules[path]).axes["weight"].index("out")
                 indices = selection.fully_selected_indices(axis)
                 if selection.tensor.shape[axis] == full and indices.intervals == ((full // 2, full),):
                     yield path
@@ -299,7 +293,7 @@ class TracedModel:
         for selection in impact.parameters:
             module = self._modules[selection.tensor.paths[0].rpartition(".")[0]]
             groups = int(getattr(module, "num_groups" if isinstance(module, nn.GroupNorm) else "groups", 1))
-            if groups > 1 and isinstance(module, (*LAYERS, nn.GroupNorm)):
+            if groups > 1 and (isinstance(module, nn.GroupNorm) or computes_channels(module)):
                 rows = selection.tensor.shape[0]
                 unit = math.lcm(unit, rows // groups)
         return unit
@@ -382,19 +376,19 @@ def _with_named_numbers(model: nn.Module) -> nn.Module:
     return copied
 
 
+def computes_channels(module: nn.Module) -> bool:
+    """Tell whether a layer has a weight with an axis of outputs, which an operator slices."""
+    weight = traits_of(module).axes.get("weight", ())
+    return "out" in weight and slicer_of(module) is not None
+
+
 def _part(module: nn.Module, path: str, name: str, axis: int) -> tuple[type[Operator], str]:
     """Return the operator, and the part of it, that slices an axis of a tensor of a module."""
-    if isinstance(module, BATCH_NORMS):
-        return SubnetNorm, "channels"
-    if isinstance(module, nn.MultiheadAttention) and name.startswith("in_proj"):
-        return AttentionSlice, ("out", "in_")[axis]
-    if isinstance(module, LAYERS) and name in ("weight", "bias"):
-        inputs = (0, 1)[not isinstance(module, INPUTS_FIRST)]
-        if name == "weight" and axis > 1:
-            raise _Refused(f"axis {axis} of {path}.weight goes with it")
-        return WeightSlice, "in_" if name == "weight" and axis == inputs else "out"
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-        return LayerNormSlice, "features"
+    slicer, axes = slicer_of(module), traits_of(module).axes.get(name, ())
+    if slicer is not None and axes:
+        if axis >= len(axes):
+            raise _Refused(f"axis {axis} of {path}.{name} goes with it")
+        return slicer, axes[axis]
     if name not in module._parameters:
         raise _Refused(f"the buffer {path}.{name} goes with it")
     return ElasticAttribute, f"{name}.{axis}"

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError, MissingExtra, SubnetActError
-from subnetact.insertion.analysis import LAYERS, TracedModel
+from subnetact.insertion.analysis import TracedModel, computes_channels
 from subnetact.insertion.blocks import block_influences, broken_chains, skippable_blocks, stages_of
 from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
@@ -227,11 +227,12 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
 
 
 def _layers(model: nn.Module, graph: Any) -> list[str]:
-    """Return the names of the layers that the graph calls, in this order."""
+    """Return the names of the layers that the graph calls, or whose weights it reads, in this order."""
     modules = dict(model.named_modules())
-    called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+    owners = {"call_module": str, "get_attr": lambda name: name.rpartition(".")[0]}
+    called = [owners[node.op](node.target) for node in graph.nodes if node.op in owners]
     inside = [n for path in called for n in modules if n == path or n.startswith(f"{path}.")]
-    return [n for n in dict.fromkeys(inside) if isinstance(modules[n], LAYERS)]
+    return [n for n in dict.fromkeys(inside) if computes_channels(modules[n])]
 
 
 def _selected(

@@ -44,21 +44,9 @@ class SlicedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,  # noqa: ARG002  # a hint that the mask, which is applied anyway, is causal
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention as `nn.MultiheadAttention` does, with the heads of the subnet.
+        """Compute what `nn.MultiheadAttention` does, with the heads of the subnet.
 
-        Args:
-            query: shape (N, L, width), or (L, N, width) if not `batch_first`, or (L, width).
-            key: as the query, with S instead of L.
-            value: as the key.
-            key_padding_mask: shape (N, S), or (S,); True, or a number to add, for keys to leave out.
-            need_weights: whether to return the attention weights.
-            attn_mask: shape (L, S) or (N * heads of the subnet, L, S); True, or a number to add, for pairs to
-                leave out.
-            average_attn_weights: whether the returned weights are averaged over the heads.
-            is_causal: not used, because the mask is applied in any case.
-
-        Returns:
-            The output, shaped as the query, and the weights of shape (N, L, S), (N, heads, L, S) or None.
+        Masks of shape (N * heads, L, S) are of the heads of the subnet.
         """
         swap = not self.batch_first and query.dim() == 3
         given = (t.transpose(0, 1) for t in (query, key, value)) if swap else (query, key, value)
@@ -131,24 +119,12 @@ class AttentionSlice(Operator):
     def __init__(self, template: nn.Module, path: str, dims: Mapping[str, int]) -> None:
         super().__init__(template, path, dims)
         if isinstance(template, nn.MultiheadAttention):
-            sliced = view_module(
-                template, _qkv_same_embed_dim=False
-            )  # keeps encoder layers off fused kernels
+            sliced = view_module(template, _qkv_same_embed_dim=False)  # keeps encoders off fused kernels
             object.__setattr__(sliced, "__class__", SlicedMultiheadAttention)
             self.__dict__["_shell"] = sliced
 
-    @property
-    def shell(self) -> Any:
-        """A `SlicedMultiheadAttention`."""
-        return self._shell
-
     def check(self) -> None:
-        """Check that the template is a MultiheadAttention whose inputs have one width.
-
-        Raises:
-            InsertError: the template is another module, its keys or values have another width than its
-                queries, or it appends keys of its own (`add_bias_kv`, `add_zero_attn`).
-        """
+        """Refuse other templates, keys or values of another width, and appended keys (`add_bias_kv`)."""
         template: Any = self.template
         if not isinstance(template, nn.MultiheadAttention):
             raise self.refuse("only nn.MultiheadAttention has packed projections of this kind")

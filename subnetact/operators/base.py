@@ -27,7 +27,7 @@ the slicing rule, and little is left to say:
   differentiably from the operator's parameters (`self.weight`). Training uses the result directly, so it
   must carry gradients.
 - `attributes` returns the plain attributes that the module's forward reads and that differ from the
-  template's. The forward is that of the template's class; `shell` names another.
+  template's. The forward is that of the template's class, or of `self.__dict__["_shell"]` if it is set.
 - An operator whose module multiplies by its weight can run at a lower precision (`lowered_weight.py`). It
   implements `sliced` instead of `tensors`, which applies the same rule to given tensors: the copy of the
   weight, and its scales in place of the bias. `lowers` names weight and bias, and `low_mixin` returns the
@@ -196,8 +196,8 @@ class Operator(nn.Module):
 
     @property
     def shell(self) -> Any:
-        """The module whose class and settings the module of a subnet has: the template."""
-        return self.template
+        """The module whose class and settings a subnet's has: `_shell` if it is set, or the template."""
+        return self.__dict__.get("_shell", self.template)
 
     # -- the contract ----------------------------------------------------------------------------
 
@@ -223,25 +223,16 @@ class Operator(nn.Module):
     def zeroing_equals_dropping(self, part: str) -> bool:  # noqa: ARG002
         """Tell whether the module with zeros in place of dropped weights computes what the narrowed one does.
 
-        `Supernet.check` relies on this.
-
-        Args:
-            part: one of `parts`.
-
-        Returns:
-            True, unless the module normalises over the part or computes its weights.
+        `Supernet.check` relies on this. It is True, unless the module normalises over the `part` or computes
+        its weights.
         """
         return True
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return the sizes on which this operator's module in a subnet depends.
+        """Return the sizes on which this operator's module in the subnet of a size `row` depends.
 
-        Args:
-            row: the size row of the subnet.
-
-        Returns:
-            One size per segment of each part, in the order of `parts`. A part that is not described with
-            `Segments` is one segment.
+        There is one size per segment of each part, in the order of `parts`. A part that is not described with
+        `Segments` is one segment.
         """
         if not self.segments:
             return tuple(self.size(part, row) for part in self.parts)
@@ -254,20 +245,20 @@ class Operator(nn.Module):
             sizes: what `sizes` returned for the subnet.
 
         Returns:
-            The parameters under the template's names. For a parameter that the template lacks, None. Slices
-            share the storage of the full parameters; other tensors become packed copies in views.
+            The parameters under the template's names; None for those that the template lacks. Slices share
+            the storage of the full parameters; other tensors become packed copies in views.
         """
         return self.sliced(sizes, self._parameters)
 
     def sliced(self, sizes: tuple[int, ...], given: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """Apply the slicing rule to tensors that stand in for the parameters.
+        """Apply the slicing rule, which is that of `axes`, to tensors that stand in for the parameters.
 
         Args:
             sizes: what `sizes` returned for the subnet.
             given: tensors of the shapes of the parameters, under their names.
 
         Returns:
-            As `tensors`. The rule is that of `axes`.
+            As `tensors`.
         """
         kept = dict(zip(self.parts, self.kept_parts(sizes), strict=True))
         return {
@@ -282,14 +273,7 @@ class Operator(nn.Module):
         return self.traits.axes.get(name, ())
 
     def attributes(self, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """Return the plain attributes in which the subnet's module differs from the template.
-
-        Args:
-            sizes: what `sizes` returned for the subnet.
-
-        Returns:
-            The values of the attributes by name, for example `{"out_channels": 32}`.
-        """
+        """Return the plain attributes in which the module of a subnet of these `sizes` differs, by name."""
         totals = dict(zip(self.parts, self.totals(sizes), strict=True))
         return {attribute: totals[part] for part, attribute in self.traits.sizes.items() if part in totals}
 
@@ -323,9 +307,6 @@ class Operator(nn.Module):
         Args:
             part: one of `parts`, or the name of a segment.
             row: the size row of the subnet.
-
-        Returns:
-            The size in the row, or the full size if the part follows no dimension.
 
         Raises:
             SpecError: the size is not among the `legal` ones.
@@ -389,9 +370,6 @@ class Operator(nn.Module):
             trainable: whether to return slices that carry gradients to the full parameters. Otherwise the
                 result consists of frozen parameters, which all subnets of these sizes share.
             bits: the precision of the weight in frozen parameters.
-
-        Returns:
-            The parameters under the template's names, and at int8 the scales of the output channels.
         """
         if trainable:
             return self.tensors(sizes)
@@ -438,12 +416,7 @@ class Operator(nn.Module):
     # -- packed copies ---------------------------------------------------------------------------
 
     def packed(self, key: tuple[Any, ...], make: Callable[[], Mapping[str, Tensor | None]]) -> PackedCopy:
-        """Return the one packed copy of a key, which is made when it is first asked for, as it should be now.
-
-        Args:
-            key: what the copy is of: a word, and what it depends on.
-            make: computes the tensors by name.
-        """
+        """Return the one packed copy of a `key`, as it should be now; `make` computes its tensors by name."""
         found = self._packed.get(key)
         if found is None:
             sources = (*self.parameters(), *self.buffers())
@@ -452,16 +425,9 @@ class Operator(nn.Module):
         return found
 
     def lowered(self, bits: int) -> PackedCopy:
-        """Return the one copy of the full weight at a lower precision, which all subnets slice.
+        """Return the one copy of the full weight at 8 or 16 `bits`, which all subnets slice.
 
-        Args:
-            bits: 8 for int8, 16 for bfloat16.
-
-        Returns:
-            A copy with the fields of a `LoweredWeight` as tensors.
-
-        Raises:
-            PrecisionError: a weight is not finite.
+        Its tensors are the fields of a `LoweredWeight`.
         """
         return self.packed(("lowered", bits), lambda: self.made_low(bits)._asdict())
 
@@ -498,18 +464,7 @@ class Operator(nn.Module):
         return {**self.__dict__, "_shared": {}, "_packed": {}}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Refuse to run: without a subnet, an operator has no size.
-
-        Args:
-            args: what the template takes.
-            kwargs: what the template takes by name.
-
-        Returns:
-            Nothing.
-
-        Raises:
-            SpecError: always.
-        """
+        """Raise `SpecError`, whatever `args` and `kwargs` are: without a subnet, an operator has no size."""
         raise SpecError(
             f"{self.path}: an elastic module runs only as part of a subnet; call supernet(x, subnet=spec), "
             f"or take the subnet's own module, supernet.subnet(spec).get_submodule({self.path!r})"

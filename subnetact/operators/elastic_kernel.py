@@ -63,11 +63,7 @@ class ElasticKernel(Operator):
     parts = ("channels", "kernel")
 
     def check(self) -> None:
-        """Check that the template is a KernelConv2d.
-
-        Raises:
-            InsertError: the template is another module.
-        """
+        """Refuse templates that are no KernelConv2d."""
         template = self.template
         if not isinstance(template, KernelConv2d):
             raise self.refuse("only KernelConv2d stands for several kernel sizes")
@@ -75,11 +71,6 @@ class ElasticKernel(Operator):
         with torch.device("meta"):
             plain = nn.Conv2d(1, 1, 1, stride, bias=False)
         self.__dict__["_shell"] = plain
-
-    @property
-    def shell(self) -> Any:
-        """An ordinary convolution."""
-        return self._shell
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the largest kernel size."""
@@ -127,17 +118,10 @@ class ElasticKernel(Operator):
 
 
 def smaller_kernel(weight: Tensor, matrices: list[Tensor], sizes: list[int], size: int) -> Tensor:
-    """Return a depthwise kernel of a smaller size. TorchScript compiles this function, so it is kept simple.
+    """Return a depthwise kernel of a smaller size, (channels, 1, size, size), as TorchScript can compile it.
 
-    Args:
-        weight: the weight with the largest kernel, of shape (channels, 1, sizes[-1], sizes[-1]).
-        matrices: the matrix from each size to the one before it, of shape (sizes[i] ** 2, sizes[i] ** 2). If
-            the list is empty, the smaller kernel is the centre of the larger one.
-        sizes: the kernel sizes in ascending order.
-        size: one of `sizes`.
-
-    Returns:
-        The weight, of shape (channels, 1, size, size).
+    `weight` has the largest kernel, `sizes` are ascending, and `matrices` has the matrix from each size to
+    the one before it, or nothing if the smaller kernel is the centre of the larger one.
     """
     if has_torch_function_unary(weight):
         return handle_torch_function(smaller_kernel, (weight,), weight, matrices, sizes, size)

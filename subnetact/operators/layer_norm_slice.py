@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subnetact.comparison import equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import view_module
@@ -40,12 +41,7 @@ class LayerNormSlice(Operator):
     segmented = ("features",)
 
     def check(self) -> None:
-        """Check that the template is a norm that this operator can slice.
-
-        Raises:
-            InsertError: the template is another module, a norm over several axes, or computes something
-                else than an RMSNorm of its first features.
-        """
+        """Refuse other modules, norms over several axes, and what is no RMSNorm of its first features."""
         template = self.template
         if isinstance(template, nn.GroupNorm):
             if any(length % self._each for length in self.lengths("features")):
@@ -120,8 +116,7 @@ def _is_rms_norm_over(norm: LayerNormSlice, full: int, trailing: tuple[int, ...]
         with torch.no_grad():
             gain = _sliced(norm, weight)(torch.full((1, full, *trailing), 1e3))[:, :kept]
             found = _sliced(norm, weight[:kept])(x)
-        expected = x / x.square().mean(1, keepdim=True).sqrt() * gain
-        return found.shape == x.shape and bool(torch.allclose(found, expected, rtol=1e-4))
+        return equal(found, x / x.square().mean(1, keepdim=True).sqrt() * gain)
     except Exception as error:  # the module takes other inputs
         raise_if_out_of_memory(error)
         return False

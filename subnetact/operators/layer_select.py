@@ -41,11 +41,7 @@ class LayerSelect(Operator):
         self._stand_ins: dict[str, nn.Module] = {}
 
     def check(self) -> None:
-        """Check that the template is a stack and that the described layers exist.
-
-        Raises:
-            InsertError: the template is another module, or it has no layer of a described name.
-        """
+        """Refuse templates that are no stack, and layers that do not exist."""
         own = [*self.template._parameters, *self.template._buffers]
         if own or not (self._modules or isinstance(self.template, nn.Sequential | nn.ModuleList)):
             raise self.refuse(
@@ -65,14 +61,9 @@ class LayerSelect(Operator):
         return (0, 1)
 
     def gate(self, name: str) -> tuple[int, int] | None:
-        """Return the condition under which a layer is kept.
+        """Return the condition under which the layer of a `name` is kept; None if it is always kept.
 
-        Args:
-            name: the name of the layer in the stack.
-
-        Returns:
-            A position in size rows, and the size there with which the layer is kept. For a layer
-            that is always kept, None.
+        It is a position in size rows, and the size there with which the layer is kept.
         """
         return (self.dims[name], 1) if name in self.dims else None
 
@@ -86,14 +77,7 @@ class LayerSelect(Operator):
         return self.select(layers)
 
     def select(self, layers: dict[str, nn.Module | None]) -> nn.Module:
-        """Return a container of the kept layers, bound already.
-
-        Args:
-            layers: the kept layers by name, in order.
-
-        Returns:
-            The container, with identities in the places of the other layers.
-        """
+        """Return a container of the kept `layers` by name, with identities in the places of the others."""
         modules = {
             name: layers[name] if name in layers else view_module(self._stand_in(name))
             for name in self._modules

@@ -34,11 +34,7 @@ class ParameterSlice(Operator):
     segmented = ("features",)
 
     def check(self) -> None:
-        """Check that the template has parameters of one width, and is not a norm.
-
-        Raises:
-            InsertError: it has no parameters of its own, parameters of several widths, or is a norm.
-        """
+        """Refuse norms, and modules without own parameters or with parameters of several widths."""
         if hasattr(self.template, "normalized_shape"):
             raise self.refuse("a norm has attributes of its size; use LayerNormSlice.on(features=...)")
         widths = {p.shape[-1] for p in self._parameters.values() if p is not None and p.dim()}
@@ -78,12 +74,7 @@ class ElasticAttribute(Operator):
     """
 
     def check(self) -> None:
-        """Check that the described attributes are whole numbers or parameters of the template itself.
-
-        Raises:
-            InsertError: an attribute is missing, or neither a whole number nor a parameter, or it has no such
-                axis.
-        """
+        """Refuse attributes that are missing, or neither whole numbers nor parameters with such an axis."""
         wrong = [part for part in self.dims if not (self._is_number(part) or self._is_axis(part))]
         if wrong or not self.dims:
             raise self.refuse(

@@ -77,11 +77,7 @@ class PerWidthNorm(SubnetNorm):
     segmented = ()
 
     def check(self) -> None:
-        """Check that the template is a PerWidthBatchNorm2d and that `position` follows a dimension.
-
-        Raises:
-            InsertError: the template is another module, or `position` is missing.
-        """
+        """Refuse templates that are no PerWidthBatchNorm2d, and descriptions without `position`."""
         template = self.template
         if not isinstance(template, PerWidthBatchNorm2d) or "position" not in self.dims:
             raise self.refuse("only PerWidthBatchNorm2d, with a dimension for 'position', lists statistics")
@@ -89,11 +85,6 @@ class PerWidthNorm(SubnetNorm):
             plain = nn.BatchNorm2d(template.num_features, template.eps, template.momentum)
         self.__dict__["_shell"] = plain
         self.listed = template.listed
-
-    @property
-    def shell(self) -> Any:
-        """An ordinary BatchNorm."""
-        return self._shell
 
     def full(self, part: str) -> int:
         """Return the number of channels of the full network, or the number of listed widths."""

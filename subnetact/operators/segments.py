@@ -65,14 +65,7 @@ class Segments:
         return tuple(length for _, length in self.segments)
 
     def named(self, part: str) -> dict[str, str]:
-        """Return the segments that follow a dimension.
-
-        Args:
-            part: the part of the operator, `out` for example.
-
-        Returns:
-            The dimensions by the names of the segments, which are `out.0`, `out.1` and so on.
-        """
+        """Return the dimensions by the names of the segments of a `part`: `out.0`, `out.1` and so on."""
         return {f"{part}.{i}": name for i, (name, _) in enumerate(self.segments) if name is not None}
 
     def to_json(self) -> list[list[str | int | None]]:
@@ -136,15 +129,10 @@ class Kept:
 
 
 def cut(tensor: Tensor, kept: Mapping[int, Kept]) -> Tensor:
-    """Apply the slicing rule to a tensor.
+    """Apply the slicing rule to a tensor: a view if one run is kept of every axis, otherwise a copy.
 
-    Args:
-        tensor: the full tensor.
-        kept: what is kept of each axis; axes that are not named are kept whole. The axis is counted from the
-            front, or it is -1, the last one, alone.
-
-    Returns:
-        A view of the tensor if one run is kept of every axis, otherwise a copy; both carry gradients.
+    Both carry gradients. Axes that `kept` does not name are kept whole. An axis is counted from the front, or
+    it is -1, the last one, alone.
     """
     runs = {axis: part.runs() for axis, part in kept.items()}
     single = {axis: found[0] for axis, found in runs.items() if len(found) == 1}

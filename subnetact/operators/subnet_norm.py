@@ -54,11 +54,7 @@ class SubnetNorm(Operator):
     """How calibration averages the batches of this BatchNorm; one of `CALIBRATION_RULES`."""
 
     def check(self) -> None:
-        """Check that the template is a BatchNorm with running statistics.
-
-        Raises:
-            InsertError: the template is another module, or keeps no running statistics.
-        """
+        """Refuse templates that are no BatchNorm with running statistics."""
         if not isinstance(self.template, BATCH_NORMS):
             raise self.refuse("only BatchNorm has statistics that depend on the subnet")
         if self.template.running_mean is None:
@@ -77,39 +73,26 @@ class SubnetNorm(Operator):
         return self.totals(self.sizes(row))[0]
 
     def gather(self, row: SizeRow, full: Tensor) -> Tensor:
-        """Return the channels that a subnet uses of a tensor.
+        """Return the channels that the subnet of a size `row` uses of a tensor.
 
-        Args:
-            row: the size row of the subnet.
-            full: a tensor of shape (channels of the full network,).
-
-        Returns:
-            The channels, of shape (channels,): a slice, or a copy if they are segments that do not touch.
+        `full` has shape (channels of the full network,). The result, of shape (channels,), is a slice, or a
+        copy if it consists of segments that do not touch.
         """
         return cut(full, {0: self.kept_parts(self.sizes(row))[0]})
 
     def scatter_(self, row: SizeRow, full: Tensor, part: Tensor) -> None:
-        """Write the channels that a subnet uses into a tensor.
-
-        Args:
-            row: the size row of the subnet.
-            full: the tensor that is changed, of shape (channels of the full network,).
-            part: the new values, of shape (channels,).
-        """
+        """Write `part`, of shape (channels,), into the channels of `full` that the subnet of a `row` uses."""
         runs = self.kept_parts(self.sizes(row))[0].runs()
         parts = torch.split(part, [size for _, size in runs])
         for (start, size), values in zip(runs, parts, strict=True):
             full[start : start + size].copy_(values)
 
     def shared_statistics(self, row: SizeRow) -> tuple[Tensor, Tensor]:
-        """Return the statistics that a subnet without a statistics row of its own runs on.
+        """Return the running mean and variance that a subnet without a statistics row of its own runs on.
 
-        Args:
-            row: the size row of the subnet.
-
-        Returns:
-            The first channels of the shared running mean and variance, each of shape (channels,). Segments
-            that do not touch are packed copies; `write_statistics` changes the shared ones themselves.
+        They are the first channels of the shared ones, for the subnet of a size `row`, each of shape
+        (channels,). Segments that do not touch are packed copies; `write_statistics` changes the shared ones
+        themselves.
         """
         mean: Any = self.running_mean
         var: Any = self.running_var
@@ -126,13 +109,7 @@ class SubnetNorm(Operator):
         return mean, var
 
     def write_statistics(self, row: SizeRow, mean: Tensor, var: Tensor) -> None:
-        """Write statistics of a subnet into the shared ones.
-
-        Args:
-            row: the size row of the subnet.
-            mean: the running mean, of shape (channels,).
-            var: the running variance, of shape (channels,).
-        """
+        """Write `mean` and `var`, of shape (channels,), of the subnet of a `row` into the shared ones."""
         with torch.no_grad():
             for name, statistic in zip(_STATISTICS, (mean, var), strict=True):
                 full: Any = self._buffers[name]

@@ -49,11 +49,7 @@ class ModuleSwitch(LayerSelect):
     parts = ("choice",)
 
     def check(self) -> None:
-        """Check that the template is a SwitchableModule and that `choice` follows a dimension.
-
-        Raises:
-            InsertError: the template is another module, or `choice` is missing.
-        """
+        """Refuse templates that are no SwitchableModule, and descriptions without `choice`."""
         if not isinstance(self.template, SwitchableModule) or "choice" not in self.dims:
             raise self.refuse("only SwitchableModule, with a dimension for 'choice', can be switched")
 
@@ -70,11 +66,7 @@ class ModuleSwitch(LayerSelect):
         return self.dims["choice"], int(name) + 1
 
     def kept(self, row: SizeRow) -> list[str]:
-        """Return the name of the alternative that the subnet of a size row uses, as a list of one.
-
-        Raises:
-            SpecError: the size is not between 1 and the number of alternatives.
-        """
+        """Return the name of the alternative that the subnet of a size `row` uses, as a list of one."""
         self.size("choice", row)
         return super().kept(row)
 

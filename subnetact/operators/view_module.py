@@ -163,15 +163,7 @@ def mixed_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def mix_in_(module: nn.Module, mixin: type) -> nn.Module:
-    """Put a class before the class of one module, in place, so that its methods take precedence.
-
-    Args:
-        module: the module; other modules of its class stay as they are.
-        mixin: a class whose methods may call `super()`.
-
-    Returns:
-        The module. Its class keeps its name; `mix_out_` takes the mixin away again.
-    """
+    """Put a class before the class of one module, in place; return the module, whose class keeps its name."""
     # A plain assignment would give the module's dictionary keys of its own; modules of views share them.
     object.__setattr__(module, "__class__", mixed_class(mixin, type(module)))  # type: ignore[arg-type]
     return module
@@ -203,18 +195,10 @@ def view_module(
     mixin: type | None = None,
     **attributes: Any,
 ) -> nn.Module:
-    """Return a module of the template's class that shares everything that is not given.
+    """Return a module of the template's class, in evaluation mode, that shares everything that is not given.
 
-    Args:
-        template: the module to stand in for; it is not changed.
-        parameters: the tensors, under the names of the template's parameters.
-        buffers: the buffers, under the names of the template's buffers.
-        modules: the submodules, by name.
-        mixin: a class whose methods take precedence over those of the template's class, if any.
-        attributes: plain attributes that differ from the template's, `in_channels` for example.
-
-    Returns:
-        A module in evaluation mode. It raises `ViewError` if it is to be trained, moved or converted.
+    `parameters`, `buffers` and `modules` are those of the new module, by the template's names; `mixin` is a
+    class whose methods take precedence; `attributes` are plain ones that differ, `in_channels` for example.
     """
     cls: Any = type(template)
     if mixin is not None:
@@ -256,14 +240,8 @@ def _own(view: nn.Module, done: dict[int, nn.Module], tensors: dict[Any, Any]) -
     def copied(tensor: Any, make: Callable[[Tensor], Tensor]) -> Any:
         if tensor is None:
             return None
-        key: Any = (
-            make,
-            storage_id(tensor),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
+        place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        key: Any = make, tensor.dtype, *place
         if not tensor.numel():
             key = id(tensor)
         if key not in tensors:

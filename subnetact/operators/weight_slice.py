@@ -50,13 +50,7 @@ class WeightSlice(Operator):
     segmented = ("out", "in_")
 
     def check(self) -> None:
-        """Check that the template has a weight that can be sliced, and that grouped sides agree.
-
-        Raises:
-            InsertError: the template is another module, has parameters beside `weight` and `bias`, is an
-                embedding with elastic inputs, or is a grouped convolution whose inputs and outputs follow
-                different dimensions.
-        """
+        """Refuse other templates, elastic inputs of embeddings, and groups whose sides do not agree."""
         if self.traits.kind not in self.slices:
             raise self.refuse(
                 "only Conv1d, Conv2d, Conv3d and Linear, transposed convolutions, Embedding and Conv1D of "
@@ -106,12 +100,7 @@ class WeightSlice(Operator):
         return home == _CONV1D or home.startswith("torch.nn.")
 
     def sizes(self, row: SizeRow) -> tuple[int, ...]:
-        """Return (out, in_) of a subnet, per segment. In a grouped convolution one implies the other.
-
-        Raises:
-            SpecError: a size is not legal.
-            InsertError: the channels are not whole groups.
-        """
+        """Return (out, in_) of a subnet, per segment; in a grouped convolution one implies the other."""
         given = super().sizes(row)
         if self._groups == 1:
             return given
