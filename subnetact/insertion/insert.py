@@ -229,8 +229,11 @@ def _found(model: nn.Module, example: Any, axes: Sequence[str], each_block: bool
 def _layers(model: nn.Module, graph: Any) -> list[str]:
     """Return the names of the layers that the graph calls, or whose weights it reads, in this order."""
     modules = dict(model.named_modules())
-    owners = {"call_module": str, "get_attr": lambda name: name.rpartition(".")[0]}
-    called = [owners[node.op](node.target) for node in graph.nodes if node.op in owners]
+    called = [
+        str(node.target) if node.op == "call_module" else str(node.target).rpartition(".")[0]
+        for node in graph.nodes
+        if node.op in ("call_module", "get_attr")
+    ]
     inside = [n for path in called for n in modules if n == path or n.startswith(f"{path}.")]
     return [n for n in dict.fromkeys(inside) if computes_channels(modules[n])]
 
