@@ -167,7 +167,7 @@ def test_paths_to_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"nowhere: no bundle is there .*Engine\.save\(\) wrote"):
         subnetact.Engine.load(tmp_path / "nowhere")
     with pytest.raises(FileFormatError, match="nowhere: no export is there"):
-        load_exported(tmp_path / "nowhere")
+        load_exported(tmp_path / "nowhere", trusted=True)
 
 
 def test_paths_to_something_else(engine: subnetact.Engine, tmp_path: Path) -> None:

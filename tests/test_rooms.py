@@ -15,7 +15,7 @@ STARTED_BY_NAME = {
     "ofa_adapters.__main__": "python -m ofa_adapters",
     "subnetact.cluster.__main__": "python -m subnetact.cluster",
     "subnetact.demo.__main__": "python -m subnetact.demo",
-    "subnetact.export.triton.python_backend": "copied into a Triton repository",
+    "subnetact.export.triton_model": "copied into a Triton repository",
     "subnetact.loadtest.__main__": "python -m subnetact.loadtest",
     "subnetact.plan": "python -m subnetact.plan",
     "subnetact.profile.__main__": "python -m subnetact.profile",

@@ -1,18 +1,20 @@
 """Export: files that run a supernet's registered subnets outside an `Engine`.
 
-* `to_torchscript` (folder `torchscript`) writes one file that runs any registered subnet, for C++ and Python.
-* `to_exported_programs` and `load_exported` (folder `programs`) write and run one `torch.export` program or
-  AOTInductor package per subnet, over one file of weights.
-* `to_onnx` (module `onnx`) writes one self-contained ONNX file per subnet.
-* `to_triton` (folder `triton`) writes a model for NVIDIA Triton Inference Server.
-* `manifest` is the list of files, with checksums, that every exported folder contains.
+* `torchscript`: `to_torchscript` writes one file that runs any registered subnet, for C++ and Python.
+  `elastic_graph` records the network with the subnet as an argument; `scripted_subnets` is the module of the
+  file.
+* `programs`: `to_exported_programs` writes one `torch.export` program or AOTInductor package per subnet, over
+  one file of weights (`shared_tensors`); `exported_engine`: `load_exported` runs them.
+* `onnx`: `to_onnx` writes one self-contained ONNX file per subnet.
+* `triton`: `to_triton` writes a model for NVIDIA Triton Inference Server; `triton_model` is its `model.py`.
+* `subnet_program` traces one subnet, for programs and ONNX; `manifest` lists the files of an exported folder.
 """
 
+from subnetact.export.exported_engine import ExportedEngine, load_exported
 from subnetact.export.onnx import to_onnx
-from subnetact.export.programs.exported_engine import ExportedEngine, load_exported
-from subnetact.export.programs.exporter import to_exported_programs
-from subnetact.export.torchscript.exporter import to_torchscript
-from subnetact.export.triton.exporter import to_triton
+from subnetact.export.programs import to_exported_programs
+from subnetact.export.torchscript import to_torchscript
+from subnetact.export.triton import to_triton
 
 __all__ = [
     "ExportedEngine",

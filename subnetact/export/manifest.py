@@ -25,17 +25,8 @@ def _format(kind: str) -> FolderFormat:
 
 
 @contextmanager
-def writing_folder(directory: str | Path, kind: str, facts: dict[str, Any]) -> Iterator[Path]:
-    """Yield an empty folder to write into; then add the manifest and put the folder at `directory`.
-
-    Args:
-        directory: new, empty, or an earlier export, which is replaced.
-        kind: the kind of export.
-        facts: further fields of the manifest; the dictionary may be filled until the block ends.
-
-    Raises:
-        FileFormatError: the directory holds something else.
-    """
+def writing_folder(directory: str | PathLike[str], kind: str, facts: dict[str, Any]) -> Iterator[Path]:
+    """Yield an empty folder; then add the manifest, whose `facts` may be filled meanwhile, and place it."""
     facts |= {"subnetact": __version__, "torch": torch.__version__}
     with _format(kind).writing(directory, facts) as folder:
         yield folder
@@ -44,20 +35,5 @@ def writing_folder(directory: str | Path, kind: str, facts: dict[str, Any]) -> I
 def read_version(
     directory: str | PathLike[str], kind: str, read: Callable[[Path, Mapping[str, Any]], Result]
 ) -> Result:
-    """Read an export, all files from one version of the folder.
-
-    Checksums find accidents and edits; they are no signature.
-
-    Args:
-        directory: the folder.
-        kind: the kind of export that it must be.
-        read: gets the folder and the manifest; it may be called several times.
-
-    Returns:
-        What `read` returned.
-
-    Raises:
-        FileFormatError: a file is missing, truncated, changed, or of a newer schema; the message names it.
-            Errors of `read` are raised as they are.
-    """
+    """Return what `read` makes of the folder and its manifest, all files from one version of the folder."""
     return _format(kind).read_version(directory, read)

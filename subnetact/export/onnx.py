@@ -15,22 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import example_to_json
 from subnetact.errors import ExportError, MissingExtra
-from subnetact.export.manifest import writing_folder
-from subnetact.export.programs.exporter import TOLERANCES
-from subnetact.export.programs.program import (
-    blamed,
-    chosen_subnets,
-    example_batch,
-    exported_program,
-    quiet,
-    same_outputs,
-    snapshot_of,
-)
+from subnetact.export.subnet_program import chosen_subnets, exporting, quiet
 from subnetact.supernet.batches import call_with
 
 __all__ = ["KIND", "to_onnx"]
@@ -77,46 +65,25 @@ def to_onnx(
     if missing:
         raise MissingExtra(f"ONNX export needs {' and '.join(missing)}: pip install 'subnetact[onnx]'")
     chosen = chosen_subnets(engine, subnets)
-    example = engine.example
-    x = example_batch(example, 3, engine.device)
-    supernet = snapshot_of(engine, chosen)
-    described: list[dict[str, Any]] = []
-    facts = {
-        "space": supernet.space.id,
-        "fingerprint": supernet.fingerprint(),
-        "example": example_to_json(example),
-        "subnets": described,
-    }
-    with writing_folder(Path(directory), KIND, facts) as folder:
-        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress or None)):
-            name = f"{subnet.id} ({subnet.spec})"
-            view, _ = supernet.private_view(subnet.spec)
-            program = exported_program(view, x, name, dynamic_batch=True)
+    with exporting(engine, directory, KIND, chosen, 3, {}, progress) as (folder, programs):
+        for i, subnet in enumerate(programs):
+            program = subnet.traced(dynamic_batch=True)
             traced = program.module()
-            same_outputs(traced, view, x, name, "torch.export", *TOLERANCES["none"])
-            with _silent(), blamed(view, name, "torch.onnx"):
-                names = _names(call_with(traced, x))
+            subnet.require_equal(traced, "torch.export")
+            subnet.facts["file"] = f"subnet-{i}.onnx"
+            with _silent(), subnet.blamed("torch.onnx"):
                 made = torch.onnx.export(
                     program,
                     (),
-                    input_names=_inputs(x),
-                    output_names=names,
+                    input_names=_inputs(subnet.x),
+                    output_names=_names(call_with(traced, subnet.x)),
                     dynamo=True,
                     verbose=False,
                     custom_translation_table=_translations(),
                 )
                 if made is None:
-                    raise ExportError(f"subnet {name}: torch.onnx made no program")
+                    raise ExportError(f"subnet {subnet.name}: torch.onnx made no program")
                 made.save(folder / f"subnet-{i}.onnx")
-            described.append(
-                {
-                    "key": subnet.spec.key,
-                    "id": subnet.id,
-                    "spec": subnet.spec.to_json(),
-                    "accuracy": subnet.accuracy,
-                    "file": f"subnet-{i}.onnx",
-                }
-            )
     return Path(directory)
 
 

@@ -69,7 +69,7 @@ def test_cpp_equals_python(name: str, family: Any, inputs_of: Any, actuate: Path
         specs,
         table=table,
         slo_ms=36,
-        inputs=list(inputs),
+        example=inputs,
         allow_uncalibrated=True,
     )
     with torch.no_grad():

@@ -42,8 +42,8 @@ def test_exported_programs_of_int8_subnets_equal_the_views(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(kernels, "machine_facts", MachineFacts)
         with pytest.raises(PrecisionError, match="precision int8"):
-            load_exported(tmp_path / "programs")
-    exported = load_exported(tmp_path / "programs")
+            load_exported(tmp_path / "programs", trusted=True)
+    exported = load_exported(tmp_path / "programs", trusted=True)
     x = torch.randn(2, 1, 16, 16)
     assert exported.keys == engine.keys
     for i in range(2):
@@ -61,7 +61,7 @@ def test_an_exported_program_of_mixed_precision_loads(tmp_path: Path) -> None:
     engine = subnetact.Engine(supernet, [spec], example=example, allow_uncalibrated=True, check=False)
     to_exported_programs(engine, tmp_path / "programs", progress=False)
     x = torch.randn(2, 1, 16, 16)
-    exported = load_exported(tmp_path / "programs")
+    exported = load_exported(tmp_path / "programs", trusted=True)
     torch.testing.assert_close(exported(x, subnet=0), engine(x, subnet=0), rtol=1e-4, atol=1e-4)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import threading
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(folder: Path) -> ExportedEngine:
-    return load_exported(folder)
+    return load_exported(folder, trusted=True)
 
 
 def checksum(document: dict[str, Any]) -> str:
@@ -97,8 +96,10 @@ def test_two_programs_share_one_storage(engine: subnetact.Engine, tmp_path: Path
     held = sum(t.numel() * t.element_size() for t in engine.supernet.state_dict().values())
     size = (folder / "weights.safetensors").stat().st_size
     assert size <= 1.05 * (held + engine.supernet.norms.nbytes())
-    both = load_exported(folder)
-    largest = load_exported(to_exported_programs(engine, tmp_path / "l", subnets=[2], progress=False))
+    both = load_exported(folder, trusted=True)
+    largest = load_exported(
+        to_exported_programs(engine, tmp_path / "l", subnets=[2], progress=False), trusted=True
+    )
     statistics = engine.supernet.norms.get(engine.specs[0])
     assert statistics is not None
     assert largest.nbytes() <= both.nbytes() <= largest.nbytes() + statistics.nbytes
@@ -141,7 +142,8 @@ def test_threads_run_different_subnets(exported: ExportedEngine) -> None:
 
 def test_fixed_batch_of_some_subnets(engine: subnetact.Engine, tmp_path: Path) -> None:
     loaded = load_exported(
-        to_exported_programs(engine, tmp_path / "p", subnets=[1], dynamic_batch=False, progress=False)
+        to_exported_programs(engine, tmp_path / "p", subnets=[1], dynamic_batch=False, progress=False),
+        trusted=True,
     )
     assert loaded.keys == engine.keys[1:2]
     want = engine.supernet(IMAGES[:2], subnet=engine.specs[1])
@@ -184,49 +186,50 @@ def test_damaged_files_are_named(copy: Path, name: str) -> None:
     data[len(data) // 2] ^= 1
     (copy / name).write_bytes(data)
     with pytest.raises(FileFormatError, match=name):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
     (copy / name).unlink()
     with pytest.raises(FileFormatError, match=name):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
 
 
 def test_foreign_exports_are_refused(copy: Path) -> None:
     rewrite(copy, schema=2)
     with pytest.raises(FileFormatError, match="schema 2, this version reads 1 to 1; update subnetact"):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
     rewrite(copy, schema=1, kind="subnetact.onnx")
     with pytest.raises(FileFormatError, match=r"not an export; expected .* of kind .subnetact\.programs"):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
     rewrite(copy, kind="subnetact.programs", device="cuda")
     with pytest.raises((FileFormatError, subnetact.errors.DeviceError)):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
     rewrite(copy, device="cpu", compile="aoti", torch="2.0.0")
     with pytest.raises(FileFormatError, match=r"compiled by torch 2\.0\.0"):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
     rewrite(copy, compile="none", subnets=[{}])
     with pytest.raises(FileFormatError, match="a field is missing"):
-        load_exported(copy)
+        load_exported(copy, trusted=True)
     path = copy / "export.json"
     document = {**json.loads(path.read_text()), "files": None}
     document.pop("checksum")
     path.write_text(json.dumps({**document, "checksum": checksum(document)}))
     with pytest.raises(FileFormatError, match="`files` lists no files"):
+        load_exported(copy, trusted=True)
+
+
+@pytest.mark.parametrize("compile", ["none", "aoti"])
+def test_loading_runs_code_and_needs_trust(copy: Path, compile: str) -> None:
+    rewrite(copy, compile=compile)
+    (copy / "program-0.pt2").unlink()
+    with pytest.raises(ExportError, match=r"evaluates strings and unpickles .* trusted=True"):
         load_exported(copy)
 
 
-def test_nothing_is_unpickled(copy: Path) -> None:
-    path = copy / "program-0.pt2"
-    with zipfile.ZipFile(path) as archive:
-        entries = {i.filename: archive.read(i) for i in archive.infolist()}
-    (name,) = (n for n in entries if "sample_inputs" in n)
-    assert not entries[name]
-    entries[name] = b"cos\nsystem\n(S'touch pwned'\ntR."
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for entry, payload in entries.items():
-            archive.writestr(entry, payload)
-    rewrite(copy)
-    load_exported(copy)
-    assert not Path("pwned").exists()
+@pytest.mark.parametrize("path", ["/dev/zero", "../copy/program-0.pt2", "missing.pt2"])
+def test_paths_outside_the_folder_are_refused(copy: Path, path: str) -> None:
+    subnets = json.loads((copy / "export.json").read_text())["subnets"]
+    rewrite(copy, subnets=[{**subnets[0], "program": path}])
+    with pytest.raises(FileFormatError, match="does not list"):
+        load_exported(copy, trusted=True)
 
 
 class Fussy(nn.Module):

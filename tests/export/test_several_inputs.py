@@ -38,7 +38,7 @@ def paired() -> Engine:
 
 def test_graph_programs_take_named_inputs(engine: Engine, tmp_path: Path) -> None:
     to_exported_programs(engine, tmp_path / "programs", progress=False)
-    exported = load_exported(tmp_path / "programs", progress=False)
+    exported = load_exported(tmp_path / "programs", progress=False, trusted=True)
     for n in (1, 4):
         x = batch(n)
         for subnet in engine.ids:
@@ -53,14 +53,14 @@ def test_graph_programs_take_named_inputs(engine: Engine, tmp_path: Path) -> Non
 
 def test_graph_programs_take_positional_inputs(paired: Engine, tmp_path: Path) -> None:
     to_exported_programs(paired, tmp_path / "programs", progress=False)
-    exported = load_exported(tmp_path / "programs", progress=False)
+    exported = load_exported(tmp_path / "programs", progress=False, trusted=True)
     x = tuple(batch(3).values())
     torch.testing.assert_close(exported(x, 0), paired(x, 0), rtol=5e-5, atol=5e-5)
 
 
 def test_wrong_batches_are_refused(engine: Engine, tmp_path: Path) -> None:
     to_exported_programs(engine, tmp_path / "programs", subnets=[0], progress=False)
-    exported = load_exported(tmp_path / "programs", progress=False)
+    exported = load_exported(tmp_path / "programs", progress=False, trusted=True)
     x = batch(3)
     wrong: list[Any] = [
         x["input_ids"],

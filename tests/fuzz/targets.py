@@ -38,7 +38,6 @@ from ofa_adapters.__main__ import main as families_main
 from ofa_adapters.slices import Slice, read_slices, write_slices
 from subnetact.digits import load_digits_supernet
 from subnetact.errors import MissingExtra, QueueFull, SubnetActError
-from subnetact.export import load_exported, to_exported_programs
 from subnetact.files import journal
 from subnetact.files.journal import Journal
 from subnetact.generation import Prompt, StepTable, TokenDeadlines, simulate_generation
@@ -268,13 +267,6 @@ def seeds() -> Path:
     engine.save(place / "bundle")
     supernet.norms.save(place / "norms.safetensors")
     TABLE.save(place / "table.json")
-    space = subnetact.SubnetSpace(
-        "tiny", [subnetact.Axis.uniform("width", ["all"], (2, 4))], lambda v: {"width": int(v["width"][0])}
-    )
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
-    tiny = subnetact.insert_(network, space, {"0": subnetact.WeightSlice.on(out="width")})
-    exported = subnetact.Engine(tiny, [space.largest()], example=torch.zeros(1, 5, 5))
-    to_exported_programs(exported, place / "export", progress=False)
     windows = Journal(place / "journal.jsonl", {"threads": 1})
     for i in range(3):
         windows.append("window", cell=[0, i, 1], host_ms=[1.0, 2.0])
@@ -376,31 +368,6 @@ def fuzz_bundle(source: random.Random, place: Path) -> None:
         json_file(folder / "latency-0.json", source)
     signed(index, document)
     subnetact.Engine.load(folder)
-
-
-def fuzz_export(source: random.Random, place: Path) -> None:
-    """Change the index or the program of an export, load it and run it."""
-    import zipfile
-
-    folder = copied("export", place)
-    index, program = folder / "export.json", folder / "program-0.pt2"
-    document = json.loads(index.read_text())
-    if source.random() < 0.4:
-        document = _changed_once(document, source)
-        if not isinstance(document, dict):
-            return
-    else:
-        with zipfile.ZipFile(program) as archive:
-            (name,) = (n for n in archive.namelist() if n.endswith("model.json"))
-            graph = json.loads(archive.read(name))
-        with zipfile.ZipFile(program, "w") as archive:
-            archive.writestr(name, text(changed(graph, source)))
-    signed(index, document)
-    loaded = load_exported(folder)
-    try:
-        loaded(torch.zeros(2, 1, 5, 5), subnet=0)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # The operators refuse their arguments.
-        return
 
 
 def fuzz_checkpoint(source: random.Random, place: Path) -> None:
@@ -892,7 +859,6 @@ TARGETS: dict[str, Callable[[random.Random, Path], Any]] = {
     "latency table, arguments": fuzz_table_arguments,
     "norm table": reader("norms.safetensors", tensor_file, subnetact.NormTable.load),
     "bundle": fuzz_bundle,
-    "export": fuzz_export,
     "checkpoint": fuzz_checkpoint,
     "constructor": fuzz_constructor,
     "journal": reader("journal.jsonl", journal_file, lambda p: Measurements(Journal(p, {"threads": 1}))),

@@ -84,7 +84,7 @@ def test_exports_of_an_inserted_model_compute_what_its_subnets_compute(
     for i, output in enumerate(expected):
         torch.testing.assert_close(scripted(X, torch.tensor([i])), output, rtol=0, atol=5e-5)
     to_exported_programs(engine, tmp_path / "programs", subnets=[0, 1], progress=False)
-    programs = load_exported(tmp_path / "programs")
+    programs = load_exported(tmp_path / "programs", trusted=True)
     torch.testing.assert_close(programs(X, subnet=1), expected[1], rtol=0, atol=5e-5)
 
 
@@ -141,5 +141,5 @@ def test_a_transformer_encoder_of_torch_is_exported_in_the_way_that_the_refusal_
         to_torchscript(engine, tmp_path / "model.pt", progress=False)
     to_exported_programs(engine, tmp_path / "programs", progress=False)
     expected = supernet.extract(engine.specs[0])(x)
-    programs = load_exported(tmp_path / "programs")
+    programs = load_exported(tmp_path / "programs", trusted=True)
     torch.testing.assert_close(programs(x, subnet=0), expected, rtol=0, atol=5e-5)

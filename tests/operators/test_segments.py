@@ -490,7 +490,7 @@ def test_torchscript_equals_the_views(make: Any, x: Tensor, tmp_path: Path) -> N
 
     _, supernet = make()
     specs = list(supernet.space.enumerate())
-    to_torchscript(supernet, tmp_path / "m.pt", specs, allow_uncalibrated=True)
+    to_torchscript(supernet, tmp_path / "m.pt", specs, example=x, allow_uncalibrated=True)
     loaded = torch.jit.load(tmp_path / "m.pt")
     with torch.no_grad():
         for i, spec in enumerate(specs):
@@ -504,7 +504,9 @@ def test_exported_programs_and_onnx_equal_the_views(make: Any, x: Tensor, tmp_pa
     _, supernet = make()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     engine = subnetact.Engine(supernet, specs, example=x[0], allow_uncalibrated=True)
-    exported = load_exported(to_exported_programs(engine, tmp_path / "programs", progress=False))
+    exported = load_exported(
+        to_exported_programs(engine, tmp_path / "programs", progress=False), trusted=True
+    )
     onnx = pytest.importorskip("onnxruntime")
     to_onnx(engine, tmp_path / "onnx", subnets=[0], progress=False)
     session = onnx.InferenceSession(str(tmp_path / "onnx" / "subnet-0.onnx"))

@@ -5,36 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from tqdm import tqdm
 
+from subnetact.comparison import FUSED
 from subnetact.engine.engine import Engine
-from subnetact.engine.inputs import example_to_json
-from subnetact.errors import ExportError, FileFormatError
-from subnetact.export.manifest import writing_folder
-from subnetact.export.programs.graph_program import GraphProgram
-from subnetact.export.programs.program import (
-    blamed,
-    chosen_subnets,
-    example_batch,
-    exported_program,
-    quiet,
-    same_outputs,
-    snapshot_of,
-)
-from subnetact.export.programs.shared_tensors import SharedTensors, TensorPosition
-from subnetact.supernet.batches import tensors_of
+from subnetact.errors import ExportError
+from subnetact.export.shared_tensors import SharedTensors
+from subnetact.export.subnet_program import SubnetProgram, chosen_subnets, exporting, quiet
 
-__all__ = ["KIND", "TOLERANCES", "WEIGHTS", "to_exported_programs"]
+__all__ = ["COMPILERS", "KIND", "WEIGHTS", "capability", "to_exported_programs"]
 
 KIND = "subnetact.programs"
 WEIGHTS = "weights.safetensors"
-TOLERANCES = {"none": (5e-5, 5e-5), "aoti": (1e-3, 1e-4)}
-"""Relative and absolute tolerance for the difference from the supernet's outputs, by `compile`."""
+COMPILERS = ("none", "aoti")
 
 
 def to_exported_programs(
@@ -80,49 +66,32 @@ def to_exported_programs(
         >>> exported = load_exported("programs")
         >>> logits = exported(images, subnet=0)
     """
-    if compile not in TOLERANCES:
-        raise ExportError(f"compile: {compile!r} is not known; choose from {', '.join(TOLERANCES)}")
+    if compile not in COMPILERS:
+        raise ExportError(f"compile: {compile!r} is not known; choose from {', '.join(COMPILERS)}")
     chosen = chosen_subnets(engine, subnets)
     if compile == "aoti":
         _need_compiler(engine.device)
-    example = engine.example
-    x = example_batch(example, 3 if dynamic_batch else 1, engine.device)
     shared = SharedTensors()
-    supernet = snapshot_of(engine, chosen)
-    described: list[dict[str, Any]] = []
     facts = {
         "compile": compile,
         "device": engine.device.type,
         "capability": capability(engine.device),
-        "space": supernet.space.id,
-        "fingerprint": supernet.fingerprint(),
-        "example": example_to_json(example),
         "dynamic_batch": dynamic_batch,
-        "subnets": described,
     }
-    with writing_folder(Path(directory), KIND, facts) as folder:
-        for i, subnet in enumerate(tqdm(chosen, desc="exporting subnets", disable=not progress or None)):
-            name = f"{subnet.id} ({subnet.spec})"
-            view, _ = supernet.private_view(subnet.spec)
-            program = exported_program(view, x, name, dynamic_batch)
+    size = 3 if dynamic_batch else 1
+    with exporting(engine, directory, KIND, chosen, size, facts, progress) as (folder, programs):
+        for i, subnet in enumerate(programs):
+            program = subnet.traced(dynamic_batch)
             tensors = {**program.state_dict, **program.constants}
             strange = [n for n, t in tensors.items() if not isinstance(t, Tensor)]
             if strange:
-                raise ExportError(f"subnet {name}: the constant {strange[0]} is not a tensor; remove it")
+                raise ExportError(
+                    f"subnet {subnet.name}: the constant {strange[0]} is not a tensor; remove it"
+                )
             path = folder / f"program-{i}.pt2"
             write = _write_graph if compile == "none" else _write_package
-            used = write(program, tensors, path, view, x, name)
-            views: dict[str, TensorPosition] = {n: shared.view(tensors[n]) for n in used}
-            described.append(
-                {
-                    "key": subnet.spec.key,
-                    "id": subnet.id,
-                    "spec": subnet.spec.to_json(),
-                    "accuracy": subnet.accuracy,
-                    "program": path.name,
-                    "tensors": views,
-                }
-            )
+            used = write(program, tensors, path, subnet)
+            subnet.facts.update(program=path.name, tensors={n: shared.view(tensors[n]) for n in used})
         shared.save(folder / WEIGHTS)
     return Path(directory)
 
@@ -146,40 +115,33 @@ def _need_compiler(device: torch.device) -> None:
 
 
 def _write_graph(
-    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Any, name: str
+    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, subnet: SubnetProgram
 ) -> list[str]:
+    subnet.require_equal(program.module(), "torch.export")
     for owner in (program.state_dict, program.constants):
         for key, tensor in owner.items():
             empty = torch.empty(0, dtype=tensor.dtype)
             parameter = isinstance(tensor, nn.Parameter)
             owner[key] = nn.Parameter(empty, requires_grad=False) if parameter else empty
-    program.example_inputs = None  # example inputs would be pickled
-    with quiet(), blamed(view, name, "torch.export.save"):
+    program.example_inputs = None
+    with quiet(), subnet.blamed("torch.export.save"):
         torch.export.save(program, path)
-    try:
-        written = GraphProgram(path, tensors, next(tensors_of(x)).device)
-    except FileFormatError as error:
-        raise ExportError(
-            f"subnet {name}: load_exported could not read the graph ({error.__cause__}); use "
-            "compile='aoti', or serve the Engine itself"
-        ) from error
-    same_outputs(written, view, x, name, "torch.export", *TOLERANCES["none"])
     return list(tensors)
 
 
 def _write_package(
-    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, view: nn.Module, x: Any, name: str
+    program: ExportedProgram, tensors: dict[str, Tensor], path: Path, subnet: SubnetProgram
 ) -> list[str]:
     options = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.precompile_headers": False,  # precompiling pays only for dozens of subnets
         "cpp.dynamic_threads": True,
     }
-    with quiet(), blamed(view, name, "AOTInductor"):
+    with quiet(), subnet.blamed("AOTInductor"):
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
     with quiet():
         package = torch._inductor.aoti_load_package(str(path))
     used = package.get_constant_fqns()
     package.load_constants({n: tensors[n] for n in used}, check_full_update=True, user_managed=True)
-    same_outputs(package, view, x, name, "AOTInductor", *TOLERANCES["aoti"])
+    subnet.require_equal(package, "AOTInductor", FUSED)
     return list(used)

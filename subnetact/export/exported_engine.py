@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from subnetact.device import find_device
@@ -24,17 +25,14 @@ from subnetact.errors import (
     SpecError,
 )
 from subnetact.export.manifest import read_version
-from subnetact.export.programs.exporter import KIND, WEIGHTS, capability
-from subnetact.export.programs.graph_program import GraphProgram
-from subnetact.export.programs.program import quiet
-from subnetact.export.programs.shared_tensors import SharedTensors
+from subnetact.export.programs import KIND, WEIGHTS, capability
+from subnetact.export.shared_tensors import SharedTensors
+from subnetact.export.subnet_program import quiet
 from subnetact.operators.kernel_table import require_precision
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import as_batch, call_with, map_tensors, tensors_of
 
 __all__ = ["ExportedEngine", "load_exported"]
-
-_Program = Callable[..., Any]
 
 
 class ExportedEngine:
@@ -80,7 +78,7 @@ class ExportedEngine:
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for program in self._programs
-            for tensor in _weights(program)
+            for tensor in program.tensors.values()
         }
         return sum(storages.values())
 
@@ -98,7 +96,7 @@ class ExportedEngine:
         """
         if isinstance(subnet, (bool, float)) or subnet not in self.ids:
             raise SpecError(f"no subnet {subnet!r}; this export has 0..{len(self) - 1}")
-        return partial(self._run, self._programs[subnet])
+        return partial(self._run, self._programs[subnet].run)
 
     def __call__(self, x: Any, subnet: int) -> Any:
         """Run a batch through a subnet.
@@ -150,7 +148,7 @@ class ExportedEngine:
         """
         check_input(x, self.example, self.device, finite)
 
-    def _run(self, program: _Program, x: Any) -> Any:
+    def _run(self, program: Callable[..., Any], x: Any) -> Any:
         x = as_batch(x)
         parts = list(tensors_of(x))
         if not parts or not all(isinstance(part, Tensor) and part.dim() and len(part) for part in parts):
@@ -176,13 +174,13 @@ def load_exported(
 ) -> ExportedEngine:
     """Read what `to_exported_programs` wrote.
 
-    Graphs (`compile="none"`) are read without running code from the files: see `graph_program`. AOTInductor
-    packages (`compile="aoti"`) are native code that becomes part of the process, with all its rights: load
-    only packages that you or somebody you trust made.
+    Loading runs code from the files with all rights of this process. `torch.export.load` evaluates strings
+    and unpickles records of a graph (`compile="none"`), and an AOTInductor package (`compile="aoti"`) is
+    native code. Load only what you or somebody you trust made.
 
     Args:
         directory: the directory of the export.
-        trusted: whether native code may be loaded. Graphs do not need it.
+        trusted: whether you trust who made the files. Nothing is read unless this is true.
         device: the device to run on. It must be of the kind (CPU or GPU) that the programs were exported for.
             If None, a device of that kind.
         progress: if True, show a progress bar when standard error is a terminal.
@@ -191,22 +189,23 @@ def load_exported(
         The exported subnets.
 
     Raises:
-        FileFormatError: a file is missing, truncated, changed, of a newer schema, or has a step that is not
-            allowed; or the packages were compiled by another torch or for another kind of machine.
-        ExportError: the directory holds native code, and `trusted` is False.
+        ExportError: `trusted` is False.
+        FileFormatError: a file is missing, truncated, changed or of a newer schema, or the packages were
+            compiled by another torch or for another kind of machine.
         PrecisionError: a subnet computes at a precision that this machine does not run, as in an `Engine`.
         DeviceError: there is no such device.
     """
-    return read_version(directory, KIND, partial(_read, device=device, trusted=trusted, progress=progress))
+    if not trusted:
+        raise ExportError(
+            f"{directory}: loading it runs code from its files with all rights of this process: torch.export "
+            "evaluates strings and unpickles records of a graph, and an AOTInductor package is native code; "
+            "if you trust who made it, load_exported(..., trusted=True)"
+        )
+    return read_version(directory, KIND, partial(_read, device=device, progress=progress))
 
 
 def _read(
-    folder: Path,
-    facts: Mapping[str, Any],
-    *,
-    device: str | torch.device | None,
-    trusted: bool,
-    progress: bool,
+    folder: Path, facts: Mapping[str, Any], *, device: str | torch.device | None, progress: bool
 ) -> ExportedEngine:
     try:
         home = find_device(facts["device"] if device is None else device)
@@ -217,16 +216,10 @@ def _read(
         for precision in sorted({precision for spec in specs for precision in spec.precisions}):
             require_precision(precision, home)
         tensors = SharedTensors.load(folder / WEIGHTS, [subnet["tensors"] for subnet in subnets], home)
-        native = facts["compile"] != "none"
-        if native and not trusted:
-            raise ExportError(
-                f"{folder}: holds native code, which would run with all rights of this process; if you trust "
-                "who made it, load_exported(..., trusted=True)"
-            )
         names = {WEIGHTS, *(subnet["program"] for subnet in subnets)}
         if not names <= set(facts["files"]):
             raise FileFormatError(f"{folder}: `files` does not list {sorted(names - set(facts['files']))}")
-        load = partial(_load_package if native else GraphProgram, device=home)
+        load = _load_graph if facts["compile"] == "none" else partial(_load_package, device=home)
         named = tqdm(
             zip(subnets, tensors, strict=True),
             desc="loading subnets",
@@ -256,23 +249,32 @@ def _refuse_foreign(folder: Path, facts: Mapping[str, Any], device: torch.device
         )
 
 
+@dataclass(frozen=True)
+class _Program:
+    """A program, and its tensors, which the engine counts and a package knows only by their addresses."""
+
+    run: Callable[..., Any]
+    tensors: Mapping[str, Tensor]
+
+
+def _load_graph(path: Path, tensors: Mapping[str, Tensor]) -> _Program:
+    with quiet():
+        program = torch.export.load(path)
+    for owner in (program.state_dict, program.constants):
+        for name, empty in owner.items():
+            own = tensors[name]
+            owner[name] = nn.Parameter(own, False) if isinstance(empty, nn.Parameter) else own
+    return _Program(program.module(), tensors)
+
+
 def _load_package(path: Path, tensors: Mapping[str, Tensor], device: torch.device) -> _Program:
     with quiet():
         index: int | None = device.index
         package = torch._inductor.aoti_load_package(str(path), device_index=-1 if index is None else index)
     package.load_constants(dict(tensors), check_full_update=True, user_managed=True)
-    return _Package(package, tensors)
 
-
-def _weights(program: Any) -> list[Tensor]:
-    return list(program.tensors.values())
-
-
-class _Package:
-    def __init__(self, package: Any, tensors: Mapping[str, Tensor]) -> None:
-        self._package = package
-        self.tensors = tensors  # kept alive, because the package knows only their addresses
-
-    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Any:  # compiled code does not check strides
+    def run(*args: Tensor, **kwargs: Tensor) -> Any:  # compiled code does not check strides
         named = {name: part.contiguous() for name, part in kwargs.items()}
-        return self._package(*(part.contiguous() for part in args), **named)
+        return package(*(part.contiguous() for part in args), **named)
+
+    return _Program(run, tensors)

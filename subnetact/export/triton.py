@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from subnetact.engine.engine import Engine
 from subnetact.errors import ExportError, ProfileMismatch
 from subnetact.export.manifest import writing_folder
-from subnetact.export.programs.program import chosen_subnets, example_batch, quiet
-from subnetact.export.torchscript.exporter import engines_table, to_torchscript
+from subnetact.export.subnet_program import chosen_subnets, example_batch, quiet
+from subnetact.export.torchscript import engines_table, to_torchscript
 from subnetact.latency.table import LatencyTable
 from subnetact.serving.live.batcher import Batcher
 from subnetact.serving.policies.registry import make_policy
@@ -263,7 +263,7 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: fl
             )
         engine.save(version / "bundle")
     table.save(version / "table.json")
-    with as_file(files("subnetact.export.triton") / "python_backend.py") as template:
+    with as_file(files("subnetact.export") / "triton_model.py") as template:
         shutil.copyfile(template, version / "model.py")
 
 

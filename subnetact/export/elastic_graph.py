@@ -1,0 +1,267 @@
+"""Records a supernet as one TorchScript module that runs every subnet: its size row is an argument.
+
+The network's own forward runs on a view whose size row holds graph nodes in the place of integers. The
+operators slice as always, so that views and files share one slicing rule, `Operator.tensors`. A layer that
+can be skipped becomes a submodule that returns its first argument if the size row skips it, as the identity
+in its place does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from subnetact.errors import ExportError
+from subnetact.operators import LayerSelect, Operator, SubnetNorm
+from subnetact.operators.view_module import mix_in_, view_module
+from subnetact.supernet.bind import bind_module
+from subnetact.supernet.failure import culprit
+from subnetact.supernet.trace import RecordedCall
+
+__all__ = ["record_network"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def record_network(network: nn.Module, inputs: Sequence[str], norms: Sequence[str], sizes: int) -> Any:
+    """Return a module with `forward(*inputs, row: List[int], means, variances)`.
+
+    Args:
+        network: the network of a supernet that nobody else uses, in evaluation mode and without gradients.
+        inputs: names of the tensors that callers give.
+        norms: paths of the BatchNorms, in the order of their entries in the row.
+        sizes: length of a size row. In a full row, for each BatchNorm the position of its first channel in
+            the flat means and variances of all subnets follows.
+
+    Raises:
+        ExportError: a forward cannot be recorded or compiled; the message names the module.
+    """
+    for module in network.modules():
+        if isinstance(module, Operator):
+            module.checks = False
+    starts = {path: sizes + i for i, path in enumerate(norms)}
+    registered = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
+    return _Recording("", _Shared(starts, registered)).script(
+        network, (), dict.fromkeys(inputs, _INPUT), None
+    )
+
+
+_INPUT: Any = object()
+"""Marks an argument of the network that becomes an input of the graph."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all graphs of one network share.
+
+    Attributes:
+        starts: the position in the full row of every BatchNorm's place in the statistics, by path.
+        registered: ids of the parameters and buffers of the network.
+        classes: the compiled classes by their code. Layers of equal code share one, for TorchScript takes
+            about 1 KiB of memory, and time to load, for every operation of every class.
+    """
+
+    starts: dict[str, int]
+    registered: set[int]
+    classes: dict[Any, type[nn.Module]] = field(default_factory=dict)
+
+
+class _Tracer(GraphAppendingTracer):
+    """Records into a graph, whose tensors and positions in the row become attributes of its module."""
+
+    def __init__(self, graph: fx.Graph, registered: set[int]) -> None:
+        super().__init__(graph)
+        self.registered = registered
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, int] = {}
+        self.row: Any = None
+        self._known: dict[Any, fx.Node] = {}
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any) -> fx.Node:
+        """Record a node; entries of the row are read once, at a position that is an attribute."""
+        if target is operator.getitem and args[0] is self.row:
+            return self._once(kind, target, (self.row, self._once("get_attr", self.number(args[1]))))
+        return super().create_node(kind, target, args, kwargs, *more)
+
+    def _once(self, kind: str, target: Any, args: tuple[Any, ...] = ()) -> fx.Node:
+        if (target, args) not in self._known:
+            self._known[target, args] = super().create_node(kind, target, args, {})
+        return self._known[target, args]
+
+    def tensor(self, tensor: Tensor) -> fx.Node:
+        """Return a node for a tensor, which becomes an attribute of the module."""
+        name = next((n for n, t in self.tensors.items() if t is tensor), f"tensor_{len(self.tensors)}")
+        self.tensors[name] = tensor
+        return self._once("get_attr", name)
+
+    def number(self, value: int) -> str:
+        """Return the name of a position in the row, which becomes an attribute of the module."""
+        name = next((n for n, v in self.numbers.items() if v == value), f"number_{len(self.numbers)}")
+        self.numbers[name] = value
+        return name
+
+    def create_arg(self, a: Any) -> Any:
+        """Convert a value to an argument of a node; a forward may write into a tensor that it has made."""
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        node = self.tensor(a)
+        return node if id(a) in self.registered else self._once("call_method", "clone", (node,))
+
+
+class _Recording:
+    """One graph: that of the network, or that of a layer that can be skipped."""
+
+    def __init__(self, path: str, shared: _Shared) -> None:
+        self.path = path
+        self.shared = shared
+        self.graph = fx.Graph()
+        self.tracer = _Tracer(self.graph, shared.registered)
+        self.modules: dict[str, Any] = {}
+        self.done: dict[int, nn.Module] = {}
+
+    def script(
+        self, module: nn.Module, args: Any, kwargs: Any, gate: tuple[int, int] | None
+    ) -> torch.jit.ScriptModule:
+        """Record a module with these arguments, and compile it; where the gate is not met, it is skipped."""
+        leaves, structure = tree_flatten((args, kwargs))
+        names = [*kwargs] if not args else [f"x{i}" for i in range(len(leaves))]
+        given = [
+            fx.Proxy(self.graph.placeholder(name), self.tracer)
+            if leaf is _INPUT or isinstance(leaf, fx.Proxy)
+            else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        self.row: Any = fx.Proxy(self.graph.placeholder("row", type_expr=list[int]), self.tracer)
+        self.tracer.row = self.row.node
+        self.means: Any = fx.Proxy(self.graph.placeholder("means"), self.tracer)
+        self.variances: Any = fx.Proxy(self.graph.placeholder("variances"), self.tracer)
+        bound: nn.Module = nn.Identity()
+        try:
+            bound = self.bind(module, self.path)
+            args, kwargs = tree_unflatten(given, structure)
+            self.graph.output(self.tracer.create_arg(bound(*args, **kwargs)))
+        except ExportError:
+            raise
+        except Exception as error:
+            where = ".".join(filter(None, (self.path, culprit(bound, error)))) or "the network"
+            raise ExportError(
+                f"{where}: its forward cannot be traced ({error}); use "
+                "subnetact.export.to_exported_programs, or put what depends on values into a function that "
+                "opens as torch.nn.functional's do, with has_torch_function and handle_torch_function"
+            ) from error
+        if gate is not None:
+            self.tracer.numbers.update(gate=gate[0], kept=gate[1])
+            skip = f"if row[self.gate] != self.kept:\n    return {names[0]}\n"
+            self.graph.on_generate_code(lambda _: lambda body: [skip, *body])
+        return _scripted(self._module(type(module).__name__), self.path or "the network")
+
+    def _module(self, name: str) -> nn.Module:
+        tensors = {name: tensor.detach() for name, tensor in self.tracer.tensors.items()}
+        held = {**self.modules, **tensors, **self.tracer.numbers}
+        recorded = fx.GraphModule(held, self.graph, name)
+        # Functions of the same name may differ, for example closures that one factory made.
+        called = tuple(node.target for node in self.graph.nodes if node.op == "call_function")
+        contents = {"forward": type(recorded).forward, "__module__": name}
+        cls = self.shared.classes.setdefault(
+            (name, recorded.code, called), type(name, (nn.Module,), contents)
+        )
+        module = cls()
+        module._modules.update(self.modules)
+        module._buffers.update(tensors)
+        module.__dict__.update(self.tracer.numbers)
+        return module
+
+    def bind(self, module: nn.Module, path: str) -> nn.Module:
+        """Return the view of a module for the symbolic size row; each module has one."""
+        if id(module) not in self.done:
+            self.done[id(module)] = self._bind(module, path)
+        return self.done[id(module)]
+
+    def _bind(self, module: nn.Module, path: str) -> nn.Module:
+        def child(name: str) -> nn.Module | None:
+            inner = module._modules[name]
+            return None if inner is None else self.bind(inner, f"{path}.{name}" if path else name)
+
+        if isinstance(module, LayerSelect):
+            return module.chain({name: self._layer(module, name, path) for name in module._modules})
+        if _is_leaf(module):
+            name = f"module_{len(self.modules)}"
+            self.modules[name] = _scripted(module, path)
+            return _stand_in(module, partial(self.tracer.create_proxy, "call_module", name))
+        own = {"_parameters": self._held(module._parameters), "_buffers": self._held(module._buffers)}
+        held: Any = _with(module, own)
+        if isinstance(module, Operator):
+            held.__dict__["template"] = _with(module.template, own)
+        return bind_module(held, self.row, child, self._norm, trainable=True)
+
+    def _held(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: None if tensor is None else fx.Proxy(self.tracer.tensor(tensor), self.tracer)
+            for name, tensor in tensors.items()
+        }
+
+    def _norm(self, norm: SubnetNorm) -> nn.Module:
+        start, channels = self.row[self.shared.starts[norm.path]], norm.channels(self.row)
+        mean, var = (flat[start : start + channels] for flat in (self.means, self.variances))
+        bound = norm.bind_with(self.row, mean, var, trainable=True)
+        for check in ("_check_input_dim", "_check_non_zero_input_channels"):
+            object.__setattr__(bound, check, lambda _: None)
+        return bound
+
+    def _layer(self, stack: LayerSelect, name: str, path: str) -> nn.Module | None:
+        """Return a stand-in for a layer of a stack; calling it records the layer into a graph of its own."""
+        layer, path = stack._modules[name], f"{path}.{name}" if path else name
+        gate = stack.gate(name)
+        if layer is None or gate is None:
+            return None if layer is None else self.bind(layer, path)
+
+        def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, fx.Proxy)]
+            if not args or not isinstance(args[0], fx.Proxy):
+                raise ExportError(
+                    f"{path}: the tensor that it replaces must be its first argument, by position"
+                )
+            made = f"layer_{len(self.modules)}"
+            inner = _Recording(path, self.shared)
+            self.modules[made] = inner.script(layer, args, kwargs, gate)
+            inputs = (*tensors, self.row, self.means, self.variances)
+            return self.tracer.create_proxy("call_module", made, inputs, {})
+
+        return _stand_in(layer, record)
+
+
+def _with(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
+    other: nn.Module = object.__new__(type(module))
+    other.__dict__.update(module.__dict__, **attributes)
+    return other
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Tell whether a module is PyTorch's own and contains nothing elastic."""
+    library = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+    return library and not any(isinstance(inner, Operator) for inner in module.modules())
+
+
+def _stand_in(module: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> nn.Module:
+    stand_in = view_module(module)
+    object.__setattr__(stand_in, "recorder", record)
+    return mix_in_(stand_in, RecordedCall)
+
+
+def _scripted(module: nn.Module, path: str) -> torch.jit.ScriptModule:
+    try:
+        return torch.jit.script(module)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ExportError(
+            f"{path} ({type(module).__name__}): TorchScript cannot compile it ({' '.join(lines[:3])}); "
+            "rewrite it with what TorchScript knows, or use subnetact.export.to_exported_programs"
+        ) from error

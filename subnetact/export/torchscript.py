@@ -1,0 +1,335 @@
+"""`to_torchscript`: writes one file that runs any registered subnet, in C++, Triton, and Python.
+
+TorchScript is in maintenance, and PyTorch does not support it from Python 3.14 on. When Python 3.13 reaches
+its end of life (October 2029), this export is deleted; `to_exported_programs` is its successor. Files that
+were written before keep running wherever a libtorch loads TorchScript.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from subnetact.engine.engine import Engine
+from subnetact.errors import ExportError, InvalidRequest, ProfileMismatch
+from subnetact.export.elastic_graph import record_network
+from subnetact.export.scripted_subnets import ScriptedSubnets
+from subnetact.export.subnet_program import require_equal
+from subnetact.files.atomic import replacing
+from subnetact.latency.table import LatencyTable
+from subnetact.operators.base import Operator
+from subnetact.serving.policies.slackfit import SlackFit
+from subnetact.spec import FLOAT32, SubnetSpec
+from subnetact.supernet.supernet import Supernet, as_supernet
+
+__all__ = ["engines_table", "to_torchscript"]
+
+UNSUPPORTED_PYTHON = (3, 14)
+"""The first version of Python for which PyTorch does not support TorchScript."""
+SCHEDULER = "scheduler"
+"""The name of the table in a bundle whose latencies never fall as the batch grows."""
+RESERVED = {"ValueError", "dims", "means", "row", "self", "str", "subnet", "variances"}
+"""Names that the code of the file uses, so that no input may have them."""
+
+
+def to_torchscript(
+    source: Engine | Supernet,
+    path: str | PathLike[str],
+    subnets: Sequence[SubnetSpec] | None = None,
+    *,
+    table: LatencyTable | None = None,
+    slo_ms: float | None = None,
+    example: Tensor | Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+    allow_uncalibrated: bool = False,
+    progress: bool = True,
+) -> torch.jit.ScriptModule:
+    """Write one TorchScript file that contains the weights once and runs any registered subnet by its number.
+
+    `torch.jit.load(path)` in Python and `torch::jit::load` in C++ load the file without this package. The
+    module has these methods:
+
+    * `forward(*inputs, subnet)` runs a batch. `subnet` is int64, of shape (1,) or of shape (B, 1) with equal
+      numbers.
+    * `num_subnets()` and `describe(i)` name the subnets.
+    * `choose(slack_ms, queued)` returns the subnet and the batch size that `SlackFit(table, slo_ms)` chooses.
+
+    On one CPU thread, outputs equal those of `supernet.subnet(spec)(*inputs)` bit for bit. Running the module
+    does not change it, so several threads may run different subnets at the same time. Tracing cannot see
+    everything, for example a branch on the type of a value; therefore every subnet is compared with the
+    supernet before the file is written.
+
+    A TorchScript file is code. Its interpreter runs no Python, but it has operators that read and write files
+    with the rights of the process, so load only files of people you trust. This package loads none but the
+    one that it has just written.
+
+    Args:
+        source: an engine or a supernet. It is not changed, and the result has its own copy of the weights.
+        path: the file to write, for example `model.pt`.
+        subnets: specifications of the subnets to register, in the order of their numbers. If None, those that
+            the engine serves.
+        table: latencies of these subnets. If None, the engine's table called "scheduler", as the bundles of
+            `python -m subnetact.profile` have it, or else the engine's only table.
+        slo_ms: time in ms that a request usually has; it is required if there is a table.
+        example: one batch of every input, by name or in order: `x` of shape (N, C, H, W) for images. Outputs
+            are compared on it, and on random numbers if all elements of a floating-point input are equal. The
+            file refuses inputs with another number of dimensions. If None, the engine's example as a batch of
+            one; a supernet has none.
+        allow_uncalibrated: whether subnets without BatchNorm statistics of their own run on the shared ones.
+        progress: if True, show a progress bar when standard error is a terminal.
+
+    Returns:
+        The module in the file.
+
+    Raises:
+        ExportError: a module cannot be traced or compiled (the message names it), outputs differ, an argument
+            is missing or cannot be used, or Python is too new.
+        NotCalibrated: a subnet has no BatchNorm statistics of its own.
+        SpecError: there is no subnet, or one belongs to another space.
+        ProfileMismatch: the table belongs to other subnets or other weights.
+        PolicyError: `slo_ms` is below every latency of the table.
+        StaleWeights: another thread changed weights in place while they were copied.
+
+    Example:
+        >>> to_torchscript(engine, "model.pt", slo_ms=30.0)
+        >>> model = torch.jit.load("model.pt")
+        >>> logits = model(images, torch.tensor([1]))  # subnet 1
+    """
+    if sys.version_info >= UNSUPPORTED_PYTHON:
+        raise ExportError(
+            f"Python {sys.version_info[0]}.{sys.version_info[1]}: TorchScript is not supported from "
+            f"{'.'.join(map(str, UNSUPPORTED_PYTHON))} on; use subnetact.export.to_exported_programs, or "
+            "export with an older Python: the file runs anywhere"
+        )
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise ExportError(f"path: {path} is not a file in a folder that exists; create the folder first")
+    given, specs = _registered(source, subnets)
+    supernet = given.snapshot()  # Everything is of one checkpoint, whatever other threads load.
+    keys = [spec.key for spec in specs]
+    policy = _policy(source, supernet, table, slo_ms, keys)
+    if not allow_uncalibrated:
+        supernet.require_calibrated(specs)
+    inputs = _inputs(source, supernet, example)
+    views = [supernet.private_view(spec)[0] for spec in specs]
+    rows, means, variances = _rows(supernet, specs)
+    norms, sizes = tuple(supernet.norm_operators()), len(supernet.space.dimensions)
+    columns = [] if policy is None else list(policy.table.pad_index)
+    steps = [] if policy is None else policy.steps()
+    slacks, decisions = [slacks for slacks, _ in steps], [decisions for _, decisions in steps]
+    with _quiet():
+        network = record_network(supernet.network.requires_grad_(False).eval(), list(inputs), norms, sizes)
+        whole = ScriptedSubnets(network, rows, means, variances, keys, columns, slacks, decisions)
+        scripted: Any = torch.jit.script(whole.eval())
+        scripted.define(_forward(inputs))
+    for i, view in enumerate(tqdm(views, desc="comparing subnets", disable=not progress or None)):
+        _compare(scripted, view, inputs, i, specs[i])
+    with replacing(path) as temporary, _quiet():
+        torch.jit.save(scripted, temporary)
+        _strip(temporary)
+    return scripted  # type: ignore[no-any-return]
+
+
+def _registered(
+    source: Engine | Supernet, subnets: Sequence[SubnetSpec] | None
+) -> tuple[Supernet, list[SubnetSpec]]:
+    supernet = source.supernet if isinstance(source, Engine) else as_supernet(source)
+    if subnets is None and isinstance(source, Engine):
+        subnets = [source.specs[i] for i in source.ids]
+    specs = supernet.distinct(() if subnets is None else subnets, "an export (subnets=[...])")
+    low = [spec for spec in specs if spec.precision != FLOAT32]
+    if low:
+        raise ExportError(
+            f"{low[0]}: a TorchScript file slices the full weights while it runs, and has no copy of them at "
+            f"{low[0].precision}; export the subnet at float32, or use subnetact.export.to_exported_programs "
+            "or to_onnx"
+        )
+    return supernet, specs
+
+
+def _policy(
+    source: Engine | Supernet,
+    supernet: Supernet,
+    table: LatencyTable | None,
+    slo_ms: float | None,
+    keys: list[str],
+) -> SlackFit | None:
+    table = engines_table(source, slo_ms) if table is None else table
+    if table is None:
+        return None
+    missing = [key for key in keys if key not in table.subnets]
+    if missing:
+        raise ProfileMismatch(
+            f"table: it lacks {len(missing)} of the subnets, {missing[0]} first; profile them"
+        )
+    stamped = table.stamp.get("supernet")
+    if stamped not in (None, supernet.fingerprint()):
+        raise ProfileMismatch(
+            f"table: measured on supernet {stamped}, this one is {supernet.fingerprint()}; profile this one"
+        )
+    if slo_ms is None:
+        raise ExportError(
+            "slo_ms: with a latency table, `choose` also needs the time in ms that a request usually has; "
+            "give slo_ms="
+        )
+    return SlackFit(table.select([table.subnets.index(key) for key in keys]), slo_ms)
+
+
+def engines_table(source: Engine | Supernet, slo_ms: float | None) -> LatencyTable | None:
+    """Return the table by which an exported engine schedules by default: "scheduler", or its only one."""
+    tables = source.tables if isinstance(source, Engine) else {}
+    if SCHEDULER in tables:
+        return tables[SCHEDULER]
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    if slo_ms is not None:
+        found = f"has {len(tables)} tables ({', '.join(tables)})" if tables else "has no latency table"
+        raise ExportError(
+            f"slo_ms: it is compared with a latency table, and the {type(source).__name__.lower()} {found}; "
+            "give table="
+        )
+    return None
+
+
+def _inputs(source: Engine | Supernet, supernet: Supernet, example: Any) -> dict[str, Tensor]:
+    """Return the example as one batch of each input, by the names of the network's arguments."""
+    if example is None and isinstance(source, Engine):
+        try:
+            served = source.example
+        except InvalidRequest:
+            served = None
+        if isinstance(served, Mapping):
+            example = {name: part[None] for name, part in served.items()}
+        elif served is not None:
+            example = [part[None] for part in (served if isinstance(served, tuple) else (served,))]
+    if example is None:
+        raise ExportError(
+            "example: the network is traced and compared on a batch; give one, example=images of shape "
+            "(N, C, H, W)"
+        )
+    network: Any = supernet.network
+    network = network.template if isinstance(network, Operator) else network
+    known = {
+        name: parameter.default is parameter.empty
+        for name, parameter in inspect.signature(network.forward).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    if not isinstance(example, Mapping):
+        parts = [example] if isinstance(example, Tensor) else list(example)
+        example = dict(zip(known, parts, strict=False)) if len(parts) <= len(known) else {}
+    needed = {name for name, required in known.items() if required}
+    tensors = all(isinstance(part, Tensor) for part in example.values())
+    if (
+        not example
+        or not tensors
+        or RESERVED & set(example)
+        or set(example) - set(known)
+        or needed - set(example)
+    ):
+        raise ExportError(
+            "example: give one batch, a tensor, of each input, with the batch dimension first; the network "
+            f"takes {', '.join(known) or 'none by name'}, of which {', '.join(sorted(needed)) or 'none'} "
+            f"must be given, and no input may be called {', '.join(sorted(RESERVED))}; got "
+            f"{', '.join(map(str, example)) or 'none'}"
+        )
+    home = next(supernet.parameters()).device
+    return {name: part.to(home) for name, part in example.items()}
+
+
+def _rows(supernet: Supernet, specs: list[SubnetSpec]) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Return the integers of every subnet, and the flat means and variances of all of them."""
+    norms = tuple(supernet.norm_operators())
+    rows, means, variances, start = [], list[Tensor](), list[Tensor](), 0
+    for spec in specs:
+        starts = {}
+        for name, (mean, variance) in supernet.statistics(spec).items():
+            starts[name] = start
+            start += mean.numel()
+            means.append(mean)
+            variances.append(variance)
+        rows.append([*supernet.space.resolve(spec), *(starts.get(name, 0) for name in norms)])
+    dtypes = {str(tensor.dtype) for tensor in means}
+    if len(dtypes) > 1:
+        raise ExportError(
+            f"BatchNorm statistics are {' and '.join(sorted(dtypes))}; a file holds them in one dtype: "
+            "convert the supernet, supernet.float() for example"
+        )
+    if not means:
+        return rows, torch.empty(0), torch.empty(0)
+    return rows, torch.cat(means), torch.cat(variances)
+
+
+def _forward(inputs: Mapping[str, Tensor]) -> str:
+    """Return the source of the method `forward`."""
+    names = ", ".join(inputs)
+    lines = [f"def forward(self, {names}, subnet):"]
+    for name, x in inputs.items():
+        lines += [
+            f"    if {name}.dim() != {x.dim()}:",
+            f"        dims = str({name}.dim())",
+            f"        raise ValueError('{name} has ' + dims + ' dimensions; this file takes {x.dim()}')",
+        ]
+    first = next(iter(inputs))
+    lines.append(f"    row = self.select(subnet, {first}.size(0))")
+    lines.append(f"    return self.network({names}, row, self.means, self.variances)")
+    return "\n".join(lines) + "\n"
+
+
+def _compare(scripted: Any, view: Any, inputs: dict[str, Tensor], i: int, spec: SubnetSpec) -> None:
+    """Compare a subnet on the example, and on random numbers where the example is constant."""
+    name, number = f"{i} ({spec})", torch.tensor([i])
+    try:
+        with torch.inference_mode():
+            view(**inputs)
+    except Exception as error:
+        raise ExportError(
+            f"example: subnet {name} does not run on it ({error}); give a batch that the network takes, "
+            "(N, C, H, W) for images, or x[None] if x is one image"
+        ) from error
+
+    def run(**batch: Tensor) -> Any:
+        return scripted(*batch.values(), number)
+
+    require_equal(run, view, [inputs], name, "TorchScript")
+    varied = {name: _random(x) for name, x in inputs.items()}
+    if any(varied[name] is not x for name, x in inputs.items()):
+        try:
+            with torch.inference_mode():
+                view(**varied)
+        except Exception:
+            return
+        require_equal(run, view, [varied], name, "TorchScript")
+
+
+def _random(x: Tensor) -> Tensor:
+    """Replace a constant batch by random numbers, because different networks may agree on a constant one."""
+    if not x.is_floating_point() or x.numel() < 2 or bool((x != x.reshape(-1)[0]).any()):
+        return x
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+
+
+def _strip(path: Path) -> None:
+    """Remove the debug records, which map errors to generated source and fill most of a small file."""
+    with replacing(path) as stripped, zipfile.ZipFile(path) as old, zipfile.ZipFile(stripped, "w") as new:
+        for record in old.infolist():
+            if not record.filename.endswith(".debug_pkl"):
+                with old.open(record) as source, new.open(record, "w") as target:
+                    shutil.copyfileobj(source, target, 2**20)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\..*")
+        warnings.filterwarnings("ignore", r".*torch\.jit\..* is deprecated", DeprecationWarning)
+        yield
