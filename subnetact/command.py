@@ -1,4 +1,4 @@
-"""How processes end: commands quietly, if the user or the reader of their output has had enough.
+"""What all commands share: JSON as an option, and a quiet end on Ctrl-C and closed pipes.
 
 A daemon thread that is inside torch when the interpreter ends aborts the process (SIGABRT). So the threads
 of the library run networks in `computing()`. When the interpreter ends, no thread begins to compute any more,
@@ -7,6 +7,7 @@ and those that compute are waited for, but not for ever.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import os
 import sys
@@ -14,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["INTERRUPTED", "NOBODY_READS", "TERMINATED", "computing", "run_command"]
+from subnetact.files.documents import parse_json
+
+__all__ = ["INTERRUPTED", "NOBODY_READS", "TERMINATED", "computing", "json_object", "run_command"]
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the number of SIGINT."""
@@ -54,6 +57,17 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         # Python writes what is left when it ends, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object that an option of a command line holds, for `type=` of argparse."""
+    try:
+        found = parse_json(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object such as '{{\"n_classes\": 10}}'")
+    return found
 
 
 class _Computing:

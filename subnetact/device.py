@@ -1,17 +1,14 @@
-"""The device in use: finding it, describing its machine, and timing a call on it."""
+"""The device in use: finding it, describing its machine, and waiting for it."""
 
 from __future__ import annotations
 
 import os
 import platform
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from subnetact.errors import DeviceError
@@ -21,7 +18,6 @@ __all__ = [
     "find_device",
     "machine",
     "machine_facts",
-    "measure",
     "raise_if_out_of_memory",
     "ran_out_of_memory",
     "synchronize",
@@ -185,58 +181,3 @@ def raise_if_out_of_memory(error: BaseException) -> None:
     """Raise an error again that says nothing about what was tried, only that memory was short."""
     if ran_out_of_memory(error):
         raise error
-
-
-def measure(
-    call: Callable[[], Any],
-    device: torch.device,
-    warmup_ms: float = 50.0,
-    min_time_ms: float = 200.0,
-    min_runs: int = 10,
-    before: Callable[[], Any] | None = None,
-) -> dict[str, np.ndarray]:
-    """Time a call repeatedly.
-
-    Args:
-        call: the function to time; it takes no arguments.
-        device: the device that the call uses. The host waits for the device after every run.
-        warmup_ms: the call runs untimed for at least this many milliseconds, and at least once.
-        min_time_ms: the shortest time, in ms, that the timed runs take together.
-        min_runs: the smallest number of timed runs.
-        before: a function to call, untimed, before each timed run.
-
-    Returns:
-        `host_ms`, of shape (runs,): wall-clock time in ms until the device has finished. On CUDA devices also
-        `device_ms`, of shape (runs,): time in ms between CUDA events before and after the call.
-    """
-    cuda = device.type == "cuda"
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    while (time.perf_counter() - start) * 1e3 < warmup_ms:
-        call()
-        synchronize(device)
-    host: list[float] = []
-    on_device: list[float] = []
-    begun = time.perf_counter()
-    while len(host) < min_runs or (time.perf_counter() - begun) * 1e3 < min_time_ms:
-        if before is not None:
-            before()
-            synchronize(device)
-        if cuda:
-            first, last = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
-        start = time.perf_counter()
-        if cuda:
-            first.record()
-        call()
-        if cuda:
-            last.record()
-        synchronize(device)
-        host.append((time.perf_counter() - start) * 1e3)
-        if cuda:
-            on_device.append(first.elapsed_time(last))
-    taken = {"host_ms": np.array(host)}
-    return {**taken, "device_ms": np.array(on_device)} if cuda else taken

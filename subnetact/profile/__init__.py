@@ -2,19 +2,20 @@
 
 Which file answers which question:
 
-- `cli`: which options and exit statuses does `python -m subnetact.profile` have?
+- `cli`, `options`: which options and exit statuses does `python -m subnetact.profile` have?
 - `pipeline`: in which steps does one command work, what does it write, and how is it resumed?
 - `source`: where do the supernet, its input and the images for calibration come from?
 - `selection`: which subnets are profiled, and where do their accuracies come from?
 - `sweep`: `profile_latency`; how often and in which order is every cell measured?
 - `measurements`: what was measured so far, and how does it survive a kill?
+- `window`: how is a call timed?
 - `stability`: when is the median of a cell known well enough?
 - `modes`: how is a subnet run, and what does a timed call include?
 - `corunners`: which processes use the device at the same time?
 """
 
 from subnetact.profile.modes import MODES
-from subnetact.profile.pipeline import ProfileJob, ProfileResult, outline, run_profile
+from subnetact.profile.pipeline import ProfileJob, outline, run_profile
 from subnetact.profile.selection import SelectionRequest
 from subnetact.profile.source import ProfileSource, load_source
 from subnetact.profile.sweep import SweepSettings, profile_latency
@@ -22,7 +23,6 @@ from subnetact.profile.sweep import SweepSettings, profile_latency
 __all__ = [
     "MODES",
     "ProfileJob",
-    "ProfileResult",
     "ProfileSource",
     "SelectionRequest",
     "SweepSettings",

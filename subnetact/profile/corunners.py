@@ -31,14 +31,6 @@ class CoRunners:
     Co-runners are processes, not threads, so that they share the device, its caches and its memory bandwidth,
     but not the interpreter. On entering the context, every process runs the network at least twice and then
     pauses. The processes end with the context, and soon after this process if it is killed.
-
-    Args:
-        network: the network that every process runs; every process makes its own copy.
-        x: the input of the network, a batch.
-        count: the number of processes.
-
-    Raises:
-        DeviceError: a process ended, or did not run the network within two minutes.
     """
 
     def __init__(self, network: nn.Module, x: Any, count: int) -> None:
@@ -78,14 +70,7 @@ class CoRunners:
         return tuple(int(passes.value) for passes in self._passes)
 
     def run(self, count: int) -> None:
-        """Let the first processes run and the others pause; return once they do.
-
-        Args:
-            count: the number of processes that run.
-
-        Raises:
-            DeviceError: a process ended, or did not follow within two minutes.
-        """
+        """Let the first processes run and the others pause; return once they do."""
         for i, turn in enumerate(self._turns):
             turn.set() if i < count else turn.clear()
         before = self.passes
@@ -103,11 +88,7 @@ class CoRunners:
             time.sleep(0.005)
 
     def check(self) -> None:
-        """Raise an error if a process has ended.
-
-        Raises:
-            DeviceError: a process has ended; the message says which one.
-        """
+        """Raise DeviceError if a process has ended."""
         for i, process in enumerate(self._processes):
             if not process.is_alive():
                 raise DeviceError(

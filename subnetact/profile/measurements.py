@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from subnetact.files.journal import JOURNAL, Journal
-from subnetact.profile.stability import CLOCKS, Window, is_stable
+from subnetact.files.journal import Journal
+from subnetact.profile.stability import is_stable
+from subnetact.profile.window import CLOCKS, Window
 
 __all__ = ["Cell", "Measurements"]
 
@@ -19,17 +20,8 @@ Cell: TypeAlias = tuple[int, int, int]
 class Measurements:
     """The windows of every cell, and the cells that ran out of memory.
 
-    If there is a journal, every addition is written to it at once, so that a sweep that is killed loses one
-    window at most.
-
-    Args:
-        journal: where measurements are kept; those that it already has are read. If None, they are kept in
-            memory only.
-        record: name of the records in the journal, so that one journal can hold several sweeps.
-
-    Attributes:
-        windows: the windows of every cell, in the order they were measured in.
-        out_of_memory: the cells that ran out of memory.
+    If there is a journal, its windows are read, and every new one is written to it at once. `record` names
+    the lines of the journal that are read and written, so that one journal can hold several sweeps.
     """
 
     def __init__(self, journal: Journal | None = None, record: str = "window") -> None:
@@ -39,7 +31,7 @@ class Measurements:
         self._journal = journal
         self._record = record
         if journal is not None:
-            with JOURNAL.fields(journal.path):
+            with journal.fields():
                 self._read(journal.of(record))
 
     def _read(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -54,12 +46,7 @@ class Measurements:
             self._put((co_runners, subnet, batch_size), window or None)
 
     def add(self, cell: Cell, window: Window | None) -> None:
-        """Keep one window of a cell.
-
-        Args:
-            cell: the cell that was measured.
-            window: its times in ms. If None, the memory ran out.
-        """
+        """Keep the times of one window; None says that the memory ran out."""
         if self._journal is not None:
             times = {clock: np.round(values, 6).tolist() for clock, values in (window or {}).items()}
             self._journal.append(self._record, cell=list(cell), **times)
@@ -67,30 +54,16 @@ class Measurements:
         self._put(cell, window)
 
     def count(self, cell: Cell) -> int:
-        """Return how many windows a cell has.
-
-        Args:
-            cell: the cell.
-        """
+        """Return how many windows a cell has."""
         return len(self.windows.get(cell, ()))
 
     def impossible(self, cell: Cell) -> bool:
-        """Return whether this cell, or a smaller batch of the same subnet, ran out of memory.
-
-        Args:
-            cell: the cell.
-        """
+        """Tell whether this cell, or a smaller batch of the same subnet, ran out of memory."""
         co_runners, subnet, batch_size = cell
         return any((n, i) == (co_runners, subnet) and b <= batch_size for n, i, b in self.out_of_memory)
 
     def stable(self, cell: Cell, tolerance: float) -> bool:
-        """Return whether the median of a cell is known well enough.
-
-        Args:
-            cell: the cell; if it has no windows, the answer is False.
-            tolerance: percent of the median; see `subnetact.profile.stability.is_stable`. It must be the
-                same in every call.
-        """
+        """Tell whether the median is known to `tolerance` percent, which must be the same in every call."""
         count = self.count(cell)
         if not count:
             return False

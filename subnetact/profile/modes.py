@@ -28,6 +28,9 @@ MODES = {
 }
 """The modes of `--mode`, and what each of them does."""
 
+MEMORY_BUDGET_MB = 2048.0
+"""MiB for fused programs and CUDA graphs, in modes that have them, unless a user says otherwise."""
+
 INCLUDES = {
     "actuation": "switching to the subnet",
     "h2d": "the copy of the input to the device (CUDA only)",
@@ -42,25 +45,10 @@ def engine_for(
     *,
     example: Tensor,
     device: str | torch.device,
-    memory_budget_mb: float = 2048.0,
+    memory_budget_mb: float = MEMORY_BUDGET_MB,
     accuracy: Sequence[float | None] | None = None,
 ) -> Engine:
-    """Return an engine that runs its subnets in one mode; subnets without statistics are accepted.
-
-    Args:
-        supernet: the supernet.
-        specs: the subnets that the engine serves.
-        mode: one of `MODES`.
-        example: one input without a batch dimension.
-        device: where subnets run.
-        memory_budget_mb: MiB for fused programs and CUDA graphs; ignored in modes without a budget.
-        accuracy: percent per subnet, or None for a subnet whose accuracy is not known. If None, no
-            accuracy is known.
-
-    Raises:
-        TableError: the mode is unknown.
-        DeviceError: the mode does not exist on this device.
-    """
+    """Return an engine that runs its subnets in one mode; subnets without statistics are accepted."""
     check_mode(mode, (), torch.device(device))
     return Engine(
         supernet,
@@ -76,17 +64,7 @@ def engine_for(
 
 
 def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
-    """Refuse a mode, or an addition to the timed call, that does not exist on a device.
-
-    Args:
-        mode: one of `MODES`.
-        include: some of `INCLUDES`.
-        device: where subnets run.
-
-    Raises:
-        TableError: the mode or an addition is unknown.
-        DeviceError: the mode or an addition does not exist on this device.
-    """
+    """Refuse a mode, or an addition to the timed call, that does not exist on a device."""
     if mode not in MODES:
         raise TableError(f"mode: {mode!r} is unknown; choose from {', '.join(MODES)}")
     for name in include:
@@ -99,12 +77,7 @@ def check_mode(mode: str, include: Sequence[str], device: torch.device) -> None:
 
 
 def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
-    """Return the facts of a table's stamp that say how its subnets were run.
-
-    Args:
-        mode: one of `MODES`.
-        include: some of `INCLUDES`.
-    """
+    """Return the facts of a table's stamp that say how its subnets were run."""
     return {
         "mode": mode,
         **{f"include_{name}": name in include for name in INCLUDES},
@@ -114,42 +87,18 @@ def run_facts(mode: str, include: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call to time.
-
-    Attributes:
-        call: the function whose time is taken.
-        before: a function that is called, untimed, before each timed call. If None, nothing is called.
-    """
+    """A call to time; `before` is called untimed before each timed call."""
 
     call: Callable[[], Any]
     before: Callable[[], Any] | None = None
 
 
 class TimedRunner:
-    """Makes the calls to time: subnets of an engine, in one mode, on inputs like the engine's example.
+    """Makes the calls to time: subnets of an engine, in one mode, on inputs like `example`.
 
-    Inputs are normally distributed with a fixed seed, or zeros if they are not floating-point numbers.
-
-    Args:
-        engine: an engine made by `engine_for` for the same mode; for mode `zero-copy`, any engine.
-        mode: one of `MODES`.
-        include: some of `INCLUDES`. With `actuation` the time of choosing the subnet counts: in mode `eager`
-            that of `supernet.actuate(spec)` after another subnet was active, in other modes that of the
-            engine's look-up. With `h2d` the time of copying the input from pinned memory to the device
-            counts.
-        example: one input without a batch dimension. If None, the engine's example.
-
-    Attributes:
-        engine: the engine.
-        example: the input that batches resemble.
-        device: the engine's device.
-        keys: the keys of the engine's subnets.
-        mode: the mode.
-        facts: the facts that say how subnets are run; see `run_facts`.
-
-    Raises:
-        TableError: the mode or an addition is unknown.
-        DeviceError: the mode or an addition does not exist on this device.
+    The engine is one of `engine_for` for the same mode; for mode `zero-copy`, any engine. With `actuation`
+    the time of choosing the subnet counts: in mode `eager` that of `supernet.actuate(spec)` after another
+    subnet was active, in other modes that of the engine's look-up. With `h2d` the copy of the input counts.
     """
 
     def __init__(
@@ -172,15 +121,7 @@ class TimedRunner:
 
     @contextmanager
     def prepared(self, subnet: int, batch_size: int) -> Iterator[TimedCall]:
-        """Make a subnet ready at a batch size for as long as the context lasts, and yield the call to time.
-
-        Args:
-            subnet: index of the subnet in the engine.
-            batch_size: the number of samples of the input.
-
-        Raises:
-            TableError: the subnet cannot run in this mode.
-        """
+        """Make a subnet ready at a batch size for as long as the context lasts; yield the call to time."""
         x = self._input(batch_size)
         run, before = self._run(subnet)
         if self.mode == "compile":

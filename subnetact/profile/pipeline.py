@@ -30,8 +30,8 @@ from subnetact.latency.pareto import non_dominated
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.latency_predictor import require_scipy
-from subnetact.profile.measurements import Cell, Measurements
-from subnetact.profile.modes import TimedRunner, check_mode, engine_for, run_facts
+from subnetact.profile.measurements import Measurements
+from subnetact.profile.modes import MEMORY_BUDGET_MB, TimedRunner, check_mode, engine_for, run_facts
 from subnetact.profile.selection import (
     Selection,
     SelectionRequest,
@@ -49,7 +49,7 @@ from subnetact.profile.stability import statistics_of
 from subnetact.profile.sweep import SweepSettings, environment, measured_at, sweep, table_of
 from subnetact.spec import SubnetSpec
 
-__all__ = ["ProfileJob", "ProfileResult", "count_cells", "count_dominated", "outline", "run_profile"]
+__all__ = ["ProfileJob", "count_dominated", "count_stable", "outline", "run_profile"]
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,20 @@ class ProfileJob:
         request: which subnets.
         settings: how they are measured.
         batch_sizes: ascending.
-        device: the device that subnets run on.
-        mode: one of `subnetact.profile.modes.MODES`.
-        include: what the timed call includes besides the forward pass, some of
-            `subnetact.profile.modes.INCLUDES`.
-        memory_budget_mb: MiB for fused programs and CUDA graphs, in modes that have them.
-        calibrate_on: images to calibrate with; see `subnetact.profile.source.calibration_batches`. If None,
-            subnets keep the statistics that they have.
-        out: the JSON file of the table. The table for schedulers and the folder of the journal are beside it.
-        csv: a CSV file of the table. If None, it is not written.
-        save_bundle: a directory for the bundle. If None, it is not written.
-        plot: a directory for figures. If None, they are not drawn.
-        resume: continue an earlier run.
-        progress: if True, show progress bars when standard error is a terminal.
+        device: cpu, cuda, cuda:1.
+        mode: one of `subnetact.profile.MODES`.
+        include: what a timed call includes besides the forward pass: `actuation`, `h2d`.
+        memory_budget_mb: memory for fused programs and CUDA graphs, in MiB.
+        calibrate_on: a .npy file of images (N, C, H, W); PKG.MOD:FUNCTION, which returns batches; or random:N
+            for N random images, for latency only. If not given, subnets keep the statistics that they have.
+        out: the table as measured. NAME.scheduler.json beside it is the table for a Batcher or a simulation:
+            its latencies never fall as the batch grows. The folder NAME.json.work is what `resume` reads; it
+            may be deleted after the run.
+        csv: the table, one line per cell.
+        save_bundle: a directory for weights, statistics, subnets and tables.
+        plot: a directory for a heat map, and for the Pareto front if accuracies are known.
+        resume: continue where an earlier run stopped.
+        progress: whether to show progress bars when standard error is a terminal.
     """
 
     request: SelectionRequest = field(default_factory=SelectionRequest)
@@ -81,7 +82,7 @@ class ProfileJob:
     device: str = "cpu"
     mode: str = "zero-copy"
     include: tuple[str, ...] = ()
-    memory_budget_mb: float = 2048.0
+    memory_budget_mb: float = MEMORY_BUDGET_MB
     calibrate_on: str | None = None
     out: Path = Path("latency.json")
     csv: Path | None = None
@@ -101,42 +102,8 @@ class ProfileJob:
         return self.out.with_name(f"{self.out.name}.work")
 
 
-@dataclass(frozen=True)
-class ProfileResult:
-    """What a job has measured.
-
-    Attributes:
-        table: the table as measured.
-        scheduler: the same table with latencies that never fall as the batch grows.
-        cells: the number of cells that ran, beside every number of co-runners.
-        unstable: the number of these cells whose median is not known well enough.
-        dominated: the number of subnets that another subnet dominates in accuracy and in the medians measured
-            without co-runners. If accuracies are not known, None.
-        calibrated: the origin of the BatchNorm statistics, in words.
-    """
-
-    table: LatencyTable
-    scheduler: LatencyTable
-    cells: int
-    unstable: int
-    dominated: int | None
-    calibrated: str
-
-
 def check_job(job: ProfileJob, source: ProfileSource) -> None:
-    """Refuse what could not be run or written, before anything is measured.
-
-    Args:
-        job: what to profile.
-        source: the supernet.
-
-    Raises:
-        TableError: an option is impossible; the message names it.
-        DeviceError: the mode does not exist on this device.
-        MissingExtra: figures are wanted and matplotlib is not installed, or a search needs latency predictors
-            and scipy is not installed.
-        SpecError: there are no such subnets, no such calibration data, or not one accuracy per subnet.
-    """
+    """Refuse what could not be run or written, before anything is measured."""
     check_mode(job.mode, job.include, find_device(job.device))
     ascending_sizes(job.batch_sizes)
     if not 0 <= job.memory_budget_mb < math.inf:
@@ -173,7 +140,7 @@ def outline(job: ProfileJob, source: ProfileSource) -> str:
         source: the supernet.
 
     Raises:
-        SubnetActError: the job is impossible; see `check_job`.
+        SubnetActError: the job is impossible.
     """
     check_job(job, source)
     settings, request = job.settings, job.request
@@ -205,19 +172,7 @@ def outline(job: ProfileJob, source: ProfileSource) -> str:
 
 
 def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
-    """Open the journal of a job. The journal of a finished job is begun anew unless it is to be resumed.
-
-    Args:
-        job: what to profile.
-        source: the supernet.
-
-    Returns:
-        The journal, with the records of the earlier run if the job is resumed.
-
-    Raises:
-        ResumeMismatch: there is the journal of an unfinished job that is not to be resumed, or the journal
-            was begun with another machine, other weights or other options.
-    """
+    """Open the journal of a job; that of a finished job is begun anew unless it is to be resumed."""
     path = job.work / "journal.jsonl"
     facts = environment(
         source.supernet,
@@ -240,21 +195,22 @@ def open_journal(job: ProfileJob, source: ProfileSource) -> Journal:
     return Journal(path, {**facts, **options}, job.resume, job.work)
 
 
-def run_profile(job: ProfileJob, source: ProfileSource) -> ProfileResult:
+def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
     """Select subnets, calibrate them, measure them, and write the files of the job.
 
-    A job that was killed continues where it stopped if it is run again with `resume`; only what was not
-    measured yet is measured then.
+    A job that was killed continues where it stopped if it is run again with `resume`.
 
     Args:
         job: what to profile.
         source: the supernet.
 
     Returns:
-        The tables and what was found about them. The files are written already.
+        The table as measured; its files are written already. Its stamp says how its subnets were selected and
+        calibrated, and how many of them are dominated.
 
     Raises:
-        ResumeMismatch: see `open_journal`.
+        ResumeMismatch: an unfinished job is not to be resumed, or was begun with another machine, other
+            weights or other options.
         SubnetActError: the job is impossible. If that can be known beforehand, the error is raised before
             anything is measured.
     """
@@ -280,15 +236,13 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> ProfileResult:
         runner = _runner(job, source, selection.specs, selection.accuracy)
         measurements = sweep(runner, job.batch_sizes, job.settings, Measurements(journal), job.progress)
     facts = {**selection.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
-    dominated = count_dominated(job, measurements, accuracy)
-    if dominated is not None:
-        facts["dominated"] = dominated
     table = table_of(runner, job.batch_sizes, job.settings, measurements, accuracy, **facts)
-    cells = count_cells(job, measurements, len(accuracy))
-    result = ProfileResult(table, table.monotone(), *cells, dominated, calibrated)
-    _write(job, result, runner)
+    dominated = count_dominated(table)
+    if dominated is not None:
+        table = replace(table, stamp={**table.stamp, "dominated": dominated})
+    _write(job, table, runner)
     (job.work / "done").touch()
-    return result
+    return table
 
 
 def _check_table(job: ProfileJob, keys: Sequence[str], accuracy: Sequence[float]) -> None:
@@ -345,38 +299,20 @@ def _quick_medians(
     return [[median(i, size) for size in batch_sizes] for i in range(len(specs))]
 
 
-def count_cells(job: ProfileJob, measurements: Measurements, subnets: int) -> tuple[int, int]:
-    """Return how many cells ran, beside every number of co-runners, and how many of them are not stable.
-
-    Args:
-        job: gives the batch sizes, the numbers of co-runners and the tolerance.
-        measurements: the windows of all cells.
-        subnets: the number of subnets that were measured.
-    """
-    numbers = (0, *job.settings.co_runners)
-    cells = [(n, i, b) for n in numbers for i in range(subnets) for b in job.batch_sizes]
-    ran = [cell for cell in cells if not measurements.impossible(cell)]
-    return len(ran), sum(not measurements.stable(cell, job.settings.tolerance) for cell in ran)
+def count_stable(table: LatencyTable) -> tuple[int, int]:
+    """Return how many cells ran, beside every number of co-runners, and how many of them are not stable."""
+    names = ("stable", *(f"stable_with_{n:g}_co_runners" for n in table.co_runners))
+    stable = np.stack([table.statistics[name] for name in names if name in table.statistics])
+    return int((~np.isnan(stable)).sum()), int((stable == 0).sum())
 
 
-def count_dominated(job: ProfileJob, measurements: Measurements, accuracy: Sequence[float]) -> int | None:
-    """Return how many subnets another subnet dominates in accuracy and in the medians of all batch sizes.
-
-    Args:
-        job: gives the batch sizes.
-        measurements: the windows of all cells; only cells without co-runners count.
-        accuracy: percent per subnet; if one is NaN, the result is None.
-    """
-    if any(map(math.isnan, accuracy)):
+def count_dominated(table: LatencyTable) -> int | None:
+    """Return how many subnets another one dominates at all batch sizes; None if an accuracy is unknown."""
+    if any(map(math.isnan, table.accuracy)):
         return None
-
-    def median(cell: Cell) -> float:
-        if measurements.impossible(cell):
-            return math.inf
-        return float(np.median(np.concatenate([window["host_ms"] for window in measurements.windows[cell]])))
-
-    costs = [[-percent, *(median((0, i, b)) for b in job.batch_sizes)] for i, percent in enumerate(accuracy)]
-    return len(costs) - len(non_dominated(np.array(costs)))
+    latency_ms = np.nan_to_num(table.latency_ms, nan=math.inf)
+    costs = np.column_stack([-np.array(table.accuracy), latency_ms])
+    return len(costs) - len(non_dominated(costs))
 
 
 def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> str:
@@ -399,18 +335,19 @@ def _calibrate(job: ProfileJob, source: ProfileSource, selection: Selection) -> 
     return f"{count} random images: latency only, no accuracy" if count else job.calibrate_on
 
 
-def _write(job: ProfileJob, result: ProfileResult, runner: TimedRunner) -> None:
-    result.table.save(job.out)
-    result.scheduler.save(job.scheduler_out)
+def _write(job: ProfileJob, table: LatencyTable, runner: TimedRunner) -> None:
+    scheduler = table.monotone()
+    table.save(job.out)
+    scheduler.save(job.scheduler_out)
     if job.csv is not None:
-        _write_csv(result.table, job.csv)
+        _write_csv(table, job.csv)
     if job.plot is not None:
         job.plot.mkdir(exist_ok=True)
-        plot_heat_map(result.table, job.plot / "latency.png")
-        if not any(map(math.isnan, result.table.accuracy)):
-            plot_front(result.table, job.plot / "front.png")
+        plot_heat_map(table, job.plot / "latency.png")
+        if not any(map(math.isnan, table.accuracy)):
+            plot_front(table, job.plot / "front.png")
     if job.save_bundle is not None:
-        runner.engine.tables = {"measured": result.table, "scheduler": result.scheduler}
+        runner.engine.tables = {"measured": table, "scheduler": scheduler}
         runner.engine.save(job.save_bundle)
 
 

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
 
+from ofa_adapters import encode
 from subnetact.costs.model import CostModel
 from subnetact.errors import SpecError
-from subnetact.files.journal import JOURNAL, Journal
+from subnetact.files.journal import Journal
 from subnetact.nas.accuracy_predictor import AccuracyPredictor
 from subnetact.nas.latency_predictor import FEWEST, LatencyPredictor, require_scipy
 from subnetact.nas.search import search
@@ -55,14 +55,15 @@ class SelectionRequest:
     """Which subnets a user asks for.
 
     Attributes:
-        subnets: `all`; a number N for a Pareto set of N subnets; `random:N`; or a JSON file of subnets.
-        accuracy: numbers in percent, one per subnet; or one `pkg.mod:factory` that is called with the
-            supernet and returns a function subnet -> percent; or one checkpoint of once-for-all's accuracy
-            predictor. If empty, accuracies are not known.
-        fit_subnets: the number of subnets that are measured to fit the search's latency predictors. If 0,
-            the search uses multiply-accumulates as a stand-in for latency.
-        evaluations: the number of subnets that the search evaluates.
-        seed: seed of random subnets and of the search.
+        subnets: N: a Pareto set of N subnets, found by a search; FILE: a JSON list of subnets; all; random:N:
+            the smallest, the largest and random ones.
+        accuracy: percent per subnet; or PKG.MOD:FACTORY, a function that is called with the supernet and
+            returns a function subnet -> percent; or a checkpoint of OFA's accuracy predictor. Without
+            accuracies the search uses multiply-accumulates as a stand-in and prefers more of them.
+        fit_subnets: subnets measured before a search, to fit its latency predictors, at least 8 (needs
+            scipy); 0: the search uses multiply-accumulates as a stand-in for latency.
+        evaluations: subnets that a search evaluates, at least 2.
+        seed: seed of random subnets, weights and images, and of the search.
 
     Raises:
         SpecError: an attribute is not one of the above.
@@ -96,29 +97,29 @@ class SelectionRequest:
 
     @property
     def file(self) -> str | None:
-        """The file of subnets. If subnets are asked for in another way, this is None."""
+        """The file of subnets; None if subnets are asked for in another way."""
         return None if self.subnets == "all" or self.count is not None else self.subnets
 
     @property
     def count(self) -> int | None:
-        """The number of subnets asked for. For `all` and for a file, this is None."""
+        """The number of subnets asked for; None for `all` and for a file."""
         number = self.subnets.removeprefix("random:")
         return int(number) if number.isdigit() else None
 
     @property
     def factory(self) -> str | None:
-        """The `pkg.mod:factory` of a function subnet -> percent, or None without such a factory."""
+        """The `pkg.mod:factory` of a function subnet -> percent, or None."""
         return self.accuracy[0] if len(self.accuracy) == 1 and ":" in self.accuracy[0] else None
 
     @property
     def predictor(self) -> str | None:
-        """The checkpoint of an accuracy predictor, or None without such a checkpoint."""
+        """The checkpoint of an accuracy predictor, or None."""
         if len(self.accuracy) != 1 or self.factory is not None:
             return None
         return None if _is_number(self.accuracy[0]) else self.accuracy[0]
 
     def searches(self, size: int) -> bool:
-        """Return whether a space is searched for a Pareto set.
+        """Tell whether a space is searched for a Pareto set.
 
         Args:
             size: the number of subnets in the space.
@@ -141,12 +142,9 @@ class SelectionRequest:
 
 @dataclass(frozen=True)
 class Selection:
-    """The subnets to profile.
+    """The subnets to profile, with their accuracies in percent, None if not known, and facts for the stamp.
 
-    Attributes:
-        specs: the subnets; those of a search are in ascending order of latency.
-        accuracy: percent per subnet, or None for a subnet whose accuracy is not known.
-        facts: how the subnets were selected, for the table's stamp.
+    Subnets of a search are in ascending order of latency.
     """
 
     specs: list[SubnetSpec]
@@ -155,15 +153,7 @@ class Selection:
 
 
 def expected_count(source: ProfileSource, request: SelectionRequest) -> int:
-    """Return how many subnets are asked for; a search may find fewer.
-
-    Args:
-        source: the supernet.
-        request: which of its subnets.
-
-    Raises:
-        SpecError: too many are asked for, or the file holds no list of this supernet's subnets.
-    """
+    """Return how many subnets are asked for; a search may find fewer."""
     if request.subnets == "all" and source.specs:
         return len(source.specs)
     if request.file is not None:
@@ -172,19 +162,7 @@ def expected_count(source: ProfileSource, request: SelectionRequest) -> int:
 
 
 def given_accuracies(source: ProfileSource, request: SelectionRequest) -> list[float] | None:
-    """Return the accuracies in percent that a request lists, one per subnet.
-
-    Args:
-        source: the supernet.
-        request: which of its subnets.
-
-    Returns:
-        The list, or None if the request lists no accuracies.
-
-    Raises:
-        SpecError: there is not one number per subnet, or a search would need a function instead; or the
-            function that is named cannot be imported.
-    """
+    """Return the accuracies in percent that a request lists, one per subnet; None if it lists none."""
     if request.factory is not None:
         import_name(request.factory)
     if not request.accuracy or request.factory is not None or request.predictor is not None:
@@ -219,23 +197,14 @@ def select_subnets(
 ) -> Selection:
     """Return the subnets of a request, the same ones whenever the journal is resumed.
 
-    Args:
-        source: the supernet.
-        request: which of its subnets.
-        journal: keeps the selection. The state of the search and the selected subnets' BatchNorm statistics
-            are kept in files beside the journal.
-        batch_sizes: the batch sizes that the subnets will be measured at.
-        fit: measures the subnets that latency predictors are fitted to.
-        measure: measures subnets that the search has found.
-        progress: if True, show progress bars when standard error is a terminal.
-
-    Raises:
-        SpecError: the request is impossible for this supernet.
+    The state of a search and the BatchNorm statistics of the selected subnets are files beside the journal.
+    `fit` measures the subnets that latency predictors are fitted to, `measure` those that the search has
+    found.
     """
     space = source.supernet.space
     statistics = journal.path.with_name("chosen-norms.safetensors")
     for line in journal.of("chosen"):
-        with JOURNAL.fields(journal.path):
+        with journal.fields():
             specs = [space.check(SubnetSpec.from_json(one)) for one in line["specs"]]
             accuracy, facts = list(line["accuracy"]), dict(line["facts"])
         if statistics.exists():
@@ -303,12 +272,12 @@ def _accuracy_function(
         return None, "not known"
     space = source.supernet.space
     encodes_size = any(axis.name == "resolution" for axis in space.axes)
-    encode = partial(
-        import_module("ofa_adapters").encode,
+    features = partial(
+        encode,
         space,
         image_size=None if encodes_size else int(source.example.shape[-1]),
     )
-    predictor = AccuracyPredictor.from_checkpoint(request.predictor, encode)
+    predictor = AccuracyPredictor.from_checkpoint(request.predictor, features)
     return predictor, f"predicted by {Path(request.predictor).name}"
 
 
@@ -375,7 +344,7 @@ def _search(
         batch_sizes=sizes or [1],
         input_shape=example.shape,
         remeasure=remeasure if latencies and accuracy is not None else None,
-        resume=journal.path.with_name(f"search-{_digest(journal, latencies)}.json"),
+        resume=journal.path.with_name(f"search-{_digest(journal, latencies)}.jsonl"),
         progress=progress,
     )
     if accuracy is None:
@@ -407,21 +376,7 @@ def fitted_latencies(
     batch_sizes: Sequence[int],
     measure: MeasureLatencies,
 ) -> list[LatencyPredictor]:
-    """Measure subnets and fit one latency predictor per batch size at which enough of them ran.
-
-    Args:
-        source: the supernet.
-        specs: the subnets to measure.
-        batch_sizes: the batch sizes to measure at.
-        measure: measures the subnets.
-
-    Returns:
-        The predictors, in the order of the batch sizes.
-
-    Raises:
-        MissingExtra: scipy is not installed; nothing is measured then.
-        SpecError: there is no batch size at which enough subnets ran.
-    """
+    """Measure subnets and fit one latency predictor per batch size at which enough of them ran."""
     require_scipy()
     costs = CostModel(source.supernet, source.example)
     found, ran = [], []

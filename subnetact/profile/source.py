@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ofa_adapters import registry
+from subnetact.digits import load_digits_supernet
 from subnetact.engine.engine import Engine
 from subnetact.errors import SpecError, UserCodeError
 from subnetact.files.documents import parse_json
@@ -71,25 +73,21 @@ def load_source(
 ) -> ProfileSource:
     """Load the supernet of a family, of a factory or of a bundle; if none is given, the one for digits.
 
-    The bundle of a user's own network needs the factory too: the factory makes the network, and the bundle
-    has its weights.
-
     Args:
-        model: `pkg.mod:factory`, a function that is called with `constructor` and returns a `Supernet`.
-        family: a name of `ofa_adapters.families()`.
-        checkpoint: a file with the family's weights. If None, weights are random, and the same for the same
-            seed.
-        constructor: keyword arguments for the factory or for the family.
-        bundle: a directory that `Engine.save` wrote.
-        input_shape: shape of one input without a batch dimension. If None, that of the bundle, of the family
-            or of the digits; a model without a bundle needs it.
-        input_dtype: dtype of the input, for example `int64` for token ids. If None, that of the bundle or of
-            the family, otherwise `dtype`.
-        dtype: dtype to which the weights are converted. If None, a bundle keeps its own, and others are
-            float32.
+        model: your own function that returns a Supernet; it is called with `constructor`.
+        family: a family of ofa_adapters, for example ofa_resnet50.
+        checkpoint: weights of the family; if not given, random weights, which run as fast as trained ones.
+        constructor: keyword arguments for the family or the factory.
+        bundle: a directory that Engine.save wrote; a bundle of your own network needs `model` too, which
+            makes the network for the weights of the bundle.
+        input_shape: shape of one input without a batch dimension (default: that of the bundle, the family or
+            the digits; `model` needs it).
+        input_dtype: dtype of the input, int64 for token ids (default: that of the bundle or family, or
+            `dtype`).
+        dtype: dtype of the weights: float32, bfloat16, float16 (default: the bundle's, or float32).
         seed: seed of random weights.
-        precision: the precisions that subnets may choose, `float32` and `int8` for example. If empty, those
-            of the bundle, otherwise float32 only.
+        precision: the precisions that subnets may choose: float32, int8, bfloat16 (default: the bundle's, or
+            float32). Subnets in files name theirs under the key precision; those that do not are float32.
 
     Returns:
         The supernet in evaluation mode on the CPU, one input, and the subnets of the bundle if there is one.
@@ -136,14 +134,13 @@ def load_source(
                 "batch dimension, for example --input-shape 3 224 224"
             )
     elif family:
-        registry = import_module("ofa_adapters.registry")
         supernet = registry.load(family, checkpoint, **(constructor or {}))
         usual = registry.family_of(family)
         shape = shape or list(usual.input_shape)
         if not _dtype(usual.input_dtype).is_floating_point:
             input_cast = _dtype(usual.input_dtype)
     else:
-        supernet = import_module("subnetact.digits").load_digits_supernet()
+        supernet = load_digits_supernet()
         shape = shape or [1, 16, 16]
     supernet.eval()
     if dtype is not None or not bundle:
@@ -165,16 +162,7 @@ def load_source(
 
 
 def build_model(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
-    """Return the supernet that a user's own function builds.
-
-    Args:
-        model: `pkg.mod:factory`.
-        constructor: keyword arguments of the factory.
-
-    Raises:
-        UserCodeError: the factory raises an error.
-        SpecError: the factory cannot be imported or returns no `Supernet`.
-    """
+    """Return the supernet that a user's own function `pkg.mod:factory` builds."""
     factory = import_name(model)
     with user_code(f"model {model!r}"):
         supernet = factory(**(constructor or {}))
@@ -187,15 +175,7 @@ def build_model(model: str, constructor: Mapping[str, Any] | None) -> Supernet:
 
 
 def import_name(name: str) -> Any:
-    """Return what `pkg.mod:attribute` names.
-
-    Args:
-        name: an importable module and one of its attributes, with a colon between them.
-
-    Raises:
-        SpecError: the module or the attribute cannot be imported.
-        UserCodeError: the module raises another error while it is imported.
-    """
+    """Return what `pkg.mod:attribute` names."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise SpecError(f"{name!r} cannot be imported: write pkg.mod:name, a module and a name in it")
@@ -214,15 +194,7 @@ def import_name(name: str) -> Any:
 
 @contextmanager
 def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Say of errors inside the block that the user's own code raised them.
-
-    Args:
-        what: what was run, for the message.
-        passing: errors that are passed on as they are.
-
-    Raises:
-        UserCodeError: there was an error inside the block; it is the cause.
-    """
+    """Raise UserCodeError for every error inside the block, apart from those of `passing`; `what` was run."""
     try:
         yield
     except Exception as error:
@@ -232,19 +204,7 @@ def user_code(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[
 
 
 def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
-    """Read a file of subnets.
-
-    Args:
-        path: a JSON list; every entry is a subnet in the notation of its space, or as `SubnetSpec.to_json`
-            writes it.
-        supernet: the supernet that the subnets belong to.
-
-    Returns:
-        The subnets, in the order of the file.
-
-    Raises:
-        SpecError: the file is no such list, or a subnet is not in the supernet's space.
-    """
+    """Read a JSON list of subnets, each in the notation of its space or as `SubnetSpec.to_json` writes it."""
     try:
         listed = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -261,17 +221,10 @@ def read_specs(path: Path, supernet: Supernet) -> list[SubnetSpec]:
 
 
 def calibration_batches(calibrate_on: str, example: Tensor, seed: int = 0) -> Iterable[Any]:
-    """Return batches to calibrate with.
+    """Return batches to calibrate with, converted to the dtype of the example.
 
-    Args:
-        calibrate_on: a `.npy` file of images of shape (N, C, H, W); `pkg.mod:function`, a function that
-            returns batches; or `random:N` for N random images.
-        example: one input of the network; floating-point images are converted to its dtype.
-        seed: seed of random images.
-
-    Raises:
-        SpecError: there are no such images, or they are integers and the network takes floating-point
-            numbers, or the reverse.
+    They come from a `.npy` file of images (N, C, H, W), from a function `pkg.mod:function`, or are
+    `random:N`.
     """
     count = random_images(calibrate_on)
     if count is None:
@@ -282,15 +235,7 @@ def calibration_batches(calibrate_on: str, example: Tensor, seed: int = 0) -> It
 
 
 def check_calibration_data(calibrate_on: str, example: Tensor) -> None:
-    """Refuse calibration data that does not exist, or images of another shape.
-
-    Args:
-        calibrate_on: see `calibration_batches`; a function is imported but not called.
-        example: one input of the network.
-
-    Raises:
-        SpecError: the data cannot be used.
-    """
+    """Refuse calibration data that does not exist, or images of another shape; call no function."""
     if random_images(calibrate_on) is not None:
         return
     if not calibrate_on.endswith(".npy"):
@@ -304,14 +249,7 @@ def check_calibration_data(calibrate_on: str, example: Tensor) -> None:
 
 
 def random_images(calibrate_on: str) -> int | None:
-    """Return N if the calibration data is `random:N`, otherwise None.
-
-    Args:
-        calibrate_on: see `calibration_batches`.
-
-    Raises:
-        SpecError: N is no positive number.
-    """
+    """Return N if the calibration data is `random:N`, otherwise None."""
     if not re.fullmatch(r"random:-?\d+", calibrate_on):
         return None
     count = int(calibrate_on.removeprefix("random:"))

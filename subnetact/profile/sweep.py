@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from subnetact import __version__
-from subnetact.device import machine, measure, ran_out_of_memory
+from subnetact.device import machine, ran_out_of_memory
 from subnetact.engine.engine import Engine
 from subnetact.engine.inputs import batch_like, map_tensors, shapes
 from subnetact.errors import SubnetActError, TableError
@@ -30,7 +30,8 @@ from subnetact.latency.table import LatencyTable
 from subnetact.profile.corunners import CoRunners
 from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import TimedRunner
-from subnetact.profile.stability import Window, quantile_name, statistics_of
+from subnetact.profile.stability import quantile_name, statistics_of
+from subnetact.profile.window import Window, measure
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
@@ -44,7 +45,8 @@ __all__ = [
     "table_of",
 ]
 
-
+MOST_WINDOWS = 10
+"""The most windows of an unstable cell, unless a user says otherwise."""
 MOST_CO_RUNNERS = 256
 
 
@@ -53,25 +55,25 @@ class SweepSettings:
     """How the cells of a table are measured.
 
     Attributes:
-        warmup_ms: time for which a cell runs untimed before each window.
-        min_time_ms: least time for which a cell is timed, over its first `windows` windows.
-        windows: the number of windows that every cell gets.
-        max_windows: the largest number of windows of a cell whose median is not known well enough.
-        tolerance: percent of the median; the median is known well enough if half the width of its 90 %
-            confidence interval is at most this. Fewer than five windows never suffice.
-        quantiles: in percent; they are kept in addition to mean, standard deviation and minimum.
-        statistic: the statistic that becomes `latency_ms`: `mean` or a quantile, for example `p90`.
-        co_runners: ascending numbers of co-runners; everything is measured beside each of them as well.
-        co_runner_subnet: index of the subnet that the co-runners run.
+        warmup_ms: untimed running before each window, ms.
+        min_time_ms: least timed running per cell, over its first windows, ms.
+        windows: the number of windows of every cell.
+        max_windows: most windows of a cell whose median is not known well enough (default: 10, or `windows`).
+        tolerance: a cell is stable if half the width of the 90 % confidence interval of its median is at most
+            this many percent of the median. Fewer than five windows never suffice.
+        quantiles: quantiles in the table, in percent, beside mean, standard deviation and minimum.
+        statistic: the statistic that becomes the table's latency: mean, p50, p90 ...; all are kept.
+        co_runners: measure also beside this many processes that run a subnet without pause; ascending.
+        co_runner_subnet: the position of the subnet that co-runners run.
 
     Raises:
         TableError: no table can be measured with a setting.
     """
 
     warmup_ms: float = 20.0
-    min_time_ms: float = 100.0
+    min_time_ms: float = 200.0
     windows: int = 5
-    max_windows: int = 5
+    max_windows: int = 0
     tolerance: float = 5.0
     quantiles: tuple[float, ...] = (50, 90, 95, 99)
     statistic: str = "p50"
@@ -79,6 +81,8 @@ class SweepSettings:
     co_runner_subnet: int = 0
 
     def __post_init__(self) -> None:
+        if not self.max_windows:
+            object.__setattr__(self, "max_windows", max(self.windows, MOST_WINDOWS))
         known = ["mean", *map(quantile_name, self.quantiles)]
         if self.statistic not in known:
             raise TableError(f"statistic: {self.statistic!r} is unknown; choose from {', '.join(known)}")
@@ -104,12 +108,7 @@ class SweepSettings:
 
 
 def make_co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
-    """Return the co-runner processes, not yet started; they run subnet `settings.co_runner_subnet`.
-
-    Args:
-        runner: runs the subnets that are measured, on the same device.
-        settings: the numbers of co-runners, and their subnet.
-    """
+    """Return the co-runner processes, not yet started."""
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
     x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.example, 1))
@@ -126,27 +125,10 @@ def sweep(
     measure: Callable[..., Window] = measure,
     co_runners: Callable[[TimedRunner, SweepSettings], CoRunners] = make_co_runners,
 ) -> Measurements:
-    """Measure until every cell has the windows it needs.
+    """Measure until every cell has the windows it needs; `measurements` gets the new ones.
 
-    Windows that exist already are not measured again. A cell that runs out of memory is recorded, and it is
-    skipped from then on, as are larger batches of its subnet.
-
-    Args:
-        runner: prepares the call of each cell.
-        batch_sizes: ascending.
-        settings: how the cells are measured.
-        measurements: the windows so far; new ones are added.
-        progress: if True, show a progress bar when standard error is a terminal.
-        label: the text of the progress bar.
-        measure: measures one window of a cell; it is called as `subnetact.device.measure` is.
-        co_runners: makes the co-runners, if the settings demand any.
-
-    Returns:
-        The measurements.
-
-    Raises:
-        DeviceError: a co-runner has ended.
-        TableError: a subnet cannot run in this mode.
+    A cell that runs out of memory is recorded, and it is skipped from then on, as are larger batches of its
+    subnet. Tests replace `measure` and `co_runners`.
     """
     cells = [(n, i, b) for n in (0, *settings.co_runners) for i in runner.engine.ids for b in batch_sizes]
     context: CoRunners | nullcontext[None] = nullcontext()
@@ -173,7 +155,7 @@ def sweep(
 
 
 def _needs_window(cell: Cell, settings: SweepSettings, measurements: Measurements) -> bool:
-    """Return whether a cell has too few windows, or a median that is not known well enough."""
+    """Tell whether a cell has too few windows, or a median that is not known well enough."""
     count = measurements.count(cell)
     if measurements.impossible(cell) or count >= settings.max_windows:
         return False
@@ -211,7 +193,6 @@ def _measure_window(
                 runner.device,
                 warmup_ms=settings.warmup_ms,
                 min_time_ms=settings.min_time_ms / settings.windows,
-                min_runs=3,
                 before=timed.before,
             )
     except SubnetActError:
@@ -242,14 +223,6 @@ def environment(
     """Return the facts under which measurements are comparable: machine, versions, weights and settings.
 
     A journal is resumed only if they are the same, and they become the stamp of the table.
-
-    Args:
-        supernet: the supernet that is measured.
-        device: the device that it runs on.
-        example: one input without a batch dimension.
-        run_facts: how subnets are run; see `subnetact.profile.modes.run_facts`.
-        settings: how cells are measured.
-        fingerprint: the supernet's fingerprint. If None, it is computed.
     """
     return {
         **machine(device),
@@ -272,11 +245,7 @@ def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, A
 
 
 def measured_at(journal: Journal | None) -> str:
-    """Return the time in UTC at which a sweep ended, in ISO 8601.
-
-    Args:
-        journal: the journal of the sweep. It keeps the time of the first call; if None, the time is now.
-    """
+    """Return the time in UTC at which a sweep ended, in ISO 8601; a journal keeps that of the first call."""
     for line in journal.of("measured") if journal else ():
         return str(line["at"])
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -293,19 +262,7 @@ def table_of(
     accuracy: Sequence[float],
     **facts: Any,
 ) -> LatencyTable:
-    """Return the measurements as a table.
-
-    Args:
-        runner: runs the subnets that were measured.
-        batch_sizes: ascending.
-        settings: how cells were measured.
-        measurements: the windows of all cells.
-        accuracy: percent per subnet, NaN if it is not known.
-        **facts: further facts for the stamp.
-
-    Raises:
-        TableError: all cells ran out of memory.
-    """
+    """Return the measurements as a table; `facts` are further facts for the stamp."""
     shape = len(runner.keys), len(batch_sizes)
 
     def statistics(co_runners: int) -> dict[str, np.ndarray]:
@@ -349,13 +306,13 @@ def profile_latency(
     engine: Engine,
     batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
     accuracy: Sequence[float] | None = None,
-    statistic: str = "p50",
-    warmup_ms: float = 20.0,
-    min_time_ms: float = 100.0,
-    windows: int = 5,
+    statistic: str = SweepSettings.statistic,
+    warmup_ms: float = SweepSettings.warmup_ms,
+    min_time_ms: float = SweepSettings.min_time_ms,
+    windows: int = SweepSettings.windows,
     progress: bool = True,
-    max_windows: int | None = None,
-    tolerance: float = 5.0,
+    max_windows: int = SweepSettings.max_windows,
+    tolerance: float = SweepSettings.tolerance,
     resume: str | PathLike[str] | None = None,
     shape: int = -1,
     check: bool = True,
@@ -369,23 +326,15 @@ def profile_latency(
     also has statistics of the times between CUDA events, `device_p50` for example. Every cell is measured in
     several windows, between which all other cells are visited.
 
-    The arguments have the names and units of the options of `python -m subnetact.profile`.
-
     Args:
         engine: the engine whose subnets are measured.
         batch_sizes: ascending.
         accuracy: percent per subnet. If None, the accuracies of the engine, `engine.accuracy`. Accuracies
             that are not known are NaN, and schedulers refuse the table until `table.with_accuracy([...])`.
-        statistic: the statistic that becomes `table.latency_ms`: `mean`, `p50`, `p90`, `p95` or `p99`. The
-            table keeps all of them in `table.statistics`.
-        warmup_ms: time for which a cell runs untimed before each window.
-        min_time_ms: least time for which a cell is timed, over its first `windows` windows.
-        windows: the number of windows of every cell.
+        statistic: `mean`, `p50`, `p90`, `p95` or `p99`, which becomes `table.latency_ms`.
+        warmup_ms: as in `SweepSettings`, and so are `min_time_ms`, `windows`, `max_windows` and `tolerance`;
+            `python -m subnetact.profile` has the same options and defaults.
         progress: if True, show a progress bar when standard error is a terminal.
-        max_windows: the largest number of windows of a cell whose median is not known well enough. If None,
-            no cell gets more than `windows`.
-        tolerance: percent of the median. A cell is stable if half the width of the 90 % confidence interval
-            of its median is at most this; `table.statistics["stable"]` says which cells are.
         resume: a file that keeps every window as soon as it is measured. If the file exists, its windows are
             not measured again. If None, nothing is kept.
         shape: which of the shapes of the engine to measure, a position in `engine.examples`. By default the
@@ -395,7 +344,8 @@ def profile_latency(
 
     Returns:
         The table, stamped with the machine, the versions, the weights' fingerprint and the settings. Cells
-        that ran out of memory are NaN.
+        that ran out of memory are NaN. `table.statistics` keeps all statistics; its "stable" says which
+        medians are known to `tolerance` percent.
 
     Raises:
         TableError: `engine` is no `Engine`, no table can be made of an argument, a subnet does not run, or
@@ -419,9 +369,7 @@ def profile_latency(
     if not isinstance(batch_sizes, Iterable):
         raise TableError(f"batch_sizes: {batch_sizes} is one number; write ({batch_sizes},)")
     batch_sizes = tuple(batch_sizes)
-    settings = SweepSettings(
-        warmup_ms, min_time_ms, windows, max(windows, max_windows or windows), tolerance, statistic=statistic
-    )
+    settings = SweepSettings(warmup_ms, min_time_ms, windows, max_windows, tolerance, statistic=statistic)
     known = [
         math.nan if percent is None else percent
         for percent in (engine.accuracy if accuracy is None else accuracy)

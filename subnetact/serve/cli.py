@@ -33,8 +33,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from subnetact.command import json_object
 from subnetact.errors import ServeError, SubnetActError, UserCodeError
-from subnetact.profile.cli import json_object
 from subnetact.serve import Limits, read_tokens
 from subnetact.serve.rows import Answerer
 from subnetact.serve.source import Source

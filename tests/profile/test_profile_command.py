@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
@@ -25,12 +26,11 @@ from small_families import small_constructor, small_supernet
 import ofa_adapters
 import subnetact
 from subnetact.errors import MissingExtra, SpecError
-from subnetact.files.journal import Journal
+from subnetact.files.journal import Journal, signed
 from subnetact.latency.plot import need_matplotlib
 from subnetact.profile.cli import main
-from subnetact.profile.measurements import Measurements
 from subnetact.profile.modes import TimedCall, TimedRunner
-from subnetact.profile.pipeline import ProfileJob, count_cells, count_dominated
+from subnetact.profile.pipeline import ProfileJob, count_dominated, count_stable
 from subnetact.profile.selection import fitted_latencies
 from subnetact.profile.source import (
     ProfileSource,
@@ -38,7 +38,6 @@ from subnetact.profile.source import (
     import_name,
     load_source,
 )
-from subnetact.profile.sweep import SweepSettings
 from subnetact.supernet.supernet import Supernet
 
 QUICK = ["--device", "cpu", "--threads", "1", "--min-time-ms", "3", "--warmup-ms", "0", "--windows", "3",
@@ -70,6 +69,16 @@ def interrupt_after(windows: int, patch: pytest.MonkeyPatch) -> None:
 
 def table_in(tmp_path: Path) -> subnetact.LatencyTable:
     return subnetact.LatencyTable.load(tmp_path / "t.json")
+
+
+def sign_again(journal: Path, kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep some lines of an edited journal after the first, with checksums that fit."""
+    header, *lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    known, texts = "", []
+    for line in (header, *filter(kept, lines)):
+        text, known = signed(known, {key: value for key, value in line.items() if key != "sum"})
+        texts.append(text)
+    journal.write_text("".join(texts))
 
 
 def test_everything_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,11 +406,10 @@ def test_a_changed_file_of_subnets_is_not_resumed(tmp_path: Path, digits: Supern
     assert run(tmp_path, *arguments) == 0
     measured = table_in(tmp_path).stamp["measured"]
     journal = tmp_path / "t.json.work" / "journal.jsonl"
-    changed = journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"')
-    journal.write_text(changed)
+    journal.write_text(journal.read_text().replace(f'"at": "{measured}"', '"at": "long ago"'))
     assert run(tmp_path, *arguments, "--resume") == 2
     assert "changed since it was written" in capsys.readouterr().err
-    journal.write_text(changed.replace(', "checksums": true', ""))
+    sign_again(journal, lambda line: True)
     assert run(tmp_path, *arguments, "--resume") == 0
     assert table_in(tmp_path).stamp["measured"] == "long ago"
     listed.write_text(json.dumps([space.format(space.largest())]))
@@ -424,13 +432,10 @@ def test_another_search_is_not_taken_up(tmp_path: Path) -> None:
     )
     work = tmp_path / "t.json.work"
     assert run(tmp_path, *arguments) == 0
-    (first,) = work.glob("search-*.json")
-    lines = (work / "journal.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines[1:] if json.loads(line)["record"] == "window"]
-    header = lines[0].replace(', "checksums": true', "")
-    (work / "journal.jsonl").write_text("".join([header, *kept]))  # the fit is measured again
+    (first,) = work.glob("search-*.jsonl")
+    sign_again(work / "journal.jsonl", lambda line: line["record"] == "window")  # the fit is measured again
     assert run(tmp_path, *arguments, "--resume") == 0
-    assert set(work.glob("search-*.json")) > {first}
+    assert set(work.glob("search-*.jsonl")) > {first}
 
 
 def test_latencies_are_fitted_to_what_ran(digits: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,16 +506,19 @@ def test_a_search_without_scipy_is_refused_at_once(
 
 
 def test_unstable_cells_are_counted_beside_co_runners_too() -> None:
-    measurements, settings = Measurements(), SweepSettings(co_runners=(1,), tolerance=10.0)
-    for co_runners, factors in ((0, [1.0] * 5), (1, [1.0, 2.0, 3.0, 4.0, 5.0])):
-        for factor in factors:
-            measurements.add((co_runners, 0, 1), {"host_ms": factor * np.ones(3)})
-    measurements.add((0, 0, 2), None)
-    measurements.add((1, 0, 2), None)
-    job = ProfileJob(settings=settings, batch_sizes=(1, 2))
-    assert count_cells(job, measurements, 1) == (2, 1)
-    assert count_dominated(job, measurements, [70.0]) == 0
-    assert count_dominated(job, measurements, [math.nan]) is None
+    stable = {"stable": [[1, math.nan]], "stable_with_1_co_runners": [[0, math.nan]]}
+    cells = [[2.0, math.nan]]
+    table = subnetact.LatencyTable.from_arrays(
+        ["a"], [70.0], [1, 2], cells, stable, co_runners=[0, 1], co_runner_ms=[cells, cells]
+    )
+    assert count_stable(table) == (2, 1)
+
+
+def test_a_subnet_that_another_one_dominates_is_counted() -> None:
+    latency_ms = [[1.0, 2.0], [1.0, 3.0], [0.5, math.nan]]
+    table = subnetact.LatencyTable.from_arrays(["a", "b", "c"], [70.0, 60.0, 50.0], [1, 2], latency_ms)
+    assert count_dominated(table) == 1
+    assert count_dominated(table.with_accuracy([70.0, 60.0, math.nan])) is None
 
 
 def test_a_sweeps_table_is_named_by_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,6 +608,7 @@ def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) 
     for words in (
         "how times are measured:",
         "(default: 20.0)",
+        "(default: [1, 2, 4, 8, 16])",
         "exit status:",
         "--compare monday.json",
         "def FACTORY(",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import subnetact
-from subnetact.device import find_device, measure, ran_out_of_memory
+from subnetact.device import find_device, ran_out_of_memory
 from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
@@ -28,6 +28,7 @@ from subnetact.profile.modes import (
 )
 from subnetact.profile.sweep import SweepSettings, table_of
 from subnetact.profile.sweep import sweep as sweep_with
+from subnetact.profile.window import FEWEST_RUNS, measure
 from subnetact.supernet.supernet import Supernet
 
 EXAMPLE = torch.zeros(1, 16, 16)
@@ -186,8 +187,8 @@ def test_settings_are_checked(changes: dict[str, Any], words: str) -> None:
 
 def test_what_is_done_before_each_run_is_not_timed() -> None:
     order: list[str] = []
-    measure(lambda: order.append("run"), torch.device("cpu"), 0, 0, 2, before=lambda: order.append("before"))
-    assert order == ["run", "before", "run", "before", "run"]
+    measure(lambda: order.append("run"), torch.device("cpu"), 0, 0, before=lambda: order.append("before"))
+    assert order == ["run", *("before", "run") * FEWEST_RUNS]
 
 
 @pytest.fixture

@@ -1,0 +1,67 @@
+"""One window of a measurement: a warm-up and a few timed runs of one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from subnetact.device import synchronize
+
+__all__ = ["CLOCKS", "FEWEST_RUNS", "Window", "measure"]
+
+Window: TypeAlias = Mapping[str, npt.NDArray[np.float64]]
+"""The times of one visit in ms, per clock: `host_ms`, on CUDA also `device_ms`; each of shape (runs,)."""
+CLOCKS = {"host_ms": "", "device_ms": "device_"}
+"""The clocks of a window, and the prefix of their statistics."""
+FEWEST_RUNS = 3
+"""The least number of timed runs of a window, however long one of them takes."""
+
+
+def measure(
+    call: Callable[[], Any],
+    device: torch.device,
+    warmup_ms: float,
+    min_time_ms: float,
+    before: Callable[[], Any] | None = None,
+) -> Window:
+    """Time a call repeatedly; the host waits for the device after every run.
+
+    The call runs untimed for `warmup_ms`, at least once. Then it is timed for `min_time_ms`. If `before` is
+    given, it is called untimed before every timed run.
+    """
+    cuda = device.type == "cuda"
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    while (time.perf_counter() - start) * 1e3 < warmup_ms:
+        call()
+        synchronize(device)
+    host: list[float] = []
+    on_device: list[float] = []
+    begun = time.perf_counter()
+    while len(host) < FEWEST_RUNS or (time.perf_counter() - begun) * 1e3 < min_time_ms:
+        if before is not None:
+            before()
+            synchronize(device)
+        if cuda:
+            first, last = (
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
+        start = time.perf_counter()
+        if cuda:
+            first.record()
+        call()
+        if cuda:
+            last.record()
+        synchronize(device)
+        host.append((time.perf_counter() - start) * 1e3)
+        if cuda:
+            on_device.append(first.elapsed_time(last))
+    taken = {"host_ms": np.array(host)}
+    return {**taken, "device_ms": np.array(on_device)} if cuda else taken
