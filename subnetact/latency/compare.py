@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,16 +37,15 @@ class Comparison:
     differing: Mapping[str, tuple[Any, Any]]
 
     @property
-    def differences(self) -> Floats:
+    def _apart(self) -> Floats:
         """By how much the slower table exceeds the faster one, percent, shape (subnets, batch sizes)."""
-        with np.errstate(divide="ignore"):
-            apart: Floats = 100.0 * (np.maximum(self.ratios, 1.0 / self.ratios) - 1.0)
+        apart: Floats = 100.0 * (np.maximum(self.ratios, 1.0 / self.ratios) - 1.0)
         return apart
 
     @property
     def worst(self) -> tuple[str, int, float]:
         """(subnet, batch size, ratio) of the cell with the largest difference."""
-        i, j = np.unravel_index(int(np.nanargmax(self.differences)), self.ratios.shape)
+        i, j = np.unravel_index(int(np.nanargmax(self._apart)), self.ratios.shape)
         return self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j])
 
     @property
@@ -59,49 +57,35 @@ class Comparison:
     def unevenness(self) -> float:
         """The largest difference between a cell's ratio and the median ratio, percent.
 
-        A factor common to all cells does not count; 0 means that one device is faster by the same factor
-        everywhere.
+        0 means that one device is faster by the same factor everywhere.
         """
-        relative = self.ratios / self.median
-        return float(100.0 * (np.nanmax(np.maximum(relative, 1.0 / relative)) - 1.0))
+        return float(np.nanmax(replace(self, ratios=self.ratios / self.median)._apart))
 
     def within(self, tolerance_percent: float) -> bool:
-        """Tell whether both tables have the same cells, and all cells agree within a tolerance.
+        """Tell whether both tables have the same cells, and no latencies differ by more than a tolerance.
 
         Args:
             tolerance_percent: the largest difference that is allowed, percent of the faster latency.
-
-        Returns:
-            True if no cell is outside of the tolerance and none is missing in one table.
         """
         return not self.outside(tolerance_percent) and not self.only_first and not self.only_second
 
     def outside(self, tolerance_percent: float) -> list[tuple[str, int, float]]:
-        """Return the cells that differ by more than a tolerance.
+        """Return (subnet, batch size, ratio) of the cells that differ by more than a tolerance, worst first.
 
         Args:
             tolerance_percent: the largest difference that is allowed, percent of the faster latency.
-
-        Returns:
-            (subnet, batch size, ratio) per cell, the largest difference first.
         """
-        differences = np.where(np.isnan(self.ratios), -math.inf, self.differences)
-        found = [
-            (float(differences[i, j]), self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j]))
-            for i, j in np.argwhere(differences > tolerance_percent)
-        ]
-        return [(key, size, ratio) for _, key, size, ratio in sorted(found, reverse=True)]
+        apart = self._apart
+        cells = sorted(np.argwhere(apart > tolerance_percent), key=lambda cell: -apart[tuple(cell)])
+        return [(self.subnets[i], self.batch_sizes[j], float(self.ratios[i, j])) for i, j in cells]
 
     def report(self, tolerance_percent: float, shown: int = 10) -> str:
-        """Describe the comparison in a few lines.
+        """Return lines of text: the median and worst ratio, cells apart or in one table only, and other
+        facts.
 
         Args:
             tolerance_percent: cells that differ by more than this many percent are listed.
             shown: list at most this many cells.
-
-        Returns:
-            Lines of text: the median and worst ratio, the cells outside of the tolerance, cells that only
-            one table has, and the facts of the stamps that differ.
         """
         outside = self.outside(tolerance_percent)
         cells = int(np.isfinite(self.ratios).sum())

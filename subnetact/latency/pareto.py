@@ -107,13 +107,9 @@ def _volume(costs: Costs, worst: Costs) -> float:
 
 
 def non_dominated(costs: Costs) -> list[int]:
-    """Return the positions of the points that no other point dominates.
+    """Return the positions of the points that no other point dominates, by the first objective.
 
-    Args:
-        costs: array of shape (points, objectives); every objective is minimised.
-
-    Returns:
-        Positions in ascending order of the first objective. Of equal points the first one is returned.
+    Of equal points the first one is returned.
     """
     order = np.lexsort(costs.T[::-1])
     if not len(order):
@@ -130,16 +126,7 @@ def non_dominated(costs: Costs) -> list[int]:
 
 
 def spread(values: Sequence[float], size: int) -> list[int]:
-    """Choose positions whose values are spread evenly over the range of all values.
-
-    Args:
-        values: numbers in ascending order.
-        size: how many positions to choose.
-
-    Returns:
-        Positions in ascending order, with the first and the last one among them if `size` is at least
-        2. If there are no more than `size` values, all positions are returned.
-    """
+    """Choose `size` positions of ascending values that are spread evenly over their range, ends included."""
     n = len(values)
     if size >= n:
         return list(range(n))

@@ -89,11 +89,7 @@ def plot_front(table: LatencyTable, path: str | os.PathLike[str], title: str = "
 
 
 def need_matplotlib() -> Any:
-    """Return matplotlib's class `Figure`.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Return matplotlib's class `Figure`, or raise MissingExtra."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

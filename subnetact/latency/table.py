@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -36,7 +35,7 @@ LATENCY_TABLE = DocumentFormat(
     "a latency table", "subnetact.latency_table", 1, "give a file that LatencyTable.save() wrote"
 )
 NOT_IN_MS = ("stable", "windows", "runs")
-"""Statistics of a profile that are not latencies."""
+"""Statistics of a profile that are not latencies; those beside co-runners begin with these names, too."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,45 +187,23 @@ class LatencyTable:
         return float(np.nanmin(self.latency_ms))
 
     def padded(self, k: int) -> int:
-        """Return the smallest measured batch size >= k.
-
-        Args:
-            k: a number of requests, from 1 to the largest batch size.
-
-        Returns:
-            The smallest batch size of the table that holds k requests; their latency is planned by it.
-
-        Raises:
-            TableError: k is outside of the table.
-        """
+        """Return the smallest measured batch size that holds `k` requests; TableError if none does."""
         if not 1 <= k <= self.batch_sizes[-1]:
             raise TableError(f"batch of {k}: not profiled; the table covers 1 to {self.batch_sizes[-1]}")
         return self.batch_sizes[self.pad_index[k]]
 
     def known_accuracy(self) -> tuple[float, ...]:
-        """Return the accuracy of every subnet, for a caller that chooses by accuracy.
-
-        Returns:
-            `accuracy`, percent, none of it NaN.
-
-        Raises:
-            TableError: the accuracy of a subnet is not known; the message names the subnet.
-        """
+        """Return `accuracy`, percent, none of it NaN; TableError names a subnet without."""
         for key, percent in zip(self.subnets, self.accuracy, strict=True):
             if math.isnan(percent):
                 raise TableError(f"accuracy of {key!r} is not known; give it with table.with_accuracy([...])")
         return self.accuracy
 
     def with_accuracy(self, accuracy: Sequence[float]) -> LatencyTable:
-        """Return the same latencies with other accuracies.
-
-        Warns if the values look like fractions of 1.
+        """Return the same latencies with other accuracies; warn if they look like fractions of 1.
 
         Args:
             accuracy: the accuracy of each subnet, percent, from 0 to 100; NaN if it is not known.
-
-        Returns:
-            A new table.
 
         Raises:
             TableError: there is not one value per subnet, or a value is not a percentage.
@@ -239,23 +216,17 @@ class LatencyTable:
 
         Each cell becomes the highest latency of its subnet at any batch size up to the cell's, with every
         number of co-runners. Thus no cell promises less time than was measured. NaN stays NaN.
-
-        Returns:
-            A new table.
         """
         return replace(self, latency_ms=_rising(self.latency_ms), co_runner_ms=_rising(self.co_runner_ms))
 
     def select(
-        self, indices: Sequence[int] | None = None, *, batch_sizes: Sequence[int] | None = None
+        self, indices: Iterable[int] | None = None, *, batch_sizes: Sequence[int] | None = None
     ) -> LatencyTable:
         """Return a table with some of the subnets and batch sizes.
 
         Args:
             indices: the subnets to keep, by index and in this order; if None, all.
             batch_sizes: the batch sizes to keep, ascending; if None, all.
-
-        Returns:
-            A new table; facts of the stamp about subnets refer to the new indices.
 
         Raises:
             TableError: the table has no such subnet or batch size.
@@ -285,10 +256,7 @@ class LatencyTable:
         """Return the table of a device that is slower or faster by a constant factor.
 
         Args:
-            factor: every latency, and every statistic in ms, is multiplied by this; > 0.
-
-        Returns:
-            A new table.
+            factor: every latency, and every statistic in ms, is multiplied by this.
 
         Raises:
             TableError: the factor is not finite and > 0.
@@ -296,7 +264,7 @@ class LatencyTable:
         if not (math.isfinite(factor) and factor > 0):
             raise TableError(f"factor: {factor} must be finite and > 0")
         statistics = {
-            name: values if _split_name(name)[0] in NOT_IN_MS else values * factor
+            name: values if name.startswith(NOT_IN_MS) else values * factor
             for name, values in self.statistics.items()
         }
         return replace(
@@ -309,32 +277,29 @@ class LatencyTable:
     def at_co_runners(self, number: float) -> LatencyTable:
         """Return the table for a number of co-runners, linear between measured numbers.
 
+        It has statistics only if the number was measured.
+
         Args:
             number: how many co-runners. Below the lowest measured number the lowest is used, and above the
                 highest the highest.
 
-        Returns:
-            A new table without a co-runner dimension. It has statistics only if the number was measured.
-
         Raises:
-            TableError: the table has no co-runner dimension, or the number is not finite.
+            TableError: the table was measured without co-runners, or the number is not finite.
         """
         if not self.co_runners:
             raise TableError("co_runners: this table was measured alone; profile it under co-runners first")
         if not math.isfinite(number):
             raise TableError(f"number: {number} must be finite")
-        nearest = min(max(number, self.co_runners[0]), self.co_runners[-1])
-        upper = bisect_left(self.co_runners, nearest)
-        cells: Floats = self.co_runner_ms[upper]
-        if self.co_runners[upper] != nearest:
-            below, above = self.co_runners[upper - 1 : upper + 1]
-            share = (nearest - below) / (above - below)
-            cells = (1 - share) * self.co_runner_ms[upper - 1] + share * cells
-        named = {name: _split_name(name) for name in self.statistics}
+        at = float(np.interp(number, self.co_runners, range(len(self.co_runners))))
+        cells: Floats = self.co_runner_ms[int(at)]
+        if at > int(at):
+            cells = cells + (at - int(at)) * (self.co_runner_ms[int(at) + 1] - cells)
+        wanted = f"{number:g}_co_runners" if number else ""
+        split = {name: name.partition("_with_") for name in self.statistics}
         return replace(
             self,
             latency_ms=cells,
-            statistics={own: self.statistics[name] for name, (own, n) in named.items() if n == number},
+            statistics={own: self.statistics[n] for n, (own, _, beside) in split.items() if beside == wanted},
             co_runners=(),
             co_runner_ms=self.co_runner_ms[:0],
         )
@@ -361,12 +326,7 @@ class LatencyTable:
                 f"batch size {batch_size}: measured were {sizes[0]} to {sizes[-1]}; "
                 "nothing is extrapolated, profile more batch sizes"
             )
-        upper = bisect_left(sizes, batch_size)
-        above = float(self.latency_ms[at, upper])
-        if sizes[upper] == batch_size:
-            return above
-        below = float(self.latency_ms[at, upper - 1])
-        return below + (above - below) * (batch_size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+        return float(np.interp(batch_size, sizes, self.latency_ms[at]))
 
     def compare(self, other: LatencyTable, statistic: str | None = None) -> Comparison:
         """Compare another profile of some of the same subnets with this one.
@@ -388,22 +348,20 @@ class LatencyTable:
                 "the tables have no cell in common; compare tables of the same subnets and batch sizes "
                 f"({self!r} and {other!r})"
             )
-        own, theirs = (table._statistic(statistic) for table in (self, other))
+
+        def at(table: LatencyTable) -> Any:
+            rows, columns = map(table.subnets.index, keys), map(table.batch_sizes.index, sizes)
+            return table._statistic(statistic)[np.ix_(list(rows), list(columns))]
+
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = other._at(theirs, keys, sizes) / self._at(own, keys, sizes)
+            ratios = at(other) / at(self)
         ratios[~(np.isfinite(ratios) & (ratios > 0))] = np.nan
-        both = int(np.isfinite(ratios).sum())
+        both = np.isfinite(ratios).sum()
         if not both:
             raise TableError("the tables have no measured cell in common; profile the same subnets on both")
-        return Comparison(
-            keys,
-            sizes,
-            ratios,
-            statistic or "latency",
-            only_first=int(np.isfinite(own).sum()) - both,
-            only_second=int(np.isfinite(theirs).sum()) - both,
-            differing=differing_facts(self.stamp, other.stamp),
-        )
+        only = [int(np.isfinite(table._statistic(statistic)).sum() - both) for table in (self, other)]
+        differing = differing_facts(self.stamp, other.stamp)
+        return Comparison(keys, sizes, ratios, statistic or "latency", only[0], only[1], differing)
 
     def _statistic(self, name: str | None) -> Floats:
         if name is None:
@@ -413,11 +371,6 @@ class LatencyTable:
                 f"statistic: the table has no {name!r}; it has {', '.join(self.statistics) or 'none'}"
             )
         return self.statistics[name]
-
-    def _at(self, cells: Floats, keys: Sequence[str], sizes: Sequence[int]) -> Floats:
-        rows, columns = map(self.subnets.index, keys), map(self.batch_sizes.index, sizes)
-        at: Floats = cells[np.ix_(list(rows), list(columns))]
-        return at
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as dictionaries, lists, strings and numbers, for `from_json`."""
@@ -440,9 +393,6 @@ class LatencyTable:
 
         Args:
             document: what `to_json` returned; further fields are ignored.
-
-        Returns:
-            The table.
 
         Raises:
             KeyError: a field is missing.
@@ -472,17 +422,14 @@ class LatencyTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyTable:
-        """Read a table that `save` wrote.
+        """Return the table that `save` wrote to a file.
 
         Args:
             path: the file.
 
-        Returns:
-            The table.
-
         Raises:
             MissingFile: there is no such file.
-            FileFormatError: the file is truncated, of another kind, or of a newer schema.
+            FileFormatError: the file is truncated, of another kind, or of another schema.
             TableError: the file is well-formed, but its numbers make no table.
         """
         document = LATENCY_TABLE.read(path)
@@ -503,12 +450,6 @@ def _with_nulls(values: Floats) -> Any:
     found = values.astype(object)
     found[np.isnan(values)] = None
     return found.tolist()
-
-
-def _split_name(name: str) -> tuple[str, float]:
-    """Split a name such as "p99_with_2_co_runners" into the statistic and the number of co-runners."""
-    found = re.fullmatch(r"(.+)_with_([0-9.e+]+)_co_runners", name)
-    return (found[1], float(found[2])) if found else (name, 0.0)
 
 
 def _rising(cells: Floats) -> Floats:

@@ -30,7 +30,6 @@ from subnetact.latency.pareto import non_dominated
 from subnetact.latency.plot import need_matplotlib, plot_front, plot_heat_map
 from subnetact.latency.table import LatencyTable
 from subnetact.nas.latency_predictor import require_scipy
-from subnetact.profile.measurements import Measurements
 from subnetact.profile.modes import MEMORY_BUDGET_MB, TimedRunner, check_mode, engine_for, run_facts
 from subnetact.profile.selection import (
     Selection,
@@ -45,8 +44,7 @@ from subnetact.profile.source import (
     check_calibration_data,
     random_images,
 )
-from subnetact.profile.stability import statistics_of
-from subnetact.profile.sweep import SweepSettings, environment, measured_at, sweep, table_of
+from subnetact.profile.sweep import Sweep, SweepSettings, environment
 from subnetact.spec import SubnetSpec
 
 __all__ = ["ProfileJob", "count_dominated", "count_stable", "outline", "run_profile"]
@@ -224,8 +222,8 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
             job.request,
             journal=journal,
             batch_sizes=job.batch_sizes,
-            fit=partial(_quick_medians, job, source, Measurements(journal, "fit")),
-            measure=lambda specs, sizes: _quick_medians(job, source, Measurements(), specs, sizes),
+            fit=partial(_quick_medians, job, source, journal),
+            measure=partial(_quick_medians, job, source, None),
             progress=job.progress,
         )
         accuracy = [math.nan if percent is None else percent for percent in selection.accuracy]
@@ -234,9 +232,9 @@ def run_profile(job: ProfileJob, source: ProfileSource) -> LatencyTable:
         warn_of_fractions(accuracy)
         calibrated = _calibrate(job, source, selection)
         runner = _runner(job, source, selection.specs, selection.accuracy)
-        measurements = sweep(runner, job.batch_sizes, job.settings, Measurements(journal), job.progress)
-    facts = {**selection.facts, "calibrated_on": calibrated, "measured": measured_at(journal)}
-    table = table_of(runner, job.batch_sizes, job.settings, measurements, accuracy, **facts)
+        sweep = Sweep(runner, job.batch_sizes, job.settings, journal)
+        sweep.run(job.progress)
+    table = sweep.table(accuracy, calibrated_on=calibrated, **selection.facts)
     dominated = count_dominated(table)
     if dominated is not None:
         table = replace(table, stamp={**table.stamp, "dominated": dominated})
@@ -279,24 +277,26 @@ def _runner(
 def _quick_medians(
     job: ProfileJob,
     source: ProfileSource,
-    measurements: Measurements,
+    journal: Journal | None,
     specs: Sequence[SubnetSpec],
     batch_sizes: Sequence[int],
 ) -> list[list[float]]:
     """Measure subnets in few windows, for a search; return medians in ms, NaN if the memory ran out."""
     few = min(3, job.settings.windows)
-    settings = replace(job.settings, co_runners=(), co_runner_subnet=0, windows=few, max_windows=few)
-    progress = job.progress and len(specs) > 1
-    sweep(
-        _runner(job, source, specs), batch_sizes, settings, measurements, progress, "measuring a few subnets"
+    settings = replace(
+        job.settings,
+        windows=few,
+        max_windows=few,
+        quantiles=(50,),
+        statistic="p50",
+        co_runners=(),
+        co_runner_subnet=0,
     )
-
-    def median(i: int, size: int) -> float:
-        if measurements.impossible((0, i, size)):
-            return math.nan
-        return statistics_of(measurements.windows[0, i, size], settings.tolerance, [50])["p50"]
-
-    return [[median(i, size) for size in batch_sizes] for i in range(len(specs))]
+    sweep = Sweep(_runner(job, source, specs), batch_sizes, settings, journal, "fit")
+    sweep.run(job.progress and len(specs) > 1, "measuring a few subnets")
+    none = np.full((len(specs), len(batch_sizes)), math.nan)
+    medians: list[list[float]] = sweep.statistics().get("p50", none).tolist()
+    return medians
 
 
 def count_stable(table: LatencyTable) -> tuple[int, int]:

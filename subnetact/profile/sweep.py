@@ -35,15 +35,7 @@ from subnetact.profile.window import Window, measure
 from subnetact.supernet.failure import summary
 from subnetact.supernet.supernet import Supernet
 
-__all__ = [
-    "SweepSettings",
-    "environment",
-    "make_co_runners",
-    "measured_at",
-    "profile_latency",
-    "sweep",
-    "table_of",
-]
+__all__ = ["Sweep", "SweepSettings", "environment", "profile_latency"]
 
 MOST_WINDOWS = 10
 """The most windows of an unstable cell, unless a user says otherwise."""
@@ -107,109 +99,11 @@ class SweepSettings:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
 
-def make_co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
-    """Return the co-runner processes, not yet started."""
+def _co_runners(runner: TimedRunner, settings: SweepSettings) -> CoRunners:
     engine = runner.engine
     network = engine.supernet.extract(engine.ready(settings.co_runner_subnet).spec).to(engine.device)
     x = map_tensors(lambda part: part.to(engine.device), batch_like(runner.example, 1))
     return CoRunners(network, x, settings.co_runners[-1])
-
-
-def sweep(
-    runner: TimedRunner,
-    batch_sizes: Sequence[int],
-    settings: SweepSettings,
-    measurements: Measurements,
-    progress: bool = True,
-    label: str = "profiling",
-    measure: Callable[..., Window] = measure,
-    co_runners: Callable[[TimedRunner, SweepSettings], CoRunners] = make_co_runners,
-) -> Measurements:
-    """Measure until every cell has the windows it needs; `measurements` gets the new ones.
-
-    A cell that runs out of memory is recorded, and it is skipped from then on, as are larger batches of its
-    subnet. Tests replace `measure` and `co_runners`.
-    """
-    cells = [(n, i, b) for n in (0, *settings.co_runners) for i in runner.engine.ids for b in batch_sizes]
-    context: CoRunners | nullcontext[None] = nullcontext()
-    if settings.co_runners:
-        context = co_runners(runner, settings)
-    bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
-    with context as processes, bar:
-        while wave := _next_wave(cells, settings, measurements):
-            working = 0
-            for cell in wave:
-                if measurements.impossible(cell):
-                    continue
-                bar.total = bar.n + _remaining(cells, settings, measurements)
-                if processes is not None and cell[0] == working:
-                    processes.check()
-                elif processes is not None:
-                    processes.run(cell[0])
-                    working = cell[0]
-                _measure_window(runner, cell, settings, measurements, measure)
-                bar.update()
-            if processes is not None:
-                processes.run(0)
-    return measurements
-
-
-def _needs_window(cell: Cell, settings: SweepSettings, measurements: Measurements) -> bool:
-    """Tell whether a cell has too few windows, or a median that is not known well enough."""
-    count = measurements.count(cell)
-    if measurements.impossible(cell) or count >= settings.max_windows:
-        return False
-    return count < settings.windows or not measurements.stable(cell, settings.tolerance)
-
-
-def _next_wave(cells: Sequence[Cell], settings: SweepSettings, measurements: Measurements) -> list[Cell]:
-    """Return the cells to visit once each: of those that need a window, the ones with the fewest."""
-    needing = [cell for cell in cells if _needs_window(cell, settings, measurements)]
-    fewest = min(map(measurements.count, needing), default=0)
-    return [cell for cell in needing if measurements.count(cell) == fewest]
-
-
-def _remaining(cells: Sequence[Cell], settings: SweepSettings, measurements: Measurements) -> int:
-    """Return how many more windows are needed at least."""
-    return sum(
-        max(settings.windows - measurements.count(cell), int(_needs_window(cell, settings, measurements)))
-        for cell in cells
-        if not measurements.impossible(cell)
-    )
-
-
-def _measure_window(
-    runner: TimedRunner,
-    cell: Cell,
-    settings: SweepSettings,
-    measurements: Measurements,
-    measure: Callable[..., Window],
-) -> None:
-    _, subnet, batch_size = cell
-    try:
-        with runner.prepared(subnet, batch_size) as timed:
-            window = measure(
-                timed.call,
-                runner.device,
-                warmup_ms=settings.warmup_ms,
-                min_time_ms=settings.min_time_ms / settings.windows,
-                before=timed.before,
-            )
-    except SubnetActError:
-        raise
-    except Exception as error:
-        if not ran_out_of_memory(error):
-            ready = runner.engine.ready(subnet)
-            where = str(error) if ready.bound is None else summary(ready.bound.view, error)
-            raise TableError(
-                f"subnet {subnet} ({ready.spec}) does not run at batch size {batch_size}: {where}; give the "
-                "engine an example that the network takes, or other batch sizes"
-            ) from error
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
-        measurements.add(cell, None)
-    else:
-        measurements.add(cell, window)
 
 
 def environment(
@@ -244,62 +138,151 @@ def _environment_of(runner: TimedRunner, settings: SweepSettings) -> dict[str, A
     )
 
 
-def measured_at(journal: Journal | None) -> str:
-    """Return the time in UTC at which a sweep ended, in ISO 8601; a journal keeps that of the first call."""
-    for line in journal.of("measured") if journal else ():
-        return str(line["at"])
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    if journal is not None:
-        journal.append("measured", at=now)
-    return now
+class Sweep:
+    """Measures every cell of a table until each has the windows it needs.
 
+    A cell that runs out of memory is recorded, and it is skipped from then on, as are larger batches of its
+    subnet. With a journal, `record` names its lines that hold the windows. Tests replace `measure` and
+    `start_co_runners`.
+    """
 
-def table_of(
-    runner: TimedRunner,
-    batch_sizes: Sequence[int],
-    settings: SweepSettings,
-    measurements: Measurements,
-    accuracy: Sequence[float],
-    **facts: Any,
-) -> LatencyTable:
-    """Return the measurements as a table; `facts` are further facts for the stamp."""
-    shape = len(runner.keys), len(batch_sizes)
+    def __init__(
+        self,
+        runner: TimedRunner,
+        batch_sizes: Sequence[int],
+        settings: SweepSettings,
+        journal: Journal | None = None,
+        record: str = "window",
+        measure: Callable[..., Window] = measure,
+        start_co_runners: Callable[[TimedRunner, SweepSettings], CoRunners] = _co_runners,
+    ) -> None:
+        self.runner, self.batch_sizes, self.settings = runner, tuple(batch_sizes), settings
+        self.journal, self.measurements = journal, Measurements(journal, record)
+        self._measure, self._start_co_runners = measure, start_co_runners
+        numbers = (0, *settings.co_runners)
+        self._cells = [(n, i, b) for n in numbers for i in runner.engine.ids for b in self.batch_sizes]
 
-    def statistics(co_runners: int) -> dict[str, np.ndarray]:
-        cells = [(co_runners, i, b) for i in range(shape[0]) for b in batch_sizes]
-        found = [
-            {} if measurements.impossible(cell) or not measurements.count(cell)
-            else statistics_of(measurements.windows[cell], settings.tolerance, settings.quantiles)
-            for cell in cells
-        ]  # fmt: skip
+    def run(self, progress: bool = True, label: str = "profiling") -> None:
+        """Measure what is not measured yet, with a progress bar when standard error is a terminal."""
+        context: CoRunners | nullcontext[None] = nullcontext()
+        if self.settings.co_runners:
+            context = self._start_co_runners(self.runner, self.settings)
+        bar = tqdm(total=0, desc=label, unit="window", disable=not progress or None)
+        with context as processes, bar:
+            while wave := self._next_wave():
+                working = 0
+                for cell in wave:
+                    if self.measurements.impossible(cell):
+                        continue
+                    bar.total = bar.n + self._remaining()
+                    if processes is not None and cell[0] == working:
+                        processes.check()
+                    elif processes is not None:
+                        processes.run(cell[0])
+                        working = cell[0]
+                    self._measure_window(cell)
+                    bar.update()
+                if processes is not None:
+                    processes.run(0)
+
+    def _needs_window(self, cell: Cell) -> bool:
+        """Tell whether a cell has too few windows, or a median that is not known well enough."""
+        count = self.measurements.count(cell)
+        if self.measurements.impossible(cell) or count >= self.settings.max_windows:
+            return False
+        return count < self.settings.windows or not self.measurements.stable(cell, self.settings.tolerance)
+
+    def _next_wave(self) -> list[Cell]:
+        """Return the cells to visit once each: of those that need a window, the ones with the fewest."""
+        needing = [cell for cell in self._cells if self._needs_window(cell)]
+        fewest = min(map(self.measurements.count, needing), default=0)
+        return [cell for cell in needing if self.measurements.count(cell) == fewest]
+
+    def _remaining(self) -> int:
+        """Return how many more windows are needed at least."""
+        return sum(
+            max(self.settings.windows - self.measurements.count(cell), int(self._needs_window(cell)))
+            for cell in self._cells
+            if not self.measurements.impossible(cell)
+        )
+
+    def _measure_window(self, cell: Cell) -> None:
+        runner, (_, subnet, batch_size) = self.runner, cell
+        try:
+            with runner.prepared(subnet, batch_size) as timed:
+                window = self._measure(
+                    timed.call,
+                    runner.device,
+                    warmup_ms=self.settings.warmup_ms,
+                    min_time_ms=self.settings.min_time_ms / self.settings.windows,
+                    before=timed.before,
+                )
+        except SubnetActError:
+            raise
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                ready = runner.engine.ready(subnet)
+                where = str(error) if ready.bound is None else summary(ready.bound.view, error)
+                raise TableError(
+                    f"subnet {subnet} ({ready.spec}) does not run at batch size {batch_size}: {where}; give "
+                    "the engine an example that the network takes, or other batch sizes"
+                ) from error
+            if runner.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.measurements.add(cell, None)
+        else:
+            self.measurements.add(cell, window)
+
+    def statistics(self, co_runners: int = 0) -> dict[str, np.ndarray]:
+        """Return arrays (subnets, batch sizes) by name, NaN where memory ran out; none if it always did."""
+        found = []
+        for i in self.runner.engine.ids:
+            for size in self.batch_sizes:
+                windows = self.measurements.windows.get((co_runners, i, size), [])
+                impossible = self.measurements.impossible((co_runners, i, size)) or not windows
+                tolerance, quantiles = self.settings.tolerance, self.settings.quantiles
+                found.append({} if impossible else statistics_of(windows, tolerance, quantiles))
         names = dict.fromkeys(name for one in found for name in one)
-        return {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
+        shape = len(self.runner.keys), len(self.batch_sizes)
+        arrays = {name: np.array([one.get(name, math.nan) for one in found]).reshape(shape) for name in names}
+        return {name: np.nan_to_num(a) if name in ("windows", "runs") else a for name, a in arrays.items()}
 
-    found = {n: statistics(n) for n in (0, *settings.co_runners)}
-    alone = found[0]
-    if settings.statistic not in alone:
-        raise TableError("no cell could be measured: the memory ran out in all of them; use smaller batches")
-    for count in ("windows", "runs"):
-        for values in found.values():
-            if count in values:
-                values[count] = np.nan_to_num(values[count])
-    numbers = tuple(found) if settings.co_runners else ()
-    co_runner_ms = [found[n].get(settings.statistic, np.full(shape, math.nan)) for n in numbers]
-    beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
-    return LatencyTable.from_arrays(
-        runner.keys,
-        accuracy,
-        batch_sizes,
-        alone[settings.statistic],
-        statistics={**alone, **beside},
-        stamp={
-            **_environment_of(runner, settings),
-            "out_of_memory": sorted(list(cell) for cell in measurements.out_of_memory),
-            **facts,
-        },
-        co_runners=numbers,
-        co_runner_ms=co_runner_ms if numbers else None,
-    )
+    def table(self, accuracy: Sequence[float], **facts: Any) -> LatencyTable:
+        """Return the measurements as a table; `facts` are further facts for the stamp."""
+        runner, settings = self.runner, self.settings
+        found = {n: self.statistics(n) for n in (0, *settings.co_runners)}
+        alone = found[0]
+        if settings.statistic not in alone:
+            raise TableError(
+                "no cell could be measured: the memory ran out in all of them; use smaller batches"
+            )
+        numbers = tuple(found) if settings.co_runners else ()
+        none = np.full((len(runner.keys), len(self.batch_sizes)), math.nan)
+        beside = {f"{name}_with_{n}_co_runners": found[n][name] for n in numbers[1:] for name in found[n]}
+        return LatencyTable.from_arrays(
+            runner.keys,
+            accuracy,
+            self.batch_sizes,
+            alone[settings.statistic],
+            statistics={**alone, **beside},
+            stamp={
+                **_environment_of(runner, settings),
+                "out_of_memory": sorted(list(cell) for cell in self.measurements.out_of_memory),
+                "measured": self._measured_at(),
+                **facts,
+            },
+            co_runners=numbers,
+            co_runner_ms=[found[n].get(settings.statistic, none) for n in numbers] if numbers else None,
+        )
+
+    def _measured_at(self) -> str:
+        """Return the time in UTC, ISO 8601; a journal keeps the time at which its sweep ended."""
+        for line in self.journal.of("measured") if self.journal else ():
+            return str(line["at"])
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        if self.journal is not None:
+            self.journal.append("measured", at=now)
+        return now
 
 
 def profile_latency(
@@ -387,5 +370,6 @@ def profile_latency(
     if resume is not None:
         facts = {"subnets": list(engine.keys), "batch_sizes": list(batch_sizes)}
         journal = Journal(resume, {**_environment_of(runner, settings), **facts})
-    measurements = sweep(runner, batch_sizes, settings, Measurements(journal), progress)
-    return table_of(runner, batch_sizes, settings, measurements, known, measured=measured_at(journal))
+    sweep = Sweep(runner, batch_sizes, settings, journal)
+    sweep.run(progress)
+    return sweep.table(known)

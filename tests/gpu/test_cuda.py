@@ -9,9 +9,8 @@ import torch
 from small_families import small_supernet
 
 import subnetact
-from subnetact.profile.measurements import Measurements
 from subnetact.profile.modes import TimedRunner, engine_for
-from subnetact.profile.sweep import SweepSettings, sweep, table_of
+from subnetact.profile.sweep import Sweep, SweepSettings
 from subnetact.supernet.supernet import Supernet
 
 pytestmark = [
@@ -79,9 +78,9 @@ def test_every_mode_is_profiled_on_cuda(mode: str, include_h2d: bool) -> None:
     )
     runner = TimedRunner(engine, mode, ["h2d"] if include_h2d else [])
     settings = SweepSettings(min_time_ms=10)
-    table = table_of(
-        runner, [1, 4], settings, sweep(runner, [1, 4], settings, Measurements(), False), [1.5, 2.5]
-    )
+    sweep = Sweep(runner, [1, 4], settings)
+    sweep.run(progress=False)
+    table = sweep.table([1.5, 2.5])
     assert (table.latency_ms > 0).all()
     assert (table.statistics["device_p50"] > 0).all()
     assert (table.stamp["mode"], table.stamp["include_h2d"]) == (mode, include_h2d)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +20,13 @@ from subnetact.digits import new_digits_supernet
 from subnetact.errors import DeviceError, ResumeMismatch, TableError
 from subnetact.files.journal import Journal
 from subnetact.profile.corunners import CoRunners
-from subnetact.profile.measurements import Cell, Measurements
 from subnetact.profile.modes import (
     MODES,
     TimedCall,
     TimedRunner,
     engine_for,
 )
-from subnetact.profile.sweep import SweepSettings, table_of
-from subnetact.profile.sweep import sweep as sweep_with
+from subnetact.profile.sweep import Sweep, SweepSettings
 from subnetact.profile.window import FEWEST_RUNS, measure
 from subnetact.supernet.supernet import Supernet
 
@@ -66,9 +65,15 @@ def made_up(call: Any, device: Any, **_: Any) -> dict[str, np.ndarray]:
 
 
 def sweep(
-    runner: Any, batch_sizes: list[int], settings: SweepSettings, measurements: Measurements, **options: Any
-) -> Measurements:
-    return sweep_with(runner, batch_sizes, settings, measurements, progress=False, measure=made_up, **options)
+    runner: Any,
+    batch_sizes: list[int],
+    settings: SweepSettings,
+    journal: Journal | None = None,
+    **options: Any,
+) -> Sweep:
+    made = Sweep(runner, batch_sizes, settings, journal, measure=made_up, **options)
+    made.run(progress=False)
+    return made
 
 
 def steady(subnet: int, batch_size: int, visit: int) -> float:
@@ -78,7 +83,7 @@ def steady(subnet: int, batch_size: int, visit: int) -> float:
 def test_the_order_of_visits() -> None:
     cells = [(0, 1), (0, 4), (1, 1), (1, 4)]
     runner = FakeRunner(steady)
-    sweep(runner, [1, 4], SweepSettings(), Measurements())
+    sweep(runner, [1, 4], SweepSettings())
     assert runner.visits == 5 * cells
 
 
@@ -90,10 +95,10 @@ def test_unstable_cells_are_visited_again_up_to_a_bound() -> None:
 
     runner = FakeRunner(times)
     settings = SweepSettings(max_windows=9)
-    measurements = sweep(runner, [1, 4], settings, Measurements())
+    measured = sweep(runner, [1, 4], settings)
     counts = {cell: runner.visits.count(cell) for cell in runner.visits}
     assert counts == {(0, 1): 8, (0, 4): 5, (1, 1): 5, (1, 4): 9}
-    table = table_of(runner, [1, 4], settings, measurements, [math.nan] * 2)
+    table = measured.table([math.nan] * 2)
     assert table.latency_ms.tolist() == [[1.0, 3.0], [3.0, 16.0]]
     assert table.statistics["stable"].tolist() == [[1, 1], [1, 0]]
     assert table.statistics["windows"].tolist() == [[8, 5], [5, 9]]
@@ -107,7 +112,7 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> 
 
     settings = SweepSettings(max_windows=7)
     whole = FakeRunner(times)
-    expected = table_of(whole, [1, 4], settings, sweep(whole, [1, 4], settings, Measurements()), [70.0, 80.0])
+    expected = sweep(whole, [1, 4], settings).table([70.0, 80.0])
     for after in range(len(whole.visits)):
         path = tmp_path / f"{after}.jsonl"
 
@@ -120,14 +125,14 @@ def test_a_sweep_that_was_interrupted_anywhere_ends_the_same(tmp_path: Path) -> 
 
         first = FakeRunner(interrupted)
         with pytest.raises(KeyboardInterrupt):
-            sweep(first, [1, 4], settings, Measurements(Journal(path, {})))
+            sweep(first, [1, 4], settings, Journal(path, {}))
         before = path.read_bytes()
-        measurements = Measurements(Journal(path, {}))
-        second = FakeRunner(lambda i, b, v, r=measurements: times(i, b, len(r.windows.get((0, i, b), []))))
-        sweep(second, [1, 4], settings, measurements)
+        done = Counter(tuple(line["cell"]) for line in Journal(path, {}))
+        second = FakeRunner(lambda i, b, visit, done=done: times(i, b, done[0, i, b] + visit))
+        sweep(second, [1, 4], settings, Journal(path, {}))
         assert path.read_bytes().startswith(before)
         assert len(second.visits) == len(whole.visits) - after
-        table = table_of(second, [1, 4], settings, Measurements(Journal(path, {})), [70.0, 80.0])
+        table = Sweep(second, [1, 4], settings, Journal(path, {})).table([70.0, 80.0])
         assert table.latency_ms.tolist() == expected.latency_ms.tolist()
         assert {n: v.tolist() for n, v in table.statistics.items()} == {
             n: v.tolist() for n, v in expected.statistics.items()
@@ -146,18 +151,17 @@ def test_cells_without_memory_are_recorded_and_larger_batches_skipped(
         return 1.0
 
     runner, settings = FakeRunner(times), SweepSettings()
-    measurements = Measurements(Journal(tmp_path / "j", {}))
-    sweep(runner, [1, 4, 8], settings, measurements)
+    sweep(runner, [1, 4, 8], settings, Journal(tmp_path / "j", {}))
     assert runner.visits.count((1, 4)) == 1
     assert (1, 8) not in runner.visits
-    table = table_of(runner, [1, 4, 8], settings, Measurements(Journal(tmp_path / "j", {})), [70.0, 80.0])
+    table = Sweep(runner, [1, 4, 8], settings, Journal(tmp_path / "j", {})).table([70.0, 80.0])
     assert np.isnan(table.latency_ms).tolist() == [[False] * 3, [False, True, True]]
     assert table.stamp["out_of_memory"] == [[0, 1, 4]]
     assert table.statistics["runs"][1].tolist() == [20, 0, 0]
     assert np.isnan(table.monotone().latency_ms).tolist() == np.isnan(table.latency_ms).tolist()
     nothing = FakeRunner(lambda *_: times(1, 4, 0))
     with pytest.raises(TableError, match="memory ran out in all"):
-        table_of(nothing, [1], settings, sweep(nothing, [1], settings, Measurements()), [1.5, 1.5])
+        sweep(nothing, [1], settings).table([1.5, 1.5])
 
 
 def test_other_errors_are_not_taken_for_missing_memory() -> None:
@@ -165,7 +169,7 @@ def test_other_errors_are_not_taken_for_missing_memory() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(TableError, match=r"does not run at batch size 1: mat1 and mat2 shapes"):
-        sweep(FakeRunner(times), [1], SweepSettings(), Measurements())
+        sweep(FakeRunner(times), [1], SweepSettings())
 
 
 @pytest.mark.parametrize(
@@ -249,9 +253,9 @@ def test_a_profile_is_resumed_only_in_its_own_environment(engine: subnetact.Engi
 
 def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact.Engine) -> None:
     settings = SweepSettings(warmup_ms=0, min_time_ms=2, co_runners=(1,), co_runner_subnet=1)
-    runner = TimedRunner(engine)
-    measurements = sweep_with(runner, [1], settings, Measurements(), progress=False)
-    table = table_of(runner, [1], settings, measurements, [60.0, 80.0])
+    measured = Sweep(TimedRunner(engine), [1], settings)
+    measured.run(progress=False)
+    table = measured.table([60.0, 80.0])
     assert table.co_runners == (0.0, 1.0)
     assert table.co_runner_ms.shape == (2, 2, 1)
     assert table.co_runner_ms[0].tolist() == table.latency_ms.tolist()
@@ -262,7 +266,7 @@ def test_latency_beside_co_runners_is_a_dimension_of_the_table(engine: subnetact
     assert beside.statistics["p50"].tolist() == beside.latency_ms.tolist()
 
 
-def test_co_runners_run_in_their_cells_only() -> None:
+def test_co_runners_run_in_their_cells_only(tmp_path: Path) -> None:
     class Company:
         running = 0
 
@@ -286,13 +290,13 @@ def test_co_runners_run_in_their_cells_only() -> None:
         running.append(company.running)
         return 1.0
 
-    class Noted(Measurements):
-        def add(self, cell: Cell, window: Any) -> None:
-            wanted.append(cell[0])
-            super().add(cell, window)
+    class Noted(Journal):
+        def append(self, record: str, **facts: Any) -> None:
+            wanted.append(facts["cell"][0])
 
     settings = SweepSettings(co_runners=(1, 3))
-    sweep(FakeRunner(times), [1, 2], settings, Noted(), co_runners=lambda *_: company)
+    journal = Noted(tmp_path / "j.jsonl", {})
+    sweep(FakeRunner(times), [1, 2], settings, journal, start_co_runners=lambda *_: company)
     assert len(running) == 2 * 2 * 3 * settings.windows
     assert running == wanted
     assert company.running == 0
