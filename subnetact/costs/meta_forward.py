@@ -51,13 +51,7 @@ _AS = {torch.ops.aten._int_mm: torch.ops.aten.mm}
 
 @dataclass
 class Counts:
-    """What a module and its submodules compute for one input.
-
-    Attributes:
-        vector: counts in the order of `FEATURES`.
-        not_counted: ATen names of the operators whose arithmetic is in no count.
-        own_macs: multiply-accumulates of operators that are not yet counted for a module.
-    """
+    """What a module and its submodules compute for one input; `own_macs` belong to no module yet."""
 
     vector: Vector = field(default_factory=lambda: np.zeros(len(FEATURES), np.int64))
     not_counted: set[str] = field(default_factory=set)

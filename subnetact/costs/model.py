@@ -77,14 +77,11 @@ class CostModel:
             self._forward.run(self.space.resolve(spec))
 
     def __call__(self, spec: SubnetSpec, batch_size: int = 1) -> Cost:
-        """Return the cost of one subnet.
+        """Return the cost of one forward pass of a subnet over a whole batch.
 
         Args:
             spec: a subnet of this space.
             batch_size: number of inputs in the forward pass.
-
-        Returns:
-            The cost of one forward pass of the whole batch.
 
         Raises:
             SpecError: the specification is malformed or of another space, or the batch size is below 1.
@@ -110,8 +107,8 @@ class CostModel:
             spec: a subnet of this space.
 
         Returns:
-            Integers in the order of `subnetact.costs.FEATURES`: the number of parameters; then per kind
-            of layer the number of modules, multiply-accumulates, bytes written and bytes of weights.
+            Integers in the order of `subnetact.costs.FEATURES`: the number of parameters; then per kind of
+            layer the number of modules, multiply-accumulates, bytes written and bytes of weights.
 
         Raises:
             SpecError: the specification is malformed or of another space.
@@ -128,11 +125,7 @@ def cost(supernet: Supernet, spec: SubnetSpec, input_shape: Sequence[int] | Any,
         input_shape: shape of one input, or the input itself, as in `CostModel`.
         batch_size: number of inputs in the forward pass.
 
-    Returns:
-        The cost of one forward pass of the whole batch.
-
     Raises:
-        SpecError: the specification is malformed or of another space, the batch size is below 1, or the
-            network does not run on inputs of this shape.
+        SpecError: as `CostModel` and its calls raise it.
     """
     return CostModel(supernet, input_shape)(spec, batch_size)

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,25 @@ METAVARS = {
 }
 
 
+@dataclass(frozen=True)
+class CommandOptions:
+    """What the command alone has.
+
+    Attributes:
+        threads: CPU threads of one forward pass (default: torch's own).
+        machine: only print what this machine has, and what it computes with at each precision, or why not.
+        compare: print the ratios of the second table to the first.
+        strict: exit with 3 if a cell is unstable.
+        dry_run: only print what would be done.
+    """
+
+    threads: int | None = None
+    machine: bool = False
+    compare: tuple[Path, ...] | None = None
+    strict: bool = False
+    dry_run: bool = False
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -87,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     facts = {
         name: fact
-        for target in (load_source, SelectionRequest, ProfileJob, SweepSettings)
+        for target in (load_source, SelectionRequest, ProfileJob, SweepSettings, CommandOptions)
         for name, fact in option_facts(target).items()
     }
     for name, metavar in METAVARS.items():
@@ -101,28 +121,9 @@ def build_parser() -> argparse.ArgumentParser:
     facts["statistic"]["default"] = None
     facts["statistic"]["help"] += ". With --compare: the statistic that is compared (default: p50)"
     facts["tolerance"]["help"] += "; with --compare: the largest difference between two tables"
-    add_options(parser, GROUPS, {**facts, **_further_options()})
+    facts["compare"]["nargs"] = 2
+    add_options(parser, GROUPS, facts)
     return parser
-
-
-def _further_options() -> dict[str, dict[str, Any]]:
-    """Return the options that belong to the command alone."""
-    return {
-        "threads": {
-            **{"type": int, "metavar": "N"},
-            "help": "CPU threads of one forward pass (default: torch's own)",
-        },
-        "machine": {
-            "action": "store_true",
-            "help": "only print what this machine has, and what it computes with at each precision",
-        },
-        "strict": {"action": "store_true", "help": f"exit with {UNSTABLE} if a cell is unstable"},
-        "dry_run": {"action": "store_true", "help": "only print what would be done"},
-        "compare": {
-            **{"type": Path, "nargs": 2, "metavar": "FILE"},
-            "help": "print the ratios of the second to the first",
-        },
-    }
 
 
 def _listed(described: dict[str, str]) -> str:
