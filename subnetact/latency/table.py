@@ -389,7 +389,7 @@ class LatencyTable:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> LatencyTable:
-        """Make the table that `to_json` described.
+        """Return the table that `to_json` described.
 
         Args:
             document: what `to_json` returned; further fields are ignored.
