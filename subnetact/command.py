@@ -34,16 +34,10 @@ HELD_S = 30.0
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run the main function of a command, and end the process with its exit status.
+    """Run the main function of a command, and end the process with the exit status that it returns.
 
     Ctrl-C ends the process with status 130, and `command | head -1` with status 141, both without a
     traceback.
-
-    Args:
-        main: returns the exit status.
-
-    Raises:
-        SystemExit: always.
     """
     try:
         try:

@@ -43,7 +43,7 @@ class MachineFacts:
         aten: the instructions that torch's own loops use, as `torch.backends.cpu.get_cpu_capability` says.
         onednn: whether the build of torch has oneDNN.
         limit: the value of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses; empty if none.
-        units: what the processor has: `vnni`, `bf16` and `amx`.
+        units: `vnni`, `bf16` and `amx`, if the processor has them.
         cuda: the compute capability of the CUDA device.
         reference: whether products in float64 are asked for, which are exact on every machine; tests do so.
     """
@@ -58,11 +58,7 @@ class MachineFacts:
     reference: bool = False
 
     def uses(self, unit: str) -> bool:
-        """Tell whether oneDNN uses a unit of the processor: it is there, and no limit leaves it out.
-
-        Args:
-            unit: `vnni`, `bf16` or `amx`.
-        """
+        """Tell whether the processor has `vnni`, `bf16` or `amx`, and no limit keeps oneDNN from it."""
         allowed = _LIMITS.get(self.limit.upper(), _UNITS)
         return self.onednn and self.aten.startswith("AVX512") and unit in self.units & allowed
 
@@ -77,14 +73,7 @@ class MachineFacts:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Return a CPU or CUDA device, after checking that torch can use it.
-
-    Args:
-        device: for example `"cpu"`, `"cuda"` or `"cuda:1"`.
-
-    Raises:
-        DeviceError: the device is of another type, or torch cannot use it on this machine.
-    """
+    """Return a CPU or CUDA device; DeviceError if torch cannot use it on this machine."""
     here = f"torch {torch.__version__} here has cpu" + (
         " and cuda" if torch.cuda.is_available() else ", and no cuda device"
     )
@@ -101,11 +90,7 @@ def find_device(device: str | torch.device) -> torch.device:
 
 @cache
 def machine_facts(device: str) -> MachineFacts:
-    """Return what torch and oneDNN use of this machine; it is read once.
-
-    Args:
-        device: the type of a device, `cpu` or `cuda`.
-    """
+    """Return what torch and oneDNN use of this machine with a type of device; it is read once."""
     has = {
         "vnni": getattr(torch.cpu, "_is_vnni_supported", bool)(),
         "bf16": getattr(torch.cpu, "_is_avx512_bf16_supported", bool)(),
@@ -123,16 +108,7 @@ def machine_facts(device: str) -> MachineFacts:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, the device and the versions, for the stamp of a measurement.
-
-    Args:
-        device: the device that the measurement used.
-
-    Returns:
-        `device` (its type), `device_name`, `instructions` (what torch uses of it), `cpus` (the
-        number this process may use), `threads` (of torch), `torch`, `python`, `system` and, on CUDA devices,
-        `cuda`.
-    """
+    """Describe the machine, the device and the versions, for the stamp of a measurement."""
     described: dict[str, Any] = {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),

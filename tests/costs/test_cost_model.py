@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import subnetact
 from ofa_adapters import families, load
+from subnetact.costs.layers import kind_of
 from subnetact.errors import ForeignSpec, SpecError
 from subnetact.supernet.supernet import Supernet
 
@@ -253,6 +254,38 @@ def test_a_forward_that_reads_values_is_refused_with_what_to_leave_out() -> None
     with pytest.raises(SpecError, match="leave out inputs whose values a forward reads"):
         subnetact.cost(supernet, space.smallest(), {"x": x, "mask": mask})
     assert subnetact.cost(supernet, space.smallest(), {"x": x}).macs == 3 * (4 * 4 + 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (nn.Conv2d(4, 8, 3), "convolution"),
+        (nn.ConvTranspose2d(4, 8, 3), "convolution"),
+        (nn.Conv1d(4, 8, 1), "pointwise"),
+        (nn.Conv2d(4, 4, 3, groups=4), "depthwise"),
+        (nn.Linear(4, 8), "linear"),
+        (nn.SyncBatchNorm(4), "norm"),
+        (nn.RMSNorm(4), "norm"),
+        (nn.Embedding(4, 8), "other"),
+        (nn.MultiheadAttention(4, 2), "other"),
+        (Crop(), "other"),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else one,
+)
+def test_kinds_follow_from_the_traits_of_layers(layer: nn.Module, kind: str) -> None:
+    assert kind_of(layer) == kind
+
+
+def test_a_transposed_convolution_is_a_layer_and_no_product_outside_layers() -> None:
+    space = subnetact.SubnetSpace(
+        "up", [subnetact.Axis.uniform("width", ["all"], [2, 4])], lambda values: {"w": values["width"][0]}
+    )
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 5, 2, stride=2))
+    elastic = {"0": subnetact.WeightSlice.on(out="w"), "1": subnetact.WeightSlice.on(in_="w")}
+    supernet = subnetact.insert_(network.eval(), space, elastic)
+    cost = subnetact.cost(supernet, space.smallest(), (3, 8, 8))
+    assert cost.macs == 8 * 8 * 3 * 2 + 8 * 8 * 2 * 5 * 4
+    assert cost.product_macs == 0
 
 
 @pytest.mark.parametrize("moe", [False, True])

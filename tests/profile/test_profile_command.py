@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,18 @@ import subnetact
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.files.journal import Journal, signed
 from subnetact.latency.plot import need_matplotlib
-from subnetact.profile.cli import main
+from subnetact.profile.cli import CommandOptions, build_parser, main
 from subnetact.profile.modes import TimedCall, TimedRunner
+from subnetact.profile.options import call_with_options, option_facts
 from subnetact.profile.pipeline import ProfileJob, count_dominated, count_stable
-from subnetact.profile.selection import fitted_latencies
+from subnetact.profile.selection import SelectionRequest, fitted_latencies
 from subnetact.profile.source import (
     ProfileSource,
     calibration_batches,
     import_name,
     load_source,
 )
+from subnetact.profile.sweep import SweepSettings
 from subnetact.supernet.supernet import Supernet
 
 QUICK = ["--device", "cpu", "--threads", "1", "--min-time-ms", "3", "--warmup-ms", "0", "--windows", "3",
@@ -598,6 +601,35 @@ def test_a_terminated_run_leaves_what_was_measured(tmp_path: Path) -> None:
     assert not (folder / "t.json").exists()
     records = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     assert [record["record"] for record in records[:2]] == ["chosen", "window"]
+
+
+def test_the_command_and_the_functions_have_the_same_defaults() -> None:
+    args = build_parser().parse_args([])
+    assert (args.statistic, args.subnets) == (None, None)
+    settings, request = SweepSettings(), SelectionRequest()
+    assert call_with_options(SweepSettings, args, statistic=settings.statistic) == settings
+    assert call_with_options(SelectionRequest, args, subnets=request.subnets) == request
+    assert call_with_options(ProfileJob, args, device="cpu") == ProfileJob()
+    for name, parameter in signature(subnetact.profile_latency).parameters.items():
+        if hasattr(SweepSettings, name):
+            assert parameter.default == getattr(SweepSettings, name)
+    assert SweepSettings().max_windows == 10
+    assert SweepSettings(windows=60).max_windows == 60
+
+
+def test_every_option_is_explained_once_and_has_a_taker() -> None:
+    parser = build_parser()
+    actions = {action.dest: action for action in parser._actions}
+    taken = {
+        name: fact
+        for target in (load_source, SelectionRequest, ProfileJob, SweepSettings, CommandOptions)
+        for name, fact in option_facts(target).items()
+    }
+    assert set(actions) - {"help"} == set(taken) - {"progress"}
+    assert all(action.help for action in actions.values())
+    assert actions["co_runner_subnet"].help == "the position of the subnet that co-runners run"
+    assert "--max-windows" in parser.format_help()
+    assert "(default: 10, or --windows)" in parser.format_help()
 
 
 def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
