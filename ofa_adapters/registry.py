@@ -17,8 +17,8 @@ from subnetact.errors import SpecError
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.space import SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.insert import insert_
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["encode", "families", "family_of", "identify", "language_models", "load", "recognised"]
@@ -138,7 +138,7 @@ def load(
     network, space, elastic = _built(family, found, constructor)
     if tensors is not None:
         fill(found, network, tensors, subject, _hint(recognised(tensors), family), allow_nonfinite)
-    supernet = insert_(network, space, elastic).eval()
+    supernet = put_operators_(network, space, elastic).eval()
     supernet.origin = {"name": family, "constructor": constructor}
     for norm in supernet.norm_operators().values():
         norm.rule = found.calibration

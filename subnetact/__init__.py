@@ -13,7 +13,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     spec, space                          the identity of a subnet; the search space
     operators/                           WeightSlice, LayerSelect, SubnetNorm, ...: one slicing rule each
     supernet/                            Supernet, NormTable; puts operators in; binds the view of one subnet
-    insertion/                           describe, insert_: what can be elastic in a model, and the proof
+    insertion/                           describe, insert_: what can be elastic, the proof; key-value caches
     digits                               the embedded supernet for digits
     ofa_adapters/                        published supernet families and their checkpoints
     training/                            sandwich_step: trains many subnets at once
@@ -43,16 +43,16 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     command           69    22      5
     comparison        58    34      7
     spec              81    53      6
-    space            411   217      6
-    operators       1798   989     17
-    supernet        2192  1104      6
-    insertion       3551   982      0
+    space            392   213      6
+    operators       1755   964     17
+    supernet        2113   821      5
+    insertion       3548   982      0
     digits           176    51      7
     ofa_adapters    2861   768     12
     training         200    82      3
     calibration      907   335      2
     latency          612   343      4
-    engine          2770   917      7
+    engine          2772   917      7
     workers         1057   337      0
     costs            295   118      5
     nas              840   372      6
@@ -66,7 +66,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            37132 14974    255
+    all            36990 14662    254
 
 Glossary
 --------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from subnetact.errors import MissingExtra, SpecError
 from subnetact.operators import Elastic, LayerSelect, SubnetNorm, WeightSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace, make_divisible
-from subnetact.supernet.insert import insert_
+from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 
 __all__ = [
@@ -127,7 +127,7 @@ def _elastic() -> dict[str, Elastic]:
 
 def new_digits_supernet() -> Supernet:
     """Return the supernet with random weights."""
-    supernet = insert_(DigitsNet(), digits_space(), _elastic())
+    supernet = put_operators_(DigitsNet(), digits_space(), _elastic())
     supernet.origin = {"name": "digits", "constructor": {}}
     return supernet
 

@@ -178,7 +178,7 @@ def calibrate(
     largest_error = None if tolerance is None else tolerance / 100
     start = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
-        with supernet.exclusive():
+        with supernet.generation.lock:
             began = supernet.generation.moment()
             if largest in wanted and (supernet.has_original_statistics() if adopt is None else adopt):
                 adopted = (largest,)
@@ -200,7 +200,7 @@ def calibrate(
     _check_finite(rows)
     if saved is not None:
         saved.save(run, time.perf_counter() - start)
-    with supernet.exclusive():
+    with supernet.generation.lock:
         require()
         if adopted and adopt is None and not supernet.has_original_statistics():
             raise StaleWeights(

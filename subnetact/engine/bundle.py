@@ -197,7 +197,7 @@ def _require_fitting(supernet: Supernet, tensors: Mapping[str, Tensor], path: Pa
 def _fill(supernet: Supernet, tensors: Mapping[str, Tensor], norms: NormTable, mapped: bool) -> None:
     """Give a supernet weights that fit, and their statistics."""
     if mapped:  # `read_tensors` returns views of the mapped file
-        with supernet.exclusive():
+        with supernet.generation.lock:
             for name, kept in supernet.state_dict(keep_vars=True).items():
                 kept.data = tensors[name]
             supernet.norms = norms

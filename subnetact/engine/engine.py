@@ -301,7 +301,7 @@ class Engine:
     @property
     def fingerprint(self) -> str:
         """The hash of the weights that the supernet has now; it is computed once for the same weights."""
-        with self.supernet.exclusive():
+        with self.supernet.generation.lock:
             moment = self.supernet.generation.moment()
             if self._fingerprint[0] != moment:
                 self._fingerprint = moment, self.supernet.fingerprint()
@@ -823,7 +823,9 @@ class Engine:
         found = list(self.supernet.verify(refresh=True)) if refresh else []
         current = [s.bound for _, s in sorted(self._served.items()) if s.bound and s.bound.current]
         # Whether a view is current is asked again under the lock: other threads may load weights meanwhile.
-        found += self.supernet.stale((str(b.spec), b.view, b.statistics_row) for b in current if b.current)
+        found += self.supernet.generation.outdated(
+            (str(b.spec), b.view, b.statistics_row) for b in current if b.current
+        )
         stale = self._plan.stale()
         found += [f"{self.ready(i)}: the fused program was made of other weights" for i in stale]
         if refresh:

@@ -180,7 +180,7 @@ def _traced(view: nn.Module) -> tuple[fx.Graph, dict[str, nn.Module], dict[str, 
     """Trace a view. The inside of classes that are derived from BatchNorm is traced as well if possible."""
     tensors: dict[str, Tensor] = {}
     try:
-        graph, leaves = trace_(view, enters=_is_derived_norm, tensors=tensors)
+        graph, leaves = trace_(view, looks_inside=_is_derived_norm, tensors=tensors)
     except Exception:
         tensors = {}
         graph, leaves = trace_(view, tensors=tensors)

@@ -256,7 +256,7 @@ def _write_python(engine: Engine, version: Path, table: LatencyTable, slo_ms: fl
             "the Python flavour rebuilds the network by the name of its family, and an own network has none; "
             "choose flavour='libtorch'"
         )
-    with engine.supernet.exclusive():
+    with engine.supernet.generation.lock:
         if table.stamp.get("supernet") not in (None, engine.supernet.fingerprint()):
             raise ProfileMismatch(
                 "table: the weights have changed since it was measured; profile the engine again"

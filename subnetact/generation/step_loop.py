@@ -156,7 +156,7 @@ class ElasticDecoder(nn.Module):
                 f"generation: the weights are {network.dtype} on {network.device} now, the key-value cache "
                 f"is {self.dtype} on {self.device}; make another Generator"
             )
-        with supernet.exclusive():
+        with supernet.generation.lock:
             self._number, self._moment = supernet.generation.number, supernet.generation.moment()
             self._views = [supernet.subnet(spec) for spec in self._subnets]
 

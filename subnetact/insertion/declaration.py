@@ -39,7 +39,7 @@ from subnetact.insertion.description import Description, Group, Member, Stage
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import summary
-from subnetact.supernet.insert import insert_ as put_operators_
+from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import masked_reference, private_copy, shared_view, structure_copy
 
 __all__ = ["Declaration", "declared"]

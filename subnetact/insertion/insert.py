@@ -25,8 +25,8 @@ from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch
-from subnetact.supernet.insert import insert_ as put_operators_
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 
 __all__ = ["describe", "insert_"]

@@ -38,7 +38,7 @@ from subnetact.spec import SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.check import difference
 from subnetact.supernet.failure import summary
-from subnetact.supernet.insert import insert_ as put_operators_
+from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.unused_weights import (
     fill_unused_,
     loud_operators,

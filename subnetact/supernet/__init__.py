@@ -3,25 +3,27 @@
 Which file answers which question:
 
 - `supernet.py`: how a subnet is run, extracted or trained (`Supernet`).
-- `insert.py`: how an ordinary network becomes a supernet (`insert_`).
-- `generation.py`: whether the weights have changed, for everything that outlives such a change.
-- `original_statistics.py`: whether the statistics are still those that the network came with.
+- `put_operators.py`: how an ordinary network becomes a supernet.
+- `bind.py`: how the network of one subnet is put together from operators and a size row; `views.py`: which
+  of these networks are kept.
+- `generation.py`: whether the weights have changed, for everything that outlives such a change;
+  `replacements.py`: whether modules or tensors were replaced; `untraced_changes.py`: changes that nothing
+  counts.
+- `load.py`: how other weights are loaded, and which statistics rows stay; `checkpoint.py`: what fits;
+  `storage.py`: the memory behind the weights.
 - `norm_table.py`: where the BatchNorm statistics of subnets are kept, saved and loaded (`NormTable`).
 - `failure.py`: which module raised an error, and which entry a description lacks.
 - `check.py`: whether all corners of the space run and slice the right rows; `unused_weights.py`: copies in
   which all weights that a subnet does not use are NaN or zero.
-- `stack_use.py`: whether a network sees the positions of its layers.
+- `chain.py`: whether every layer of a stack gets what the one before it returned.
 - `precision.py`: which modules run at the precision of the subnet, and how far they are off.
-- `name_prefix.py`: the prefixes that wrappers add to names of tensors.
 - `batches.py`: what a network is called with.
-- `bind.py`: how the network of one subnet is put together from operators and a size row.
 - `trace.py`: how a view's forward becomes a `torch.fx` graph; `elementwise.py`: which of its nodes are
   activations, sums and products.
 """
 
 from subnetact.supernet.check import CheckReport
-from subnetact.supernet.insert import insert_
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet", "insert_"]
+__all__ = ["CheckReport", "InsertReport", "NormRow", "NormTable", "Supernet"]

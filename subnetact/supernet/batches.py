@@ -14,40 +14,25 @@ __all__ = ["as_batch", "call_with", "describe_input", "logits", "map_tensors", "
 
 
 def call_with(network: Callable[..., Any], x: Any) -> Any:
-    """Call a network with a batch and return its output.
-
-    Args:
-        network: a module or any other function.
-        x: one argument, a tuple of positional arguments, or a dictionary of named arguments.
-    """
+    """Call a network with one argument, a tuple of positional arguments or a dictionary of named ones."""
     if isinstance(x, tuple):
         return network(*x)
     return network(**x) if isinstance(x, dict) else network(x)
 
 
 def as_batch(x: Any) -> Any:
-    """Return a batch with plain dictionaries in place of other mappings, such as a tokenizer's output.
-
-    Args:
-        x: a tensor, or a tuple or mapping of batches. Anything else is returned as it is.
-    """
+    """Return a batch with plain dictionaries in place of other mappings, such as a tokenizer's output."""
     if isinstance(x, tuple):
         return tuple(map(as_batch, x))
     return {name: as_batch(part) for name, part in x.items()} if isinstance(x, Mapping) else x
 
 
 def without_labels(batch: Any, network: nn.Module, labels: bool | None = None) -> Any:
-    """Return the inputs of a batch, which may be a pair of inputs and labels.
+    """Return the inputs of a batch, which may go on with labels behind its first element.
 
-    Args:
-        batch: a tensor or a mapping, which are inputs; or a tuple or list.
-        network: the network whose inputs they are.
-        labels: whether a tuple or list goes on with labels behind its first element. If None, it does if its
-            first element is a tuple or mapping, or if the network takes one argument only; it does not if the
-            network needs as many arguments as the tuple has elements.
-
-    Raises:
-        SpecError: `labels` is None, and the batch could be meant either way.
+    If `labels` does not say whether it does, a tuple does if its first element is a tuple or mapping, or if
+    the network takes one argument only; it does not if the network needs as many arguments as the tuple has
+    elements. What could be meant either way is refused with a `SpecError`.
     """
     if not isinstance(batch, tuple | list) or not batch:
         return batch
@@ -79,25 +64,14 @@ def tensors_of(x: Any) -> Iterator[Any]:
 
 
 def logits(output: Any) -> Any:
-    """Return the class scores among the outputs of a network.
-
-    Args:
-        output: a tensor; a mapping with `logits`, as the networks of Hugging Face return it; or a tuple or
-            list that begins with the scores.
-
-    Returns:
-        The tensor. An output of any other kind is returned as it is.
-    """
+    """Return the class scores of an output: `logits`, the first element of a tuple, or the output itself."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def map_tensors(function: Callable[[Tensor], Any], x: Any) -> Any:
-    """Apply a function to every tensor of an input and return the results in the same structure.
-
-    What is no tensor, such as the argument `use_cache=False` of a language model, stays as it is.
-    """
+    """Apply a function to every tensor of an input; what is no tensor, as in `use_cache=False`, stays."""
     if isinstance(x, tuple):
         return tuple(map_tensors(function, part) for part in x)
     if isinstance(x, dict):

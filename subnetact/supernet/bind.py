@@ -26,18 +26,13 @@ def bind(
     """Return the network of one subnet: modules of the same classes, over slices of the same weights.
 
     Args:
-        network: a network with operators; it is not changed.
-        row: the size row of the subnet (`SubnetSpace.resolve`).
-        norm: a function that makes the BatchNorm of the subnet from its operator.
+        network: a network with operators; it is not changed. A module that occurs in it several times does
+            so in the network of the subnet, too.
+        row: the size row of the subnet.
+        norm: makes the BatchNorm of the subnet from its operator.
         trainable: whether the parameters are slices that carry gradients to the full ones.
-        frozen: a function that makes the subnet's tensor from a parameter or buffer that no operator slices.
-            If None, the subnet has that parameter or buffer itself.
-
-    Returns:
-        The network. A module that occurs several times in the supernet's network is one module in it, too.
-
-    Raises:
-        SpecError: a size in the row is not legal.
+        frozen: makes the subnet's tensor from a parameter or buffer that no operator slices. If None, the
+            subnet has that parameter or buffer itself.
     """
     done: dict[int, nn.Module] = {}
 
@@ -64,17 +59,7 @@ def bind_module(
     trainable: bool = False,
     frozen: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """Return one module of a subnet, made of the subnet's submodules.
-
-    Args:
-        module: a module of the network with operators; it is not changed.
-        row: the size row of the subnet (`SubnetSpace.resolve`).
-        child: returns the subnet's submodule of a name. It is called only for submodules that the
-            subnet keeps.
-        norm: as for `bind`.
-        trainable: as for `bind`.
-        frozen: as for `bind`.
-    """
+    """Return one module of a subnet; `child` returns its submodules, and is asked only for those it keeps."""
     if isinstance(module, LayerSelect):
         return module.select({name: child(name) for name in module.kept(row)})
     modules = {name: child(name) for name in module._modules}

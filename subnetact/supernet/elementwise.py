@@ -33,16 +33,7 @@ class Elementwise:
     over: Callable[..., Tensor]
 
     def __call__(self, args: Sequence[Any], over: bool) -> Any:
-        """Compute the result.
-
-        Args:
-            args: the operands.
-            over: whether the first operand may be overwritten. It is, if it has the result's shape, dtype and
-                device.
-
-        Returns:
-            The result.
-        """
+        """Compute the result, over the first operand if `over` allows it and shape, dtype and device fit."""
         first, *others = args
         fits = isinstance(first, Tensor) and all(
             isinstance(other, int | float)
@@ -95,15 +86,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def elementwise(node: fx.Node, leaves: Mapping[str, nn.Module]) -> Elementwise | None:
-    """Recognise an elementwise operation.
-
-    Args:
-        node: a node of a graph that `trace_` made.
-        leaves: the modules that the graph calls, by name.
-
-    Returns:
-        The operation, or None if the node computes anything else, or a module with hooks.
-    """
+    """Return the operation of a node of a graph; None for anything else, and for modules with hooks."""
     target = node.target
     if node.op == "call_module":
         module: Any = leaves[str(target)]

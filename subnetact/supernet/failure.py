@@ -4,58 +4,33 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["culprit", "missing_entry", "summary"]
+from subnetact.operators.base import slicer_of
+from subnetact.operators.layer_traits import traits_of
 
-_ENTRIES: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
-    ((nn.modules.batchnorm._BatchNorm,), "SubnetNorm.on(channels=...)"),
-    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), "LayerNormSlice.on(features=...)"),
-    ((nn.modules.conv._ConvNd, nn.Linear), "WeightSlice.on(in_=...)"),
-)
-"""Classes of modules, each with the entry that lets them take a narrowed input."""
+__all__ = ["culprit", "missing_entry", "summary"]
 
 
 def culprit(network: nn.Module, error: BaseException) -> str:
-    """Name the innermost module of a network in which an error was raised.
-
-    Args:
-        network: the network that was running.
-        error: the error that it raised.
-
-    Returns:
-        The name and the class, `layer1.0.conv (Conv2d)` for example; an empty string if no module of the
-        network is in the traceback.
-    """
+    """Name the innermost module that raised an error, `layer1.0.conv (Conv2d)`; "" if there is none."""
     path = _path(network, error)
     return f"{path} ({type(network.get_submodule(path)).__name__})" if path else ""
 
 
 def summary(network: nn.Module, error: BaseException) -> str:
-    """Return the first line of an error, after the name of the module that raised it.
-
-    Args:
-        network: the network that was running.
-        error: the error that it raised.
-    """
+    """Return the first line of an error, after the name of the module that raised it."""
     where = culprit(network, error)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return f"{where}: {first}" if where else first
 
 
 def missing_entry(view: nn.Module, error: BaseException) -> str:
-    """Return what to add to the elastic description of a network whose narrowed view has failed.
-
-    Args:
-        view: the view of a subnet, which fails on an input on which the full network runs.
-        error: the error that it raised.
-
-    Returns:
-        An advice that names the module, and the entry that a module of this class needs.
-    """
+    """Return what to add to the elastic description of a network whose narrowed view has failed."""
     path = _path(view, error)
     module = view.get_submodule(path)
-    for classes, entry in _ENTRIES:
-        if path and isinstance(module, classes):
-            return f'describe this module: "{path}": {entry}'
+    reads = traits_of(module).reads
+    operator = slicer_of(module) if path and reads else None
+    if operator is not None:
+        return f'describe this module: "{path}": {operator.__name__}.on({reads}=...)'
     inside = f"in {path} " if path else ""
     return f"the elastic description must name every module {inside}that consumes a narrowed output"
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from subnetact.errors import StaleWeights
 from subnetact.operators.base import Operator
 from subnetact.supernet.replacements import Replacements, substituted
-from subnetact.supernet.untraced_changes import PlainAttributes
+from subnetact.supernet.untraced_changes import NamedView, PlainAttributes, outdated
 from subnetact.supernet.views import Views
 
 __all__ = ["Generation", "Moment", "Weights", "is_counter", "weights_of"]
@@ -61,10 +61,8 @@ class Moment(NamedTuple):
 class Weights:
     """The weights of a supernet from one exchange to the next one. Every view has the one that it reads.
 
-    Args:
-        tensors: the weights, and then the shared BatchNorm statistics.
-        moment: their present moment.
-        carried: whether copies and pickles take the tensors along: those of a network of its own do.
+    The tensors are the weights, and then the shared BatchNorm statistics. If they are `carried`, copies and
+    pickles take them along: those of a network of its own do.
     """
 
     def __init__(
@@ -93,16 +91,16 @@ class Weights:
         self._last = self.moment()
 
     def note_change(self) -> None:
-        """Note that these closed weights were changed beneath the views that still read them."""
+        """Note that these closed weights were changed in place, where views still read them."""
         last = self.moment()
         self._last = last._replace(changes=last.changes + 1)
 
-    def of_copy(self, network: nn.Module) -> Weights:
-        """Return the weights of a network that was extracted just now.
+    def note_training(self) -> None:
+        """Note that a BatchNorm will write its statistics, which torch does not count."""
+        self._start = self._start._replace(statistics=self._start.statistics + 1)
 
-        Args:
-            network: the network, with its own copy of the weights.
-        """
+    def of_copy(self, network: nn.Module) -> Weights:
+        """Return the weights of a network that was extracted just now."""
         return Weights(weights_of(network), self.moment(), carried=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,18 +109,13 @@ class Weights:
 
 
 class Generation:
-    """Tells whether the weights of a supernet have changed.
-
-    Args:
-        supernet: a module around the network with operators, which holds nothing else.
-        views: the views to drop when the weights are exchanged.
+    """Tells whether the weights of a supernet have changed, and drops its views when they are exchanged.
 
     Attributes:
         number: another one whenever views have to be taken again. It grows, and no two supernets of a process
             have the same one.
         weights: what views read that are bound now.
         lock: held while weights are exchanged, and while a view is bound.
-        attributes: the plain attributes that modules had when views were last dropped.
     """
 
     def __init__(self, supernet: nn.Module, views: Views) -> None:
@@ -136,14 +129,14 @@ class Generation:
 
     def _watch(self, supernet: nn.Module) -> None:
         self._replacements.note(supernet)
-        self.attributes = PlainAttributes(supernet)
+        self._attributes = PlainAttributes(supernet)
         self._noticed = self._replacements.writes
 
     def moment(self) -> Moment:
         """Return the moment of the present weights. It takes about 40 ns per parameter."""
         return self.weights.moment()
 
-    def look(self) -> bool:
+    def notice_replacements(self) -> bool:
         """Move on if modules or tensors were replaced; True while `functional_call` puts its own there."""
         if self._replacements.writes == self._noticed:
             return False
@@ -159,11 +152,11 @@ class Generation:
     @contextmanager
     def own_weights(self) -> Iterator[None]:
         """Refuse that something lasting is taken while `functional_call` puts tensors for the parameters."""
-        foreign = self.look()
+        foreign = self.notice_replacements()
         writes, number = self._replacements.writes, self.number
         if not foreign:
             yield
-            foreign = self.look()
+            foreign = self.notice_replacements()
         # An exchange of the weights writes as well; who takes something sees it by the number.
         if foreign or (self._replacements.writes != writes and self.number == number):
             raise StaleWeights(
@@ -173,12 +166,7 @@ class Generation:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Return a context in which weights and statistics can be copied: all copies are of one moment.
-
-        Raises:
-            StaleWeights: weights were changed in place by another thread meanwhile, or `functional_call` ran
-                on the supernet.
-        """
+        """Return a context in which weights and statistics are copied: all copies are of one moment."""
         with self.lock, self.own_weights():
             before = self.moment()
             yield
@@ -188,17 +176,22 @@ class Generation:
                     "moment; save and export between two steps of the training"
                 )
 
+    def outdated(self, views: Iterable[NamedView]) -> list[str]:
+        """Return which views, packed copies and plain attributes do not match the network, one line each."""
+        with self.lock:
+            supernet = self._present()
+            return outdated(supernet, views) + self._attributes.changed(supernet)
+
     def begin_exchange(self) -> None:
         """Close the weights, and drop copies of them, which must not follow half an exchange; then `move`."""
         self.weights.close()
         self.drop_copies()
 
-    def move(self, same: bool = False, beneath: bool = False) -> None:
+    def move(self, same: bool = False, in_place: bool = False) -> None:
         """Move on: views have to be taken again.
 
-        Args:
-            same: whether the weights have the same values as before, in other places for example.
-            beneath: whether the tensors that former views read may have changed as well.
+        The weights may be the `same` as before, in other places; or they changed also `in_place`, where
+        former views read them.
         """
         with self.lock, self._views.lock:
             supernet, former = self._present(), self.weights
@@ -206,7 +199,7 @@ class Generation:
             moment = former.moment()
             if not same:
                 moment = Moment(moment.owner, secrets.token_hex(8), 0, 0)
-            if beneath:
+            if in_place:
                 former.note_change()
             self.weights = Weights(weights_of(supernet), moment)
             self.number = next(_numbers)
@@ -234,9 +227,6 @@ def weights_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of a network, and the shared BatchNorm statistics, which training changes.
 
     Buffers are weights, too, apart from those with one integer, which networks count something with.
-
-    Args:
-        network: any network.
     """
     weights: dict[int, Tensor] = {id(parameter): parameter for parameter in network.parameters()}
     statistics: dict[int, Tensor] = {}

@@ -25,8 +25,8 @@ from subnetact.spec import SubnetSpec
 
 __all__ = ["NormRow", "NormTable"]
 
-LEAST_LIMIT, SHARING = 2**26, 256
-"""Rows may take as many bytes in memory as the first number plus the second times the stored bytes."""
+ALLOWED_BYTES, BYTES_PER_STORED_BYTE = 2**26, 256
+"""The rows of a file may take this much memory: so much in any case, and so much per byte in the file."""
 NORM_TABLE = DocumentFormat("a norm table", "subnetact.norms", 2, "save it again with NormTable.save()")
 
 
@@ -249,12 +249,9 @@ class NormTable:
             safe_open(path, framework="pt") as file,
         ):
             header = file.metadata()
-            schema = NORM_TABLE.check_metadata(header, path)
+            NORM_TABLE.check_metadata(header, path)
             table = cls(header["space"])
-            if schema == 1:
-                table._rows = _rows_of_schema_1(file, parse_json(header["rows"]))
-            else:
-                table._rows = _rows(file, parse_json(header["index"]))
+            table._rows = _rows(file, parse_json(header["index"]))
             for spec, row in table._rows.items():
                 wrong = _wrong(row)
                 if wrong:
@@ -288,7 +285,7 @@ def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
     if ends != {dtype: tensor.numel() for dtype, tensor in stored.items()}:
         raise ValueError("there are more statistics than blocks")
     claimed = sum(blocks[i][1][0].nbytes for entry in index["rows"] for i in entry["blocks"])
-    if claimed > LEAST_LIMIT + SHARING * sum(tensor.nbytes for tensor in stored.values()):
+    if claimed > ALLOWED_BYTES + BYTES_PER_STORED_BYTE * sum(tensor.nbytes for tensor in stored.values()):
         raise ValueError(f"rows of {claimed} bytes are claimed of {sum(ends.values())} stored numbers")
     rows: dict[SubnetSpec, NormRow] = {}
     for entry in index["rows"]:
@@ -296,13 +293,3 @@ def _rows(file: Any, index: dict[str, Any]) -> dict[SubnetSpec, NormRow]:
             raise ValueError(f"row {len(rows)} names a block that is not there")
         rows[SubnetSpec.from_json(entry["spec"])] = NormRow.of(dict(blocks[i] for i in entry["blocks"]))
     return rows
-
-
-def _rows_of_schema_1(file: Any, index: list[dict[str, Any]]) -> dict[SubnetSpec, NormRow]:
-    """Read a file of schema 1, which stores every row in a tensor of its own."""
-    return {
-        SubnetSpec.from_json(entry["spec"]): NormRow(
-            {name: int(count) for name, count in entry["channels"]}, file.get_tensor(str(i))
-        )
-        for i, entry in enumerate(index)
-    }

@@ -13,17 +13,10 @@ __all__ = ["checksum", "exchange_storage_", "renew_storage_"]
 
 
 def renew_storage_(network: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Move the parameters and buffers of a network to new storage with the same values, in place.
+    """Move the parameters and buffers of a network to copies of their storage, as `exchange_storage_` does.
 
     The parameters stay the same objects, so optimizers keep them. Tensors that share storage share their new
-    storage as well. Tensors in shared memory, tensors that are not dense, and tensors of subclasses other
-    than `nn.Parameter` keep their storage.
-
-    Args:
-        network: the network.
-
-    Returns:
-        Every tensor that was moved, with a tensor on its former storage.
+    storage as well.
     """
     tensors = [t for t in (*network.parameters(), *network.buffers()) if _movable(t)]
     storages = {storage_id(t): t.untyped_storage() for t in tensors}
@@ -36,10 +29,12 @@ def exchange_storage_(
 ) -> list[tuple[Tensor, Tensor]]:
     """Move tensors to other storage with the same values, in place.
 
+    Tensors in shared memory, tensors that are not dense, and tensors of subclasses other than `nn.Parameter`
+    keep their storage.
+
     Args:
         tensors: the tensors. They stay the same objects.
-        storages: the new storage by the `storage_id` of the former one. Tensors whose storage is not among
-            them, and those that `renew_storage_` leaves where they are, stay there.
+        storages: the new storage by the `storage_id` of the former one.
 
     Returns:
         Every tensor that was moved, with a tensor on its former storage.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,18 +33,16 @@ from subnetact.spec import FLOAT32, PRECISIONS, SubnetSpec
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.check import CheckReport, check, check_precisions
-from subnetact.supernet.checkpoint import fitting, has_values
+from subnetact.supernet.checkpoint import fitting
 from subnetact.supernet.generation import Generation, Weights
+from subnetact.supernet.load import after_outer_load, before_outer_load, callers_level, load_
 from subnetact.supernet.norm_table import NormRow, NormTable
 from subnetact.supernet.precision import PrecisionSettings, layer_errors, put_precision_, weight_errors
-from subnetact.supernet.storage import exchange_storage_, renew_storage_
-from subnetact.supernet.untraced_changes import outdated, stale_weights
+from subnetact.supernet.storage import exchange_storage_
+from subnetact.supernet.untraced_changes import stale_weights
 from subnetact.supernet.views import Views
 
 __all__ = ["InsertReport", "Supernet", "as_supernet"]
-
-_OWN_PACKAGES = ("subnetact", "ofa_adapters", "torch")
-"""Packages whose lines a warning does not point to."""
 
 _TRIES = 3
 """How often something is done again because other threads changed the network meanwhile."""
@@ -141,9 +137,8 @@ class Supernet(nn.Module):
         self._warned = False
         self._checked: set[tuple[str, int]] = set()
         self._original = self._generation.moment() if self._trained_statistics() else None
-        self._before_load: tuple[bool, bool, Mapping[str, Any]] = False, False, {}
-        self.register_load_state_dict_pre_hook(_before_outer_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_outer_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(before_outer_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(after_outer_load)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copies take along; views and locks are made again."""
@@ -192,27 +187,23 @@ class Supernet(nn.Module):
     ) -> SubnetSpace:
         """Let subnets choose a precision: the space gets one more axis, `precision`.
 
-        At int8, the weights of linear layers and convolutions are read from one int8 copy of the full
-        weights, a quarter of their size, which all int8 subnets slice in place. The copy is made when an int8
-        subnet is first bound, and follows the weights as views do. Activations are quantised in every call,
-        with one scale per row of a linear layer and per sample of a convolution, and sums are int32. So an
-        answer does not depend on the other inputs of its batch, and views, fused programs and extracted
-        networks multiply the same numbers. Grouped convolutions, normalisation, softmax, and the first and
-        (without `last`) the last layer stay at float32. At bfloat16 the same layers read a bfloat16 copy.
+        At int8, linear layers and convolutions slice one int8 copy of the full weights, a quarter of their
+        size, which is made when an int8 subnet is first bound and follows the weights. Activations are
+        quantised in every call, with one scale per row of a linear layer and per sample of a convolution, so
+        that an answer does not depend on the other inputs of its batch; sums are int32. Grouped convolutions,
+        normalisation, softmax, and the first and (without `last`) the last layer stay at float32. At bfloat16
+        the same layers read a bfloat16 copy. Statistics rows are those of the same subnet at float32, and
+        training uses the full weights. Specifications without a precision mean float32.
 
-        A machine runs a precision if it has a kernel for it that is faster than float32, and is refused
-        otherwise; `python -m subnetact.profile --machine` prints which.
-
-        Subnets run on the BatchNorm statistics of the same subnet at float32, and training uses the full
-        weights. Specifications without a precision stay valid; they mean float32.
+        A machine is refused if it has no kernel for a precision that is faster than float32;
+        `python -m subnetact.profile --machine` prints what it has.
 
         Args:
             precisions: `int8`, `bfloat16` or both.
             keep: the names of further modules that stay at float32, with all their submodules.
             slots: name of a part of the network -> the beginning of the names of its modules, so that each
                 part chooses a precision of its own. If None, the whole network is one part.
-            last: whether the last layer follows the precision, too. That of a language model with many
-                tokens is larger than many others together.
+            last: whether the last layer follows the precision, too.
 
         Returns:
             The new space, which is `supernet.space` from now on.
@@ -250,9 +241,8 @@ class Supernet(nn.Module):
             x: a batch that the network takes. If None, only the full weights are looked at.
 
         Returns:
-            Name of the module -> relative error. Without a batch it is that of the output channel whose
-            weights are the farthest off. With a batch it is that of the module's outputs, for the inputs that
-            the module has at float32.
+            Name of the module -> relative error: without a batch of the output channel whose weights are the
+            farthest off, with a batch of the outputs for the inputs that the module has at float32.
 
         Raises:
             PrecisionError: the subnet is float32, or a weight is not finite.
@@ -278,39 +268,31 @@ class Supernet(nn.Module):
     def subnet(self, spec: SubnetSpec) -> nn.Module:
         """Return the view of one subnet: an ordinary module that shares the supernet's storage.
 
-        Many threads may call this method and run views at the same time. As long as the view is cached, the
-        same module is returned. A subnet that was never calibrated runs on the supernet's shared BatchNorm
-        statistics, and the first such subnet gives an `UncalibratedSubnetWarning`.
+        Many threads may call this method and run views at the same time. While a view is cached, the same
+        module is returned. A subnet that was never calibrated runs on the shared BatchNorm statistics; the
+        first one gives an `UncalibratedSubnetWarning`.
 
         Args:
             spec: the subnet.
 
         Returns:
-            The view, in evaluation mode. It follows changes of the supernet's weights in place. After
-            `load_state_dict` and `to`, which move the supernet to other storage, a view that was returned
-            before keeps the former weights and their memory; call this method again.
+            The view, in evaluation mode. It follows changes of weights in place. After `load_state_dict` and
+            `to` it keeps the former weights and their memory; call this method again.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
-        if self._generation.look():
+        if self._generation.notice_replacements():
             with self._generation.lock:
                 return self._bind(spec, self._norms.get(spec), fresh=True)
         with self._views.lock:
             view = self._views.get(spec, self._norms.get(spec))
-        return view or self._build(self.space.check(spec))
+        return self._build(self.space.check(spec)) if view is None else view
 
     def private_view(self, spec: SubnetSpec) -> tuple[nn.Module, NormRow | None]:
-        """Return a new view that nobody else holds, for code that changes the modules of the view.
-
-        Args:
-            spec: the subnet.
-
-        Returns:
-            The view, and the statistics row that it runs on. If the subnet was never
-            calibrated, the row is None.
+        """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -332,7 +314,7 @@ class Supernet(nn.Module):
     @property
     def generation(self) -> Generation:
         """Tells everything that outlives a change of the weights whether they have changed."""
-        self._generation.look()
+        self._generation.notice_replacements()
         return self._generation
 
     def actuate(self, spec: SubnetSpec) -> None:
@@ -380,8 +362,13 @@ class Supernet(nn.Module):
         if not self.training:
             return self.subnet(spec)
         row = self.space.resolve(spec)
+
+        def bind_norm(norm: SubnetNorm) -> nn.Module:
+            self._generation.weights.note_training()
+            return norm.bind(row, trainable=True)
+
         with self._generation.lock:
-            return bind(self.network, row, lambda norm: norm.bind(row, trainable=True), trainable=True)
+            return bind(self.network, row, bind_norm, trainable=True)
 
     def extract(self, spec: SubnetSpec) -> nn.Module:
         """Return an ordinary network of one subnet, with its own copy of the weights.
@@ -390,11 +377,10 @@ class Supernet(nn.Module):
             spec: the subnet.
 
         Returns:
-            The network, in evaluation mode. It can be trained, moved, saved and exported like any other
-            module. Its BatchNorms have the statistics that the subnet runs on. Parameters that are tied in
-            the supernet and sliced in the same way are one parameter in it, too. A Hugging Face model still
-            has the configuration of the full network; `subnetact.as_pretrained` gives it its own. At a lower
-            precision, the layers have their own copies of the lowered weights and cannot be trained.
+            The network, in evaluation mode, with the statistics that the subnet runs on. It can be trained,
+            moved, saved and exported like any other module, but not trained at a lower precision. Tied
+            parameters that are sliced in the same way stay tied. A Hugging Face model still has the
+            configuration of the full network; `subnetact.as_pretrained` gives it its own.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -413,8 +399,8 @@ class Supernet(nn.Module):
         The supernet cannot be used any more afterwards; views and extracted networks can.
 
         Returns:
-            The network that the operators were put into, with the same module objects. It is as it was, apart
-            from weights and statistics that were trained or moved in the meantime.
+            The network that the operators were put into, with the same module objects, as it was apart from
+            what was trained or moved.
 
         Raises:
             InsertError: the operators were removed before.
@@ -440,14 +426,11 @@ class Supernet(nn.Module):
     def check(self, x: Any, compare: bool = True) -> CheckReport:
         """Run the supernet at the corners of its space, and prove that its slices fit together.
 
-        The corners are the largest subnet, the smallest one, and each axis alone at its smallest. Each of
-        them runs with NaN in all weights that the subnet does not use. Then it is compared with the original
-        network in which these weights are zero and skipped layers are identities, which finds slices of
-        wrong rows. Subnets with a narrowed LayerNorm, for example, cannot be compared in this way; the
-        report names them.
-
-        All of this happens on a private copy, while other threads may use the supernet. It takes about two
-        forward passes per corner, and as much memory as the weights.
+        The corners are the largest subnet, the smallest one, and each axis alone at its smallest. Each runs
+        with NaN in all weights that it does not use. Then it is compared with the original network in which
+        these weights are zero and skipped layers are identities, which finds slices of wrong rows. Subnets
+        with a narrowed LayerNorm, for example, cannot be compared; the report names them. All of this happens
+        on a private copy and takes about two forward passes per corner.
 
         Args:
             x: a batch that the network takes, a tensor or a tuple or dictionary of them; one input suffices.
@@ -474,19 +457,10 @@ class Supernet(nn.Module):
         return report
 
     def check_once(self, x: Any) -> None:
-        """Run `check` unless the supernet has passed for inputs of these shapes and dtypes already.
+        """Run `check` on the first input of `x`, unless its shapes and dtypes have passed since `refresh`.
 
-        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. Only the first
-        input of the batch is used. After `refresh`, which `load_state_dict` and `to` call, the supernet is
-        checked again.
-
-        Args:
-            x: a batch that the network takes, a tensor or a tuple or dictionary of them.
-
-        Raises:
-            SpecError: the largest subnet does not run on the batch.
-            InsertError: as `check` raises it.
-            StaleWeights: another thread keeps changing the weights.
+        `Engine`, `calibrate` and `profile_latency` call this method unless `check=False`. It raises what
+        `check` raises, or `StaleWeights` if another thread keeps changing the weights.
         """
         x = map_tensors(lambda t: t[:1], x)
         seen = repr(map_tensors(lambda t: (tuple(t.shape), str(t.dtype)), x)), self._generation.number
@@ -511,11 +485,7 @@ class Supernet(nn.Module):
         ) from cause
 
     def distinct(self, specs: Iterable[SubnetSpec], what: str) -> list[SubnetSpec]:
-        """Return the canonical forms of specifications, after a check that all are distinct.
-
-        Args:
-            specs: one or more subnets.
-            what: who needs them, for messages.
+        """Return the canonical forms of `specs`, one or more; `what` needs them, in messages.
 
         Raises:
             SpecError: there is no specification, one occurs twice, or one is not of this space.
@@ -531,13 +501,7 @@ class Supernet(nn.Module):
         return found
 
     def calibrated(self, spec: SubnetSpec) -> bool:
-        """Tell whether a subnet needs no (further) calibration.
-
-        Args:
-            spec: the subnet.
-
-        Returns:
-            True if the subnet has a statistics row of its own, or if the network has no BatchNorm.
+        """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm.
 
         Raises:
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
@@ -545,15 +509,7 @@ class Supernet(nn.Module):
         return self.space.check(spec) in self._norms or not self.norm_operators()
 
     def require_calibrated(self, specs: Sequence[SubnetSpec]) -> None:
-        """Refuse subnets that need calibration.
-
-        Args:
-            specs: the subnets.
-
-        Raises:
-            NotCalibrated: a subnet has no BatchNorm statistics of its own.
-            SpecError: a specification is malformed, or of another space (`ForeignSpec`).
-        """
+        """Refuse `specs` of which one has no BatchNorm statistics of its own, with `NotCalibrated`."""
         bare = [spec for spec in specs if not self.calibrated(spec)]
         if bare:
             raise NotCalibrated(
@@ -569,18 +525,14 @@ class Supernet(nn.Module):
             spec: a subnet; if it was never calibrated, these are the supernet's shared statistics.
 
         Returns:
-            The mean and the variance, each of shape (channels,), by the name of the BatchNorm. They are
-            the tensors in use, not copies.
+            BatchNorm name -> (mean, variance), each of shape (channels,): the tensors in use, not copies.
 
         Raises:
             SpecError: the specification is malformed or of another space (`ForeignSpec`), or its own
                 statistics lack a BatchNorm or have another number of channels.
         """
         spec = self.space.check(spec)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        with self._generation.lock:
-            self._bind(spec, self._norms.get(spec), note=found)
-        return found
+        return self._statistics(spec, self._norms.get(spec))
 
     def adopt_statistics(self, spec: SubnetSpec | None = None) -> None:
         """Give a subnet the BatchNorm statistics that the network came with as its own statistics row.
@@ -596,45 +548,36 @@ class Supernet(nn.Module):
             SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.largest() if spec is None else self.space.check(spec)
-        self._norms.update({spec: self._shared_statistics(spec)})
+        self._norms.update({spec: self._shared_row(spec)})
 
-    def _shared_statistics(self, spec: SubnetSpec) -> NormRow:
-        """Copy what the network's own statistics are for a subnet."""
-        row = self.space.resolve(spec)
+    def _statistics(self, spec: SubnetSpec, row: NormRow | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the statistics of every BatchNorm of a subnet that runs on a row, or on the shared ones."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
+        self._bind(spec, row, note=found, hooked=False)
+        return found
 
-        def shared(norm: SubnetNorm) -> nn.Module:
-            found[norm.path] = norm.shared_statistics(row)
-            return norm.bind(row)
-
+    def _shared_row(self, spec: SubnetSpec) -> NormRow:
         with torch.inference_mode(False), torch.no_grad():
-            bind(self.network, row, shared)
-            return NormRow.of(found)
+            return NormRow.of(self._statistics(spec, None))
 
-    def _has_adopted(self) -> bool:
+    def has_adopted_statistics(self) -> bool:
         """Tell whether the largest subnet's statistics row holds the network's own statistics."""
         largest = self.space.largest()
         row = self._norms.get(largest)
         if row is None:
             return False
-        shared = self._shared_statistics(largest).flat
+        shared = self._shared_row(largest).flat
         return not shared.is_meta and torch.equal(row.flat.to(shared), shared)
 
     def has_original_statistics(self) -> bool:
-        """Tell whether the largest subnet is the pretrained network that `insert_` was given.
+        """Tell whether the largest subnet is the trained network that `insert_` was given, unchanged since.
 
-        Returns:
-            True if the network was no family's supernet, its BatchNorms had been trained, and neither their
-            statistics nor the weights have changed since. `calibrate` then leaves the largest subnet alone.
+        `calibrate` then leaves it alone. Networks of families were trained as supernets, so it is False.
         """
         return self.origin is None and self._unchanged_since_then()
 
     def renew_original_statistics(self) -> None:
-        """Declare that weights were changed in a way that left the function of the largest subnet as it was.
-
-        The statistics that the network came with, permuted together with its channels for example, are then
-        still right for the largest subnet (`has_original_statistics`).
-        """
+        """Declare that a change of weights left the function of the largest subnet as it was."""
         self._original = self.generation.moment()
 
     def _unchanged_since_then(self) -> bool:
@@ -653,21 +596,19 @@ class Supernet(nn.Module):
     def refresh(self) -> None:
         """Drop all cached views, after weights were changed in a way that cannot be seen.
 
-        Call this method after `parameter.data = ...`, after values were changed through `parameter.data`,
-        through NumPy, or in tensors that were made in inference mode, and after plain attributes of modules
-        were changed (`supernet.network.scale = 2.0`). `verify` finds such changes where a copy or a view no
-        longer matches the weights; key-value caches and statistics that were adopted learn of them from this
-        method only. Other changes in place, replaced modules and parameters, `supernet.load_state_dict` and
-        `supernet.to` need no call.
+        Call this method after changes through `parameter.data` or NumPy, or in tensors that were made in
+        inference mode, and after plain attributes of modules were changed (`supernet.network.scale = 2.0`).
+        `verify` finds them where a copy or a view no longer matches; key-value caches and adopted statistics
+        learn of them from this method only. Other changes in place, replaced modules and parameters,
+        `supernet.load_state_dict` and `supernet.to` need no call.
         """
-        self._generation.move(beneath=True)
+        self._generation.move(in_place=True)
 
     def packed_bytes(self) -> int:
         """Return the bytes of all packed copies: slices that are no views of the weights.
 
-        These are copies of segments that do not touch, kernels made with matrices, and what own operators
-        copy. There is one per operator and sizes, for all subnets with these sizes. `refresh` drops them;
-        binding a subnet makes those that it needs. `lowered_bytes` counts the copies at lower precisions.
+        There is one per operator and sizes, for all subnets with these sizes. `lowered_bytes` counts those at
+        lower precisions.
         """
         operators = [m for m in self.network.modules() if isinstance(m, Operator)]
         every = sum(packed.nbytes for operator in operators for packed in operator.packed_copies())
@@ -676,11 +617,8 @@ class Supernet(nn.Module):
     def verify(self, refresh: bool = False) -> tuple[str, ...]:
         """Find cached slices and copies that no longer match the weights that they were made of.
 
-        Most changes of weights are noticed without this method. Those that nothing shows are found here:
-        replaced storage (`parameter.data = ...`), changes of what packed copies were computed from
-        through `parameter.data`, through NumPy, or in tensors that were made in inference mode, and other
-        values of plain attributes of modules (`supernet.network.scale = 2.0`).
-        `Engine.verify` looks at fused programs as well.
+        Most changes are noticed without this method. It finds those that leave no trace, as `refresh` lists
+        them. `Engine.verify` looks at fused programs as well.
 
         Args:
             refresh: whether to call `refresh` if something is found, instead of raising an error.
@@ -691,25 +629,12 @@ class Supernet(nn.Module):
         Raises:
             StaleWeights: something was found, and `refresh` is False.
         """
-        found = self.stale(self._views.listed())
+        found = self._generation.outdated(self._views.listed())
         if found and refresh:
             self.refresh()
         elif found:
             raise stale_weights(found, "supernet")
         return tuple(found)
-
-    def stale(self, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
-        """Compare views, packed copies and plain attributes with the present weights and attributes.
-
-        Args:
-            views: name, view and statistics row of each subnet. If it has no statistics of its own, the row
-                is None.
-
-        Returns:
-            What does not match, one line each.
-        """
-        with self._generation.lock:
-            return outdated(self.network, views) + self._generation.attributes.changed(self)
 
     def fingerprint(self) -> str:
         """Return a hash of the space and of all weights, as 16 hexadecimal digits.
@@ -733,13 +658,8 @@ class Supernet(nn.Module):
                 raise
         value = getattr(network, name)
         if isinstance(value, nn.Module | Tensor) or callable(value):
-            kind = (
-                "module"
-                if isinstance(value, nn.Module)
-                else "tensor"
-                if isinstance(value, Tensor)
-                else "method"
-            )
+            kinds = {nn.Module: "module", Tensor: "tensor"}
+            kind = next((kind for cls, kind in kinds.items() if isinstance(value, cls)), "method")
             raise AttributeError(
                 f"Supernet has no attribute {name!r}; its network has this {kind}. A subnet has its own, "
                 f"supernet.subnet(spec).{name}; the full one is supernet.network.{name}"
@@ -761,14 +681,12 @@ class Supernet(nn.Module):
     ) -> Any:
         """Load a state_dict of the network, atomically for everybody who runs subnets meanwhile.
 
-        The weights are loaded into new storage, to which the parameters move; they stay the same objects, so
-        optimizers keep them. A forward pass (in evaluation mode) that has begun ends on the former weights,
-        and later ones run on the new weights; none sees a mixture, and engines change all subnets at once.
-        While former weights are in use there are two copies in memory. If there is no room for two, use
-        `supernet.network.load_state_dict`, which loads in place while nothing runs, and leaves all rows of
-        `norms` as they are, as training does: calibrate again. Parameters in shared memory, those of
-        subclasses of `nn.Parameter`, and a supernet that is loaded as a part of another module are loaded in
-        place as well.
+        The parameters move to new storage and stay the same objects, so optimizers keep them. A forward pass
+        (in evaluation mode) that has begun ends on the former weights, and later ones run on the new ones;
+        none sees a mixture, and engines change all subnets at once. Meanwhile there are two copies in memory.
+        Parameters in shared memory, those of subclasses of `nn.Parameter`, and a supernet that is loaded as a
+        part of another module are loaded in place. So does `supernet.network.load_state_dict`, for which
+        nothing may run, and which leaves all rows of `norms` as they are: calibrate again.
 
         Args:
             state_dict: tensors by the names of the network. If all names have one of the prefixes `module.`,
@@ -778,12 +696,11 @@ class Supernet(nn.Module):
                 not, nothing is loaded.
             assign: whether to use the given tensors themselves instead of copying them, as in
                 `nn.Module.load_state_dict`.
-            norms: the statistics rows that belong to these weights; they replace those of `norms` at the same
-                moment. Without it, rows stay if the weights are the same. With other weights the rows of
-                calibrated subnets are dropped, with an `UncalibratedSubnetWarning`, because they belong to
-                the former weights, also those that were assigned to `supernet.norms` just before; engines
-                then refuse these subnets (`NotCalibrated`). The row that `adopt_statistics` gave the largest
-                subnet follows the network's own statistics. Give `norms=supernet.norms` to keep all rows.
+            norms: the statistics rows of these weights, which replace the former ones at the same moment.
+                Without it, rows stay if the weights are the same, and are dropped with an
+                `UncalibratedSubnetWarning` if not, also those that were assigned just before; engines then
+                refuse these subnets (`NotCalibrated`). A row of `adopt_statistics` follows the network's own
+                statistics. Give `norms=supernet.norms` to keep all rows.
 
         Returns:
             What `nn.Module.load_state_dict` returns.
@@ -796,63 +713,7 @@ class Supernet(nn.Module):
         if norms is not None:
             self._require_own(norms)
         state_dict = fitting(state_dict, self._present().state_dict(), strict)
-        with self._generation.lock:
-            former_rows, dropped = self._norms, 0
-            before = self._rows_before(state_dict, assign) if norms is None else (False, False)
-            modules: Any = list(self.network.modules()) if assign else []
-            held = [(kept, dict(kept)) for m in modules for kept in (m._parameters, m._buffers)]
-            moved: list[tuple[Tensor, Tensor]] = []
-            loaded = False
-            try:
-                self.generation.begin_exchange()
-                moved = [] if assign else renew_storage_(self.network)
-                result = self.network.load_state_dict(state_dict, strict, assign)
-                loaded = True
-                if norms is None:
-                    dropped = self._keep_rows(*before, state_dict)
-                else:
-                    self._norms = self._own(norms)  # in the dtype that `assign` may have given the weights
-            except BaseException:
-                for tensor, former in moved:
-                    tensor.data = former
-                for kept, entries in held:
-                    kept.update(entries)
-                self._norms = former_rows
-                raise
-            finally:
-                in_place = not assign and len(moved) < len(
-                    {*self.network.parameters(), *self.network.buffers()}
-                )
-                self._generation.move(same=not (loaded or in_place), beneath=in_place)
-        _warn_of_dropped(dropped, "give norms= those of the new weights, or supernet.norms to keep them")
-        return result
-
-    def _rows_before(self, state_dict: Mapping[str, Any], assign: bool) -> tuple[bool, bool]:
-        """Tell whether the largest subnet's row is adopted, and whether a load would change no weight."""
-        rows = len(self._norms)
-        adopted = bool(rows) and self._has_adopted()
-        return adopted, rows > adopted and has_values(self.network, state_dict, exact=assign)
-
-    def _keep_rows(self, adopted: bool, same: bool, state_dict: Mapping[str, Any]) -> int:
-        """Drop the statistics rows if the weights have changed, apart from an adopted row, which follows.
-
-        Returns:
-            How many rows were dropped.
-        """
-        dropped = len(self._norms) - adopted
-        if same and has_values(self.network, state_dict, exact=False):
-            dropped = 0
-        elif dropped:
-            self._norms = NormTable(self.space.id)
-        if adopted:
-            self.adopt_statistics()
-        return dropped
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Return a context in which no other thread exchanges weights or binds a view."""
-        with self._generation.lock:
-            yield
+        return load_(self, state_dict, strict, assign, norms)
 
     def snapshot(self) -> Supernet:
         """Return a copy of the supernet with weights and statistics of one moment, for work that takes long.
@@ -869,11 +730,7 @@ class Supernet(nn.Module):
         return [*self.network.parameters(), *self.network.buffers(), *rows]
 
     def exchange_storage(self, storages: Mapping[int, UntypedStorage]) -> None:
-        """Move weights and statistics to other storage with the same values, as `load_state_dict` does.
-
-        Args:
-            storages: the new storage by the `storage_id` of the former one; other tensors stay.
-        """
+        """Move weights and statistics to other `storages`, by the `storage_id` of the former ones."""
         with self._generation.lock:
             try:
                 self.generation.begin_exchange()
@@ -962,7 +819,7 @@ class Supernet(nn.Module):
                 f"subnet {spec} runs on the supernet's shared BatchNorm statistics, which cost accuracy; "
                 "call subnetact.calibrate(supernet, specs, batches)",
                 UncalibratedSubnetWarning,
-                stacklevel=_callers_level(),
+                stacklevel=callers_level(),
             )
 
 
@@ -983,43 +840,3 @@ def _removed() -> InsertError:
 @_disable_dynamo  # torch.compiler.disable would import the compiler with this module.
 def _bound_outside_graphs(supernet: Supernet, spec: SubnetSpec) -> nn.Module:
     return supernet._bound(spec)
-
-
-def _callers_level() -> int:
-    """Return the `stacklevel` with which a warning points to the first caller outside this library."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OWN_PACKAGES:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _before_outer_load(
-    supernet: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-) -> None:
-    """Add the prefix `network.` to names that a module around the supernet saved without the prefix."""
-    inner = f"{prefix}network."
-    for name in [n for n in state_dict if n.startswith(prefix) and not n.startswith(inner)]:
-        state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
-    if isinstance(supernet, Supernet):
-        supernet.refresh()
-        given = {n.removeprefix(inner): t for n, t in state_dict.items() if n.startswith(inner)}
-        assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        supernet._before_load = *supernet._rows_before(given, assign), given
-
-
-def _after_outer_load(supernet: nn.Module, _: Any) -> None:
-    """Drop the statistics rows of former weights after a module around the supernet was loaded."""
-    if isinstance(supernet, Supernet):
-        rows = supernet._keep_rows(*supernet._before_load)
-        supernet._before_load = False, False, {}
-        _warn_of_dropped(rows, "assign those of the new weights to supernet.norms after the load")
-
-
-def _warn_of_dropped(rows: int, instead: str) -> None:
-    if rows:
-        warnings.warn(
-            f"load_state_dict: the BatchNorm statistics of {rows} subnet(s) belonged to the former weights "
-            f"and are dropped; {instead}, or call subnetact.calibrate(supernet, specs, batches)",
-            UncalibratedSubnetWarning,
-            stacklevel=_callers_level(),
-        )

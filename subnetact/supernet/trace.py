@@ -13,19 +13,12 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
+from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.view_module import mix_in_, mix_out_, module_class
 
 __all__ = ["RecordedCall", "is_layer", "trace_"]
 
-_CONTAINERS = (
-    nn.Module,
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.ParameterList,
-    nn.ParameterDict,
-)
 _KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
 _KNOWN_METHODS = ("dim", "size", "numel", "is_floating_point", "__len__")
 
@@ -57,7 +50,7 @@ class _TensorProxy(fx.Proxy):
 def is_layer(module: nn.Module) -> bool:
     """Tell whether a module is a layer of PyTorch, or of a class that is derived from one."""
     return any(
-        cls.__module__.startswith("torch.nn.") and cls not in _CONTAINERS
+        cls.__module__.startswith("torch.nn.") and traits_of(cls, derived=False).kind != "container"
         for cls in module_class(module).__mro__
     )
 
@@ -65,29 +58,21 @@ def is_layer(module: nn.Module) -> bool:
 def trace_(
     view: nn.Module,
     is_leaf: Callable[[nn.Module], bool] | None = None,
-    enters: Callable[[nn.Module], bool] | None = None,
+    looks_inside: Callable[[nn.Module], bool] | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> tuple[fx.Graph, dict[str, nn.Module]]:
-    """Return the graph of a view's forward of one tensor, and the leaves of the graph.
+    """Return the graph of a view's forward of one tensor, and the leaves by the names of their calls.
 
     PyTorch's own layers and layers derived from them are leaves: the graph has one call for each, and nothing
-    of their inside.
+    of their inside. A forward that cannot be traced raises what it raises.
 
     Args:
         view: a view that nobody else uses. It is unchanged afterwards.
-        is_leaf: a function that tells which further modules are leaves. If None, there are no further ones.
-        enters: a function that tells which layers are no leaves, so that their inside is traced. If None,
-            all layers are leaves.
+        is_leaf: tells which further modules are leaves.
+        looks_inside: tells which layers are no leaves.
         tensors: receives the parameters and buffers that a forward reads itself, its own and those of
             leaves, by the names under which the graph gets them. If None, they are constants in the arguments
             of nodes.
-
-    Returns:
-        The graph, and the leaves by the names under which the graph calls them.
-
-    Raises:
-        Exception: whatever the forward raises if it cannot be traced, because it depends on values for
-            example.
     """
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
@@ -97,7 +82,7 @@ def trace_(
     replaced: list[tuple[nn.Module, str, Any]] = []
     inside = ""
     for path, module in view.named_modules():
-        layer = is_layer(module) and not (enters is not None and enters(module))
+        layer = is_layer(module) and not (looks_inside is not None and looks_inside(module))
         if inside and path.startswith(inside):
             continue
         wanted = layer or (is_leaf is not None and is_leaf(module))

@@ -7,7 +7,7 @@ inference mode, or when a plain attribute of a module gets another value.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -16,7 +16,10 @@ from subnetact.operators.base import Operator
 from subnetact.operators.tensor_version import storage_id
 from subnetact.supernet.norm_table import NormRow
 
-__all__ = ["PlainAttributes", "outdated", "stale_weights"]
+__all__ = ["NamedView", "PlainAttributes", "outdated", "stale_weights"]
+
+NamedView: TypeAlias = tuple[str, nn.Module, NormRow | None]
+"""The name of a subnet, its view, and its statistics row if it has one of its own."""
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -49,8 +52,8 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (bool(one == other) or (one != one and other != other))
 
 
-def outdated(network: nn.Module, views: Iterable[tuple[str, nn.Module, NormRow | None]]) -> list[str]:
-    """Return which views (name, view, statistics row) and packed copies do not match the weights now."""
+def outdated(network: nn.Module, views: Iterable[NamedView]) -> list[str]:
+    """Return which views and packed copies do not match the weights of a network now, one line each."""
     present = {storage_id(t) for t in (*network.parameters(), *network.buffers())}
     found = []
     for name, view, row in views:

@@ -2,8 +2,7 @@
 
 Two proofs need such copies. A subnet must not change if all weights that it does not use become NaN. And a
 subnet equals its masked reference, which is the original network with these weights at zero and with skipped
-layers as identities, because a channel, a neuron or a head whose weights are zero is silent. The second
-proof also finds slices of the wrong rows, which the first one cannot.
+layers as identities. The second proof also finds slices of the wrong rows, which the first one cannot.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ __all__ = [
 def private_copy(network: nn.Module) -> nn.Module:
     """Return a copy of a network with operators that shares no parameter and no buffer with the network.
 
-    Modules and tensors that occur several times in the network do so in the copy, also in plain lists and
-    dictionaries. Settings, such as a configuration object, are not copied.
+    What occurs several times in the network does so in the copy. Configuration objects are not copied.
     """
     tensors: dict[int, Tensor] = {}
 
@@ -94,18 +92,9 @@ def _copy(network: nn.Module, own: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 def fill_unused_(copy: nn.Module, network: nn.Module, row: SizeRow, value: float) -> None:
-    """Fill everything in a private copy that a subnet does not use with one value, in place.
+    """Fill what a subnet does not use with a value, in a private copy of the network.
 
-    The values of what the subnet uses are taken from the network, so one copy serves many subnets in turn.
-
-    Args:
-        copy: what `private_copy` returned for the network.
-        network: the network with operators; it is only read.
-        row: the size row of the subnet.
-        value: NaN or 0.0, for example.
-
-    Raises:
-        SpecError: a size in the row is not legal.
+    What it does use is taken from the network, so that one copy serves many subnets in turn.
     """
     with torch.inference_mode(False), torch.no_grad():
         for parameter in copy.parameters():
@@ -177,34 +166,17 @@ def _used(operator: Operator, sizes: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def shared_view(network: nn.Module, row: SizeRow) -> nn.Module:
-    """Return the view of one subnet on the shared BatchNorm statistics; nobody else holds the view.
-
-    Args:
-        network: the network with operators, or a private copy of the network.
-        row: the size row of the subnet.
-
-    Raises:
-        SpecError: a size in the row is not legal.
-    """
+    """Return a view of one subnet on the shared BatchNorm statistics, which nobody else holds."""
     with torch.inference_mode(False):
         return bind(network, row, lambda norm: norm.bind(row))
 
 
 def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest: SizeRow) -> nn.Module:
-    """Return the full network in which everything that a subnet does not use is zero.
+    """Return the full network in which everything that the subnet of a row does not use is zero.
 
-    Layers that the subnet skips are identities, and BatchNorms have the statistics of the subnet. The outputs
-    equal those of the subnet if `loud_operators` returns nothing and the slices fit together.
-
-    Args:
-        copy: what `private_copy` returned for the network. The reference holds its weights, so the reference
-            is valid until the copy is filled again.
-        network: the network with operators; it is only read.
-        row: the size row of the subnet.
-        largest: the size row of the largest subnet.
-
-    Raises:
-        SpecError: a size in a row is not legal.
+    Layers that the subnet skips are identities, and BatchNorms have its statistics. The outputs equal those
+    of the subnet if `loud_operators` returns nothing and the slices fit together. The reference holds the
+    weights of the private copy, so it is valid until the copy is filled again.
     """
     fill_unused_(copy, network, row, 0.0)
     mixed = list(largest)
@@ -228,16 +200,9 @@ def masked_reference(copy: nn.Module, network: nn.Module, row: SizeRow, largest:
 
 
 def loud_operators(network: nn.Module, row: SizeRow, largest: SizeRow) -> list[Operator]:
-    """Return the operators for which weights at zero do not stand for the narrowed module of a subnet.
+    """Return the narrowed operators for which zeroing is not dropping: they normalise over it, for example.
 
-    Args:
-        network: the network with operators.
-        row: the size row of the subnet.
-        largest: the size row of the largest subnet.
-
-    Returns:
-        The narrowed operators that normalise over what was dropped, for example. If there is none, the
-        masked reference is exact unless the code of a forward normalises without an operator.
+    If there is none, the masked reference is exact unless a forward normalises without an operator.
     """
     changed = {i for i, (size, full) in enumerate(zip(row, largest, strict=True)) if size != full}
     return [

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from subnetact.spec import SubnetSpec
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.untraced_changes import NamedView
 
 __all__ = ["Views"]
 
@@ -44,7 +45,7 @@ class Views:
         self._kept.clear()
         self._frozen.clear()
 
-    def listed(self) -> list[tuple[str, nn.Module, NormRow | None]]:
+    def listed(self) -> list[NamedView]:
         """Return the name, the view and the statistics row of every subnet."""
         with self.lock:
             return [(str(spec), view, row) for spec, (view, row) in self._kept.items()]

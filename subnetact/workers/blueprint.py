@@ -204,7 +204,7 @@ class Blueprint:
         """Pickle objects, and move the tensors of supernets to the shared memory that the objects need."""
         with ExitStack() as stack:
             for supernet in supernets:
-                stack.enter_context(supernet.exclusive())
+                stack.enter_context(supernet.generation.lock)
             packer = _Packer()
             objects = what() if callable(what) else what
             data = _dump(packer, objects, self._parts.runner)

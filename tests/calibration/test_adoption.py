@@ -133,3 +133,13 @@ def test_the_largest_subnet_follows_the_statistics_that_are_loaded() -> None:
     x = torch.cat(BATCHES)
     y = supernet(x, subnet=supernet.space.largest())
     torch.testing.assert_close(y, other(x), rtol=0, atol=5e-5)
+
+
+def test_training_is_noticed_where_torch_counts_nothing() -> None:
+    network = pretrained()
+    network[1].num_batches_tracked = None
+    supernet = supernet_of(network)
+    assert supernet.has_original_statistics()
+    supernet.train()
+    supernet(BATCHES[0])
+    assert not supernet.eval().has_original_statistics()

@@ -307,7 +307,7 @@ def test_a_bundle_is_written_while_a_subnet_is_registered(engine: subnetact.Engi
     """Saving takes no lock that registering holds while it waits for the weights."""
     other = engine.supernet.space.sample(1)
     subnetact.calibrate(engine.supernet, [other], [X])
-    with engine.supernet.exclusive():
+    with engine.supernet.generation.lock:
         registering = threading.Thread(target=engine.register, args=(other,))
         registering.start()  # It waits for the weights, with its own lock held.
         registering.join(0.2)

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ofa_adapters import load
 from ofa_adapters.networks.autoformer import RelativePosition
 from subnetact.errors import CheckpointError, InsertError, SpecError
+from subnetact.insertion.insert import insert_
 from subnetact.operators import ElasticAttribute, LayerNormSlice, ParameterSlice
 from subnetact.space import Axis, AxisValues, SubnetSpace
-from subnetact.supernet.insert import insert_
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "autoformer"
 FACTS = json.loads((GOLDEN / "cases.json").read_text())

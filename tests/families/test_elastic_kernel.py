@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from subnetact.errors import InsertError, SpecError
+from subnetact.insertion.insert import insert_
 from subnetact.operators import ElasticKernel, KernelConv2d, LayerSelect
 from subnetact.space import Axis, AxisValues, SubnetSpace
-from subnetact.supernet.insert import insert_
 from subnetact.supernet.supernet import Supernet
 
 SIZES = (3, 5, 7)

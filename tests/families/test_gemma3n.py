@@ -239,7 +239,7 @@ def test_layers_that_store_keys_and_values_cannot_be_skipped(supernet: subnetact
             space.spec(keep=keep, ffn=24)
     axes = [Axis.uniform("keep", ["5"], [0, 1])]
     own = SubnetSpace("own", axes, lambda values: {"keep": values["keep"][0]})
-    skipping = subnetact.supernet.insert_(
+    skipping = subnetact.insert_(
         plain(supernet.network), own, {"model.layers": LayerSelect.on(**{"5": "keep"})}
     )
     with pytest.raises(InsertError, match="keep=0 does not run"):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import subnetact
 from ofa_adapters import load
 from subnetact.errors import CheckpointError, IllegalChoice, InsertError, SpecError
+from subnetact.insertion.insert import insert_
 from subnetact.operators import (
     ModuleSwitch,
     PerWidthBatchNorm2d,
@@ -19,7 +20,6 @@ from subnetact.operators import (
     SwitchableModule,
 )
 from subnetact.space import Axis, SubnetSpace, make_divisible
-from subnetact.supernet.insert import insert_
 from subnetact.supernet.supernet import Supernet
 
 EPS = 1e-5

@@ -112,6 +112,43 @@ def test_relations_by_hand(llama: Supernet) -> None:
     assert cache_relation(copied, large, large) == "exact"
 
 
+class MlpFirst(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+    """A layer whose keys and values depend on its own feed-forward network."""
+
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **given: Any) -> Tensor:
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        given["past_key_values"] = past_key_values
+        return hidden_states + self.self_attn(self.input_layernorm(hidden_states), **given)[0]
+
+
+class Unrunnable(transformers.LlamaForCausalLM):
+    """A model that does not run on its own dummy inputs."""
+
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        return {"input_ids": torch.full((1, 1), 10**6)}
+
+
+@pytest.mark.parametrize("kind", ["another order", "no run"])
+def test_what_is_not_seen_to_run_after_a_write_counts(kind: str) -> None:
+    """The caches of subnets that differ in nothing but the last feed-forward network are then others."""
+    model = small_decoder("LlamaConfig", num_hidden_layers=2)
+    found = describe(model, {"input_ids": TOKENS}, axes=("ffn",), each_block=True, proof=False)
+    if kind == "no run":
+        model.__class__ = Unrunnable
+    else:
+        for layer in model.model.layers:
+            layer.__class__ = MlpFirst
+    supernet = insert_(model, found.space, found.elastic)
+    large = supernet.space.largest()
+    slot = len(supernet.space.axes[0].slots) - 1
+    narrow = subnet(supernet, ffn=(slot, supernet.space.axes[0].slots[slot].choices[0]))
+    assert cache_relation(supernet, large, narrow) == "approximate"
+    if kind == "another order":
+        left, right = (entries(cache_of(supernet.subnet(spec))) for spec in (large, narrow))
+        assert not all(map(torch.equal, left, right))
+
+
 def test_the_cache_of_another_precision_holds_other_numbers() -> None:
     supernet = supernet_of("llama")
     plain = supernet.space

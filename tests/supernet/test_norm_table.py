@@ -131,17 +131,6 @@ def test_the_file_holds_equal_statistics_once_and_round_trips(tmp_path: Path) ->
     assert NormTable.load(path).get(spec(0))["n0"][0].dtype == torch.float16
 
 
-def test_files_of_schema_1_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "norms.safetensors"
-    rows = [NormRow.of(row) for row in ROWS[:2]]
-    index = [{"spec": spec(i).to_json(), "channels": list(r.channels.items())} for i, r in enumerate(rows)]
-    header = {"format": "subnetact.norms", "schema": "1", "space": "s", "rows": json.dumps(index)}
-    save_file({str(i): row.flat for i, row in enumerate(rows)}, path, header)
-    loaded = NormTable.load(path)
-    assert [equal(loaded.get(spec(i)), ROWS[i]) for i in range(2)] == [True, True]
-    assert loaded.nbytes() == 2 * 2 * 4 * (3 + 4 + 5)
-
-
 def rewritten(path: Path, change: dict[str, object], header: dict[str, str] | None = None) -> None:
     with safe_open(path, "pt") as file:
         metadata = file.metadata()

@@ -194,9 +194,9 @@ def test_a_load_that_finds_no_room_leaves_nothing_behind(
     """What is then loaded in place, as the documentation advises, reaches every copy."""
     spec = supernet.enable_precision("int8").at_precision(supernet.space.largest(), "int8")
     supernet(X, subnet=spec)
-    name = {"load_state_dict": "renew_storage_", "exchange_storage": "exchange_storage_"}[door]
+    name = "load.renew_storage_" if door == "load_state_dict" else "supernet.exchange_storage_"
     with monkeypatch.context() as patch:
-        patch.setattr(f"subnetact.supernet.supernet.{name}", lambda *_: 1 / 0)
+        patch.setattr(f"subnetact.supernet.{name}", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             supernet.load_state_dict(checkpoints(supernet)[0]) if door == "load_state_dict" else (
                 supernet.exchange_storage({})

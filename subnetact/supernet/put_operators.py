@@ -1,4 +1,4 @@
-"""insert_: puts operators into an ordinary network, as a declarative description says."""
+"""put_operators_: puts operators into an ordinary network, as an elastic description says."""
 
 from __future__ import annotations
 
@@ -21,38 +21,11 @@ from subnetact.operators.subnet_norm import BATCH_NORMS
 from subnetact.space import SubnetSpace
 from subnetact.supernet.supernet import InsertReport, Supernet
 
-__all__ = ["insert_"]
+__all__ = ["put_operators_"]
 
 
-def insert_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
-    """Put operators into a network in place and return the supernet around it.
-
-    Describe every module that consumes a narrowed output as well: the BatchNorm after a narrowed
-    convolution (`channels=`) and the next convolution or linear layer (`in_=`). Every BatchNorm with running
-    statistics becomes a SubnetNorm, even if it is not described, because a subnet changes the values that
-    flow through all of them.
-
-    Args:
-        network: an ordinary network. Its modules are replaced; its parameters keep their names.
-        space: the search space, which has the dimensions that the description names.
-        elastic: name of a module -> operator, with the dimension that each of its parts follows.
-
-    Returns:
-        The supernet. Its `report` says what became elastic and which modules with weights stayed fixed.
-
-    Raises:
-        InsertError: a module or a dimension does not exist, a module cannot be made elastic, or a size of
-            the largest subnet exceeds it. The network is then unchanged.
-
-    Example:
-        >>> elastic = {
-        ...     "conv1": WeightSlice.on(out="width"),
-        ...     "bn1": SubnetNorm.on(channels="width"),
-        ...     "conv2": WeightSlice.on(in_="width"),
-        ... }
-        >>> supernet = insert_(network, space, elastic)
-        >>> print(supernet.report)
-    """
+def put_operators_(network: nn.Module, space: SubnetSpace, elastic: Mapping[str, Elastic]) -> Supernet:
+    """Put operators into a network in place, as `subnetact.insert_` says; a refused network is unchanged."""
     modules = dict(network.named_modules())
     _check(modules, elastic)
     operators: dict[nn.Module, Operator] = {}
