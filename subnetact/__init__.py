@@ -45,10 +45,10 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     spec              81    53      6
     space            392   213      6
     operators       1755   964     17
-    supernet        2113   821      5
+    supernet        2113   798      5
     insertion       3548   982      0
-    digits           176    51      7
-    ofa_adapters    2861   768     12
+    digits           161    49      7
+    ofa_adapters    2757   604     12
     training         200    82      3
     calibration      907   335      2
     latency          612   343      4
@@ -66,7 +66,7 @@ Lines of code, lines of docstrings, and public names per room. `python tests/roo
     serve           2695   908      7
     loadtest         461   216      0
     cluster         1148   547      4
-    all            36990 14662    254
+    all            36871 14473    254
 
 Glossary
 --------

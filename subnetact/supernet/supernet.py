@@ -90,6 +90,9 @@ class Supernet(nn.Module):
     of the network, such as `config`, are read through the supernet; methods belong to its subnets:
     `supernet.subnet(spec).generate(...)`.
 
+    Whatever takes a specification raises `SpecError` if it is malformed, `ForeignSpec` if it is of another
+    space.
+
     Args:
         network: the network, with operators in it.
         space: the search space.
@@ -246,7 +249,6 @@ class Supernet(nn.Module):
 
         Raises:
             PrecisionError: the subnet is float32, or a weight is not finite.
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.check(spec)
         if spec.precision == FLOAT32:
@@ -278,9 +280,6 @@ class Supernet(nn.Module):
         Returns:
             The view, in evaluation mode. It follows changes of weights in place. After `load_state_dict` and
             `to` it keeps the former weights and their memory; call this method again.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         if not isinstance(spec, SubnetSpec):
             spec = self.space.check(spec)
@@ -295,7 +294,6 @@ class Supernet(nn.Module):
         """Return a new view of `spec` that nobody else holds, and its statistics row, or None if it has none.
 
         Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
             StaleWeights: `functional_call` ran on the supernet, whose tensors a view must not keep.
         """
         spec = self.space.check(spec)
@@ -318,14 +316,7 @@ class Supernet(nn.Module):
         return self._generation
 
     def actuate(self, spec: SubnetSpec) -> None:
-        """Make `supernet(x)` run another subnet from now on. Forward passes under way are not affected.
-
-        Args:
-            spec: the subnet.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
-        """
+        """Make `supernet(x)` run the subnet `spec` from now on. Forward passes under way are not affected."""
         spec = self.space.check(spec)
         self.subnet(spec)
         self._active = spec
@@ -349,9 +340,6 @@ class Supernet(nn.Module):
 
         Returns:
             What the network returns.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self._active if subnet is None else subnet
         if torch.compiler.is_compiling():  # Binding is no computation; the network of the subnet is compiled.
@@ -381,9 +369,6 @@ class Supernet(nn.Module):
             moved, saved and exported like any other module, but not trained at a lower precision. Tied
             parameters that are sliced in the same way stay tied. A Hugging Face model still has the
             configuration of the full network; `subnetact.as_pretrained` gives it its own.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.check(spec)
         with torch.no_grad(), self._generation.lock:
@@ -501,11 +486,7 @@ class Supernet(nn.Module):
         return found
 
     def calibrated(self, spec: SubnetSpec) -> bool:
-        """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
-        """
+        """Tell whether a subnet, `spec`, has a statistics row of its own, or the network has no BatchNorm."""
         return self.space.check(spec) in self._norms or not self.norm_operators()
 
     def require_calibrated(self, specs: Sequence[SubnetSpec]) -> None:
@@ -543,9 +524,6 @@ class Supernet(nn.Module):
         Args:
             spec: the subnet. If None, the largest. A smaller subnet gets the statistics of its first
                 channels, which are wrong for it unless its layers have the same inputs as in the largest.
-
-        Raises:
-            SpecError: the specification is malformed, or of another space (`ForeignSpec`).
         """
         spec = self.space.largest() if spec is None else self.space.check(spec)
         self._norms.update({spec: self._shared_row(spec)})
