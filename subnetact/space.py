@@ -135,24 +135,20 @@ class SubnetSpace:
     Args:
         name: the name of the family, or any name for an own network.
         axes: the kinds of choices.
-        resolve: a function from axis values to sizes. It gets a mapping from every axis to a tuple of one
-            value per slot, with None in slots that the subnet does not use. It returns a mapping from
-            every dimension that the elastic description names to its size, a whole number. Whether a layer
-            is kept is a dimension of size 1 or 0. All subnets must give the same dimensions in the same
-            order, and the largest subnet must give the largest sizes.
-        parse: a function from the family's own notation to axis values. If None, `parse` takes axis
-            values.
-        format: a function from axis values back to the family's own notation. If None, `format` returns
-            axis values.
+        resolve: a function from axis values (axis -> one value per slot, None where the subnet does not use
+            the slot) to sizes (dimension of the elastic description -> whole number). Whether a layer is
+            kept is a dimension of size 1 or 0. All subnets must give the same dimensions in the same order,
+            and the largest subnet must give the largest sizes.
+        parse: a function from the family's own notation to axis values. If None, `parse` takes axis values.
+        format: the inverse of `parse`. If None, `format` returns axis values.
 
     Attributes:
         name: as given.
         axes: as given.
         dimensions: the names of the dimensions, in the order of size rows.
-        id: the name and a hash of the axes, the dimensions and the sizes: those of all subnets of a small
-            space, and of a fixed sample of a large one in which every choice of every slot occurs.
-            Specifications, norm tables and latency tables carry the id of their space. An axis of precisions
-            does not change it.
+        id: the name and a hash of the axes, the dimensions and the sizes of all subnets of a small space, or
+            of a fixed sample of a large one in which every choice of every slot occurs. Specifications and
+            tables carry it. An axis of precisions does not change it.
         resolve: returns the size row of a specification, one size per dimension, and raises `SpecError` for
             specifications of other spaces. The last 4,096 results are cached.
 
@@ -191,7 +187,7 @@ class SubnetSpace:
             for axis, i, slot in self._slots()
         ]
         digest = hashlib.sha256(json.dumps([described, self.dimensions]).encode())
-        for spec in self._telling():
+        for spec in self._hashed():
             digest.update(json.dumps(self._sizes_of(spec)).encode())
         self.id = f"{name}-{digest.hexdigest()[:12]}"
         self.resolve = lru_cache(maxsize=4096)(self._row)
@@ -200,8 +196,8 @@ class SubnetSpace:
         """Return what pickle and copies take along.
 
         Raises:
-            SpecError: a function of the space is a lambda or was defined inside a function, which pickle
-                cannot find again. Picklers that take such functions along (cloudpickle, dill) are let do so.
+            SpecError: pickle cannot find a function of the space again, because it is a lambda or was
+                defined inside a function. Copies, cloudpickle and dill take it along.
         """
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         for function in (self._resolve, self._parse, self._format):
@@ -337,15 +333,12 @@ class SubnetSpace:
         return self.spec(**dict(spec.values))
 
     def parse(self, config: Any) -> SubnetSpec:
-        """Read a subnet in the family's own notation, or its readable key.
+        """Return the subnet of a configuration in the family's own notation, or of a readable key.
 
         Args:
             config: for an adapted family, the configuration that the family's own code takes, a dictionary
                 for example; for an own network, axis values. A string may be a `SubnetSpec.key`, as tables
                 contain it.
-
-        Returns:
-            The specification of the subnet.
 
         Raises:
             SpecError: the configuration is malformed or outside the space.
@@ -370,9 +363,8 @@ class SubnetSpace:
             spec: a subnet of this space.
 
         Returns:
-            The configuration that the family's own code takes; axis values if the space has no notation of
-            its own. Slots that the subnet does not use get their smallest choice. If the notation is a
-            dictionary, it also has the `precision`, unless that is float32.
+            The configuration that the family's own code takes, or axis values. Slots that the subnet does not
+            use get their smallest choice. A dictionary also has the `precision`, unless that is float32.
 
         Raises:
             SpecError: the specification is not legal, or of another space (`ForeignSpec`).
@@ -427,8 +419,8 @@ class SubnetSpace:
             n: the number of subnets. If None, one random subnet is returned by itself.
 
         Returns:
-            One specification if `n` is None. Otherwise a list: the smallest subnet, the largest, then
-            distinct random subnets. The list is shorter than `n` if the space has fewer subnets.
+            One specification if `n` is None. Otherwise a list of the smallest subnet, the largest, and
+            distinct random ones, which is shorter than `n` if the space has fewer subnets.
 
         Raises:
             SpecError: `rng` is of another type, or `n` is no positive number.
@@ -608,7 +600,7 @@ class SubnetSpace:
             f"choose from {', '.join(map(str, slot.choices))}"
         )
 
-    def _telling(self) -> Iterator[SubnetSpec]:
+    def _hashed(self) -> Iterator[SubnetSpec]:
         """Yield the subnets whose sizes identify the space: all, or a sample that covers every choice."""
         if self.size() <= HASHED_WHOLE:
             yield from self.enumerate()

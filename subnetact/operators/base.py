@@ -35,11 +35,11 @@ the slicing rule, and little is left to say:
 
 Zero-copy and packed: what `tensors` returns by slicing shares the storage of the operator's parameters and
 costs no memory. A returned tensor that does not share this storage (because the rule concatenates, gathers,
-normalises or multiplies) is a packed copy. Packed copies take memory beyond the weights, once per distinct
-sizes, and all views of these sizes share them. They follow changes in place by themselves
-(`packed_copy.py`); zero-copy slices pay nothing for this. Changes that version counters do not show
-(through `parameter.data`, NumPy, or on tensors that were made in inference mode) need `Supernet.refresh`;
-`Supernet.verify` finds them."""
+normalises or multiplies) is a packed copy. It takes memory beyond the weights, once per distinct sizes, and
+follows changes in place by itself (`packed_copy.py`). Changes that version counters do not show (through
+`parameter.data`, NumPy, or on tensors that were made in inference mode) need `Supernet.refresh`;
+`Supernet.verify` finds them.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ from subnetact.space import SizeRow
 
 __all__ = ["Elastic", "Operator", "slicer_of"]
 
-LISTED = 6
-"""Messages list a range of at most this many legal sizes one by one."""
+MOST_LISTED = 6
+"""The most legal sizes that a message lists one by one."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ def slicer_of(layer: nn.Module) -> type[Operator] | None:
 class Operator(nn.Module):
     """An elastic module: it holds full-size parameters and slices the module of any subnet out of them.
 
-    An operator has the parameters of the module that it replaces, its template, under the same names. Subnets
-    with equal `sizes` share the sliced tensors. The text at the top of this file says how to write a
-    subclass.
+    Subnets of equal `sizes` share their tensors. The text at the top of this file says how to write one.
 
     Args:
         template: the ordinary module; its parameters are taken over, not copied.
@@ -320,7 +318,7 @@ class Operator(nn.Module):
 
     def _not_legal(self, part: str, size: int) -> str:
         legal = self.legal(part)
-        if isinstance(legal, range) and len(legal) > LISTED:
+        if isinstance(legal, range) and len(legal) > MOST_LISTED:
             among = f"{legal[0]} to {legal[-1]}" + (f" in steps of {legal.step}" if legal.step > 1 else "")
         else:
             among = " or ".join(filter(None, [", ".join(map(str, legal[:-1])), str(legal[-1])]))
@@ -380,13 +378,13 @@ class Operator(nn.Module):
             follow_(found)
         return found
 
-    def _given(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
-        """Return the tensors of views of these sizes, which may be slices of packed copies."""
+    def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        """Return the tensors of views of these `sizes` and `bits`, which may be slices of packed copies."""
         return self.tensors(sizes) if bits == FLOAT_BITS else sliced_low(self, sizes, bits)
 
     def _frozen(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
         """Return the frozen parameters of these sizes: slices in place, and packed copies of the rest."""
-        given = self._given(sizes, bits)
+        given = self.view_tensors(sizes, bits)
         own = {storage_id(t) for t in (*self.parameters(), *self.buffers())}
         copies = {
             storage_id(t): (packed, name)
@@ -408,7 +406,7 @@ class Operator(nn.Module):
         if apart:
             packed = self.packed(
                 ("sizes", bits, sizes),
-                lambda: {n: t for n, t in self._given(sizes, bits).items() if n in apart},
+                lambda: {n: t for n, t in self.view_tensors(sizes, bits).items() if n in apart},
             )
             made.update({name: packed.frozen(name, t) for name, t in packed.tensors.items()})
         return made
@@ -464,7 +462,7 @@ class Operator(nn.Module):
         return {**self.__dict__, "_shared": {}, "_packed": {}}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Raise `SpecError`, whatever `args` and `kwargs` are: without a subnet, an operator has no size."""
+        """Return nothing, whatever `args` and `kwargs` are: raise `SpecError`, as there is no subnet here."""
         raise SpecError(
             f"{self.path}: an elastic module runs only as part of a subnet; call supernet(x, subnet=spec), "
             f"or take the subnet's own module, supernet.subnet(spec).get_submodule({self.path!r})"

@@ -109,10 +109,11 @@ class ElasticKernel(Operator):
             "_reversed_padding_repeated_twice": reversed_padding,
         }
 
-    def _given(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+    def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
+        """Return the first channels of the one kernel that matrices computed; `bits` and `sizes` as above."""
         channels, size = sizes
         if not self.template.matrices or size == self.full("kernel"):
-            return super()._given(sizes, bits)
+            return super().view_tensors(sizes, bits)
         computed = self.packed(("kernel", size), lambda: {"weight": self.kernel(size)})
         return {"weight": computed.tensors["weight"][:channels], "bias": None}
 
