@@ -19,7 +19,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerTraits", "register_layer", "traits_of"]
+__all__ = ["BATCH_NORMS", "LayerTraits", "register_layer", "traits_of"]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class LayerTraits:
             axes belong to none.
         sizes: part -> the attribute of the layer that holds its size.
         reads: the part that a narrowed input concerns.
-        mixes: whether every output channel is computed from all input channels, or from those of its group.
+        mixes: whether the layer multiplies by a weight, or looks it up: every output channel is computed from
+            all input channels, or from those of its group.
         fresh: whether the output is a new tensor, which a following operation may overwrite.
         finite: whether finite inputs give finite outputs, unless they overflow.
         transparent: whether the layer may lie on the shortcut of a residual block.
@@ -46,16 +49,6 @@ class LayerTraits:
     fresh: bool = False
     finite: bool = False
     transparent: bool = False
-
-    @property
-    def inputs_first(self) -> bool:
-        """Whether the first axis of the weight is the inputs; otherwise it is the outputs."""
-        return self.axes.get("weight", ())[:1] == ("in_",)
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the layer multiplies by a weight, or looks it up."""
-        return self.mixes
 
 
 def _matrix(kind: str, out: str, in_: str, inputs_first: bool = False) -> LayerTraits:
@@ -94,7 +87,7 @@ _TRAITS: dict[type[nn.Module] | str, LayerTraits] = {
     "transformers.pytorch_utils.Conv1D": _matrix("linear", "nf", "nx", inputs_first=True),
     nn.Embedding: _matrix("embedding", "embedding_dim", "num_embeddings", inputs_first=True),
     nn.MultiheadAttention: LayerTraits("attention", _IN_PROJECTION, reads="in_", mixes=True, fresh=True),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), _BATCH_NORM),
+    **dict.fromkeys(BATCH_NORMS, _BATCH_NORM),
     "subnetact.operators.per_width_norm.PerWidthBatchNorm2d": _PER_WIDTH_NORM,
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), _LAYER_NORM),
     nn.GroupNorm: _NORM,

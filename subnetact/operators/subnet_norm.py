@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from subnetact.errors import SpecError
 from subnetact.operators.base import Operator
+from subnetact.operators.layer_traits import BATCH_NORMS
 from subnetact.operators.segments import cut
 from subnetact.operators.view_module import mix_in_, view_module
 from subnetact.space import SizeRow
@@ -25,8 +26,6 @@ CALIBRATION_RULES = (WEIGHTED_BIASED, CUMULATIVE_UNBIASED)
 `set_running_statistics`). `cumulative_unbiased` gives every batch the same weight and averages unbiased
 variances (BatchNorm with `momentum=None`, as AttentiveNAS and Slimmable Networks calibrate).
 """
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _STATISTICS = ("running_mean", "running_var")
 

@@ -60,7 +60,7 @@ def put_precision_(network: nn.Module, settings: PrecisionSettings, dims: Mappin
     if unknown:
         raise PrecisionError(f"keep: the network has no module {unknown[0]!r}; supernet.report lists them")
     kept = {name for name in named if any(name == k or name.startswith(f"{k}.") for k in settings.keep)}
-    weighted = [name for name, module in named.items() if traits_of(_plain(module)).weighted]
+    weighted = [name for name, module in named.items() if traits_of(_plain(module)).mixes]
     kept.update(weighted[:1] if settings.last else weighted[:1] + weighted[-1:])
     chosen: dict[str, Operator] = {}
     for name in weighted:

@@ -48,5 +48,5 @@ def test_the_conv1d_of_transformers_is_known_by_its_name() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     layer = pytorch_utils.Conv1D(5, 3)
     assert slicer_of(layer) is WeightSlice
-    assert traits_of(layer).inputs_first
+    assert traits_of(layer).axes["weight"] == ("in_", "out")
     assert [getattr(layer, name) for name in traits_of(layer).sizes.values()] == [5, 3]
