@@ -1,19 +1,18 @@
 """Files and folders that are replaced as a whole: readers find the old version or the new one, never a part.
 
 A writer prepares the new version under a temporary name beside the target, flushes it to the disk and renames
-it. The writer holds a lock on the temporary version as long as it lives. A temporary version without a lock
-was left behind by a writer that was killed, and the next writer of the same target removes it.
+it. It holds a lock on the temporary version as long as it lives, so that the next writer of the same target
+removes what killed writers left behind. A folder cannot be renamed over another one: the earlier version is
+moved aside for a moment, where `one_version` and the next writer find it if the process is killed just then.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
 import shutil
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,17 +23,15 @@ from subnetact.errors import FileFormatError, MissingFile, SubnetActError, Write
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks; temporary versions are not removed there.
+except ImportError:  # Windows has no such locks; what killed writers leave is not removed there.
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["one_version", "read_regular", "replacing", "replacing_folder", "require_regular"]
 
 Result = TypeVar("Result")
 SUFFIX = "partial"
-TRIES = 100
+MOST_READS = 100
 """How often a reader begins again because the folder was replaced while the reader was at work."""
-_HERE = -100
-_EXCHANGE = 2
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
@@ -45,41 +42,26 @@ _KINDS = {
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Check that a path names an ordinary file, so that reading it neither waits nor goes on for ever.
-
-    Args:
-        path: the file; symbolic links are followed.
+    """Check that a path, with links followed, is an ordinary file, so that reading it ends.
 
     Raises:
         MissingFile: there is no such file.
         FileFormatError: the path names a folder, a device, a pipe or a socket, or cannot be looked up.
     """
     try:
-        mode = os.stat(path).st_mode
+        _refuse_devices(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFile(f"{path}: no file is there; give the path of an existing file") from error
     except (OSError, ValueError) as error:
+        if isinstance(error, SubnetActError):
+            raise
         raise FileFormatError(f"{path}: not readable ({error})") from error
-    if not stat.S_ISREG(mode):
-        raise FileFormatError(f"{path}: not readable, it is {_kind(mode)} and not a file; give a file")
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of an ordinary file.
-
-    Args:
-        path: the file; symbolic links are followed.
-
-    Raises:
-        OSError: the file cannot be read.
-        FileFormatError: the path names a device, a pipe or a socket.
-    """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with os.fdopen(handle, "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise FileFormatError(f"{path}: not readable, it is {_kind(mode)} and not a file; give a file")
-        return file.read()
+    """Return the bytes of an ordinary file; OSError if it cannot be read, FileFormatError if it is none."""
+    _refuse_devices(path)
+    return Path(path).read_bytes()
 
 
 @contextmanager
@@ -88,9 +70,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The new file is on the disk before it replaces the old one. It gets the permissions that any new file of
     this process gets. If `path` is a symbolic link, the file that it points to is replaced.
-
-    Args:
-        path: the file; an earlier one is replaced.
 
     Raises:
         MissingFile: the folder of the file does not exist.
@@ -104,8 +83,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if target.exists() and not target.is_file():
             kind = _kind(target.stat().st_mode)
             raise WriteError(f"{target}: is {kind}, which no file can replace; choose another path")
-        _remove_leftovers(target)
-        with _temporary(target, _create) as temporary:
+        with _temporary(target, Path.touch) as temporary:
             usual = temporary.stat().st_mode & 0o777
             yield temporary
             temporary.chmod(usual)
@@ -118,65 +96,61 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 def replacing_folder(path: str | os.PathLike[str], marker: str, noun: str) -> Iterator[Path]:
     """Yield a temporary folder next to `path`; on success it replaces `path`, on error it is removed.
 
-    At every moment there is an earlier version or the new one, complete and on the disk. If several
+    `path` is new, empty, or a folder that holds the file `marker`, or a symbolic link to one. If several
     processes write the same folder, one of them after the other puts its version into place.
 
-    Args:
-        path: new, empty, or a folder that holds `marker`, which is then replaced as a whole. If it is a
-            symbolic link, the folder that it points to is replaced.
-        marker: the file that every folder of this kind holds.
-        noun: the kind with an article, for messages.
-
     Raises:
-        FileFormatError: the folder holds something else.
+        FileFormatError: the folder holds something else than `noun`.
         WriteError: the folder cannot be written, for example because the disk is full. An earlier version is
             then unchanged.
     """
     target = Path(os.path.realpath(path))
+    former = _former(target)
     with _errors_of(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent):
             _refuse_others(target, marker, noun)
-        _remove_leftovers(target)
-        with _temporary(target, os.mkdir) as temporary:
+        with _temporary(target, Path.mkdir) as temporary:
             yield temporary
             for inner in (temporary, *temporary.rglob("*")):
                 _flush(inner)
             with _locked(target.parent):
                 _refuse_others(target, marker, noun)
-                _exchange_or_move(temporary, target)
-            _flush(target.parent)
+                _remove(former)
+                if target.exists():
+                    os.rename(target, former)
+                os.rename(temporary, target)
+                _flush(target.parent)
+                _remove(former)
 
 
 def one_version(path: str | os.PathLike[str], read: Callable[[Path], Result]) -> Result:
-    """Read several files of a folder such that all of them are of one version.
-
-    If another process replaces the folder meanwhile, reading begins again.
-
-    Args:
-        path: a folder that `replacing_folder` wrote.
-        read: gets the folder to read from. It may be called several times, and must change nothing.
-
-    Returns:
-        What `read` returned.
+    """Return what `read` returns of a folder; it is called again if the folder is replaced meanwhile.
 
     Raises:
         FileFormatError: the folder was replaced again and again. Errors of `read` are raised as they are.
     """
     target = Path(path)
-    for _ in range(TRIES):
-        previous = _previous(Path(os.path.realpath(target)))
-        folder = target if target.exists() or not previous.exists() else previous
-        with _held(folder, target) as same:
-            try:
-                result = read(folder)
-            except Exception:
-                if same():
-                    raise
-                continue
-            if same():
+    former = _former(Path(os.path.realpath(target)))
+    for _ in range(MOST_READS):
+        folder = former if former.exists() and not target.exists() else target
+        before = _version(folder)
+        try:
+            result = read(folder)
+        except Exception:
+            missing = not any(place.exists() for place in (target, former, target))
+            if missing or (before is not None and _version(folder) == before):
+                raise
+        else:
+            if _version(folder) == before:
                 return result
     raise FileFormatError(f"{target}: is replaced faster than it can be read; let one process write it")
+
+
+def _refuse_devices(path: str | os.PathLike[str]) -> None:
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise FileFormatError(f"{path}: not readable, it is {_kind(mode)} and not a file; give a file")
 
 
 def _kind(mode: int) -> str:
@@ -195,24 +169,15 @@ def _errors_of(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _create(path: Path) -> None:
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-
-
 @contextmanager
 def _temporary(target: Path, create: Callable[[Path], Any]) -> Iterator[Path]:
     """Yield a new file or folder beside the target, locked; in the end it is removed if it is still there."""
-    while True:
-        path = target.with_name(f".{target.name}.{token_hex(8)}.{SUFFIX}")
+    path = target.with_name(f".{target.name}.{token_hex(8)}.{SUFFIX}")
+    with _locked(target.parent):
+        _remove_leftovers(target)
         create(path)
-        try:
-            lock = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # Another writer took it for a leftover before it was locked.
-            continue
+        lock = os.open(path, os.O_RDONLY)
         _lock(lock)
-        if _is_at(lock, path):
-            break
-        os.close(lock)
     try:
         yield path
     finally:
@@ -231,13 +196,6 @@ def _lock(handle: int, wait: bool = True) -> bool:
     return True
 
 
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except OSError:
-        return False
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process after the other into the block."""
@@ -251,8 +209,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove the temporary versions of writers that were killed."""
-    if fcntl is None:
-        return
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.{SUFFIX}")
     for path in [Path(entry) for entry in os.scandir(target.parent) if name.fullmatch(entry.name)]:
         with suppress(OSError):
@@ -274,8 +230,6 @@ def _remove(path: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -287,64 +241,24 @@ def _flush(path: Path) -> None:
 
 
 def _refuse_others(target: Path, marker: str, noun: str) -> None:
-    previous = _previous(target)
-    if not target.exists() and (previous / marker).is_file():
-        os.rename(previous, target)  # The last writer was killed between its two renamings.
+    former = _former(target)
+    if not target.exists() and (former / marker).is_file():
+        os.rename(former, target)  # The last writer was killed between its two renamings.
     if target.exists() and (
         not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file())
     ):
         raise FileFormatError(f"{target}: holds something else than {noun}; choose a new directory")
 
 
-def _previous(target: Path) -> Path:
-    """Where the earlier version is while the new one takes its place, if the two cannot be exchanged."""
-    return target.with_name(f".{target.name}.previous")
+def _former(target: Path) -> Path:
+    """Where the earlier version of a folder is while the new one takes its place."""
+    return target.with_name(f".{target.name}.former")
 
 
-def _exchange_or_move(new: Path, target: Path) -> None:
-    """Put a folder at the target; if there is an earlier version, `new` is afterwards its path."""
-    if not target.exists():
-        os.rename(new, target)
-    elif not _exchange(new, target):
-        previous = _previous(target)
-        _remove(previous)
-        os.rename(target, previous)
-        try:
-            os.rename(new, target)
-        except OSError:
-            os.rename(previous, target)
-            raise
-        _flush(target.parent)
-        _remove(previous)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; return False if this system or file system cannot do it."""
-    if not sys.platform.startswith("linux"):
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    function = getattr(libc, "renameat2", None)
-    if function is None or function(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
-        code = errno.ENOSYS if function is None else ctypes.get_errno()
-        if code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
-            raise OSError(code, os.strerror(code), str(other))
-        return False
-    return True
-
-
-@contextmanager
-def _held(folder: Path, target: Path) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether the folder is still the version of the target to read."""
+def _version(folder: Path) -> tuple[int, int] | None:
+    """Return what differs between two versions of a folder; None if there is none."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        places = (target, _previous(Path(os.path.realpath(target))), target)
-        yield lambda: not any(place.exists() for place in places)
-        return
-    except OSError:  # Not readable, or Windows, which opens no folders.
-        yield lambda: True
-        return
-    try:
-        yield lambda: _is_at(handle, folder) and (folder == target or not target.exists())
-    finally:
-        os.close(handle)
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns

@@ -1,9 +1,9 @@
 """Versioned documents: how every file of this library is written, read and checked.
 
 A document says of which kind and schema it is. A `DocumentFormat` writes the documents of one kind and
-refuses files that are missing, damaged, of another kind or of a newer schema, each with an error that names
+refuses files that are missing, damaged, of another kind or of another schema, each with an error that names
 the file and the next step. A `FolderFormat` does the same for a folder of files with an index. All writing is
-atomic; see `subnetact.files.atomic`.
+atomic; see `subnetact.files.atomic`. Reading executes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,24 +31,11 @@ __all__ = [
 
 Result = TypeVar("Result")
 
-LONGEST_SCHEMA = 9
-"""No schema number in text form has more digits."""
 _DAMAGED = (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError, RecursionError)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON text from a file that may be damaged or hostile.
-
-    Args:
-        text: JSON; bytes are decoded as UTF-8.
-
-    Returns:
-        Dictionaries, lists, strings, numbers, booleans and None.
-
-    Raises:
-        ValueError: the text is not UTF-8, is not JSON, is nested too deeply, or holds an integer with more
-            digits than Python converts. `json.loads` raises RecursionError for deep nesting.
-    """
+    """Parse JSON (bytes as UTF-8) that may be damaged or hostile; whatever is wrong is a ValueError."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except RecursionError:
@@ -56,28 +43,19 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], found: Any) -> None:
-    """Write a result as JSON; an earlier file is replaced as a whole.
-
-    Args:
-        path: the file.
-        found: what `json.dumps` takes.
-
-    Raises:
-        MissingFile: the folder of the file does not exist.
-        WriteError: the file cannot be written.
-    """
+    """Write a result as JSON; an earlier file is replaced as a whole."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """One kind of document: its name, its newest schema, and how files of this kind are read and written.
+    """One kind of document: its name, its schema, and how files of this kind are read and written.
 
     Attributes:
         noun: the kind in words and with an article, for messages; "a latency table" for example.
         kind: the identifier in the files, "subnetact.latency_table" for example.
-        schema: the newest schema that this version reads, and the only one that it writes.
+        schema: the only schema that this version reads and writes.
         next_step: what the user can do about a file that cannot be read, for messages.
     """
 
@@ -99,52 +77,24 @@ class DocumentFormat:
     def write(
         self, path: str | os.PathLike[str], facts: Mapping[str, Any], indent: int | None = None
     ) -> None:
-        """Write a document as JSON, atomically.
-
-        Args:
-            path: the file; an earlier one is replaced.
-            facts: the fields after the header, of values that JSON can hold.
-            indent: spaces per level of nesting; if None, the document is one line.
-
-        Raises:
-            MissingFile: the folder of the file does not exist.
-            WriteError: the file cannot be written.
-            ValueError: a number is not finite.
-        """
+        """Write a document of the header and these facts; ValueError if a number is not finite."""
         text = json.dumps({**self.header, **facts}, indent=indent, allow_nan=False)
         with replacing(path) as temporary:
             temporary.write_text(text + "\n", encoding="utf-8")
 
     def read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a document that `write` wrote.
-
-        Args:
-            path: the file.
-
-        Returns:
-            All fields, including those of the header.
+        """Return all fields of a document, including those of the header.
 
         Raises:
             MissingFile: there is no such file.
-            FileFormatError: the file cannot be read, is not JSON, is of another kind, or has a newer schema.
+            FileFormatError: the file cannot be read, is not JSON, or is of another kind or schema.
         """
         document = self.read_json(path)
         self.check(document, path)
         return dict(document)
 
     def read_json(self, path: str | os.PathLike[str]) -> Any:
-        """Read a file of JSON without a look at its kind and schema.
-
-        Args:
-            path: the file.
-
-        Returns:
-            What `parse_json` returns.
-
-        Raises:
-            MissingFile: there is no such file.
-            FileFormatError: the file cannot be read, or is not JSON.
-        """
+        """Read a file of JSON without a look at its kind and schema."""
         with self.readable(path, unreadable=(ValueError,)):
             return parse_json(read_regular(path))
 
@@ -153,16 +103,8 @@ class DocumentFormat:
 
         A last line without a line break was cut short while it was written; it is left out.
 
-        Args:
-            path: the file.
-
         Returns:
             The header, the documents of the further lines, and the length of all complete lines in bytes.
-
-        Raises:
-            MissingFile: there is no such file.
-            FileFormatError: the file cannot be read, a line is not JSON, or the header is of another kind or
-                of a newer schema.
         """
         with self.readable(path):
             raw = read_regular(path)
@@ -178,60 +120,30 @@ class DocumentFormat:
             return parse_json(line)
 
     def check(self, document: Any, path: str | os.PathLike[str]) -> None:
-        """Check that a document is of this kind, and of a schema that this version reads.
-
-        Args:
-            document: what a file holds; anything.
-            path: the file, for messages.
-
-        Raises:
-            FileFormatError: the document is of another kind, or of a newer schema.
-        """
+        """Raise FileFormatError unless a document is of this kind and schema; `path` is for messages."""
         if not isinstance(document, Mapping) or document.get("kind") != self.kind:
             raise FileFormatError(
                 f"{path}: not {self.noun}; expected a JSON object of kind {self.kind!r}; {self.next_step}"
             )
         schema = document.get("schema")
-        if not isinstance(schema, int) or isinstance(schema, bool) or not 1 <= schema <= self.schema:
+        if type(schema) is not int or schema != self.schema:
             raise FileFormatError(
-                f"{path}: {self.noun} of schema {schema!r}, this version reads 1 to {self.schema}; "
+                f"{path}: {self.noun} of schema {schema!r}, this version reads {self.schema}; "
                 "update subnetact"
             )
 
-    def check_metadata(self, metadata: Mapping[str, str] | None, path: str | os.PathLike[str]) -> int:
-        """Check the metadata of a safetensors file as `check` checks a document.
-
-        Args:
-            metadata: what the file holds. If None, the file has no metadata.
-            path: the file, for messages.
-
-        Returns:
-            The schema of the file.
-
-        Raises:
-            FileFormatError: the file is of another kind, or of a newer schema.
-        """
+    def check_metadata(self, metadata: Mapping[str, str] | None, path: str | os.PathLike[str]) -> None:
+        """Check the metadata of a safetensors file, or None, as `check` checks a document."""
         found = metadata or {}
-        schema: int | str | None = found.get("schema")
-        if isinstance(schema, str) and schema.isdecimal() and len(schema) <= LONGEST_SCHEMA:
-            schema = int(schema)
-        self.check({"kind": found.get("format"), "schema": schema}, path)
-        return int(schema or 0)
+        schema = found.get("schema")
+        known = self.schema if schema == str(self.schema) else schema
+        self.check({"kind": found.get("format"), "schema": known}, path)
 
     @contextmanager
     def readable(
         self, path: str | os.PathLike[str], unreadable: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Translate the errors of reading a file.
-
-        Args:
-            path: the file, for messages.
-            unreadable: errors that say, beside OSError, that a file is damaged.
-
-        Raises:
-            MissingFile: there is no such file.
-            FileFormatError: the block raised OSError or one of `unreadable`.
-        """
+        """Translate the errors of reading a file: OSError, and those in `unreadable`."""
         try:
             yield
         except SubnetActError:
@@ -252,16 +164,12 @@ class DocumentFormat:
         passing: tuple[type[Exception], ...] = (SubnetActError,),
         damaged: tuple[type[Exception], ...] = (),
     ) -> Iterator[None]:
-        """Translate the errors of taking the fields out of a document.
+        """Turn errors of taking fields out of a document (KeyError and the like) into FileFormatError.
 
         Args:
             path: the file, for messages.
             passing: errors that are raised unchanged.
-            damaged: errors that say, beside KeyError, TypeError and the like, that the document is damaged.
-
-        Raises:
-            FileFormatError: the block raised KeyError, TypeError, AttributeError, IndexError, ValueError,
-                OverflowError, RecursionError, or one of `damaged`.
+            damaged: further errors that say that the document is damaged.
         """
         try:
             yield
@@ -275,9 +183,9 @@ class DocumentFormat:
 
 @dataclass(frozen=True)
 class FolderFormat(DocumentFormat):
-    """One kind of folder, whose index has the size and the SHA-256 of every other file.
+    """One kind of folder, whose index has the size and the SHA-256 of every other file, and of itself.
 
-    The index carries a checksum of itself. Checksums find accidents and edits; they are no signature.
+    Checksums find accidents and edits; they are no signature.
 
     Attributes:
         index: the name of the index.
@@ -311,38 +219,18 @@ class FolderFormat(DocumentFormat):
     def read_version(
         self, directory: str | os.PathLike[str], read: Callable[[Path, dict[str, Any]], Result]
     ) -> Result:
-        """Read the index of a folder, and what else is needed, all from one version of the folder.
+        """Return what `read` returns of a folder and the fields of its index, all of one version.
 
-        Args:
-            directory: the folder.
-            read: gets the folder and the fields of the index; every file agrees with the index. It may be
-                called several times, and must change nothing.
-
-        Returns:
-            What `read` returned.
+        `read` may be called several times, and must change nothing. Its errors are raised as they are.
 
         Raises:
             MissingFile: the folder has no index.
-            FileFormatError: a file is missing, truncated or changed, or the index is of another kind or of a
-                newer schema; the message names the file. Errors of `read` are raised as they are.
+            FileFormatError: a file is missing, truncated or changed, or the index is of another kind or
+                schema; the message names the file.
         """
-        return one_version(directory, lambda folder: read(folder, self.read_folder(folder)))
+        return one_version(directory, lambda folder: read(folder, self._checked_index(folder)))
 
-    def read_folder(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read the index of a folder and compare every file with it.
-
-        Args:
-            directory: the folder. If other processes may replace it, use `read_version`.
-
-        Returns:
-            The fields of the index.
-
-        Raises:
-            MissingFile: the folder has no index.
-            FileFormatError: a file is missing, truncated or changed, or the index is of another kind or of a
-                newer schema; the message names the file.
-        """
-        folder = Path(directory)
+    def _checked_index(self, folder: Path) -> dict[str, Any]:
         path = folder / self.index
         try:
             document = self.read(path)
@@ -356,35 +244,21 @@ class FolderFormat(DocumentFormat):
         listed = document.get("files")
         if not isinstance(listed, dict):
             raise FileFormatError(f"{path}: `files` lists no files; write the folder again")
-        _check_files(folder, path, listed.items())
+        for name, known in listed.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise FileFormatError(f"{path}: {name!r} is not a file of this folder")
+            size = known.get("bytes") if isinstance(known, dict) else None
+            if _size(folder / name) != size or described(folder / name) != known:
+                raise FileFormatError(
+                    f"{folder / name}: truncated or changed since it was written; restore it, or write it "
+                    "again"
+                )
         return document
 
 
-def _check_files(folder: Path, index: Path, listed: Iterable[tuple[str, Any]]) -> None:
-    for name, known in listed:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise FileFormatError(f"{index}: {name!r} is not a file of this folder")
-        size = known.get("bytes") if isinstance(known, dict) else None
-        if _size(folder / name) != size or described(folder / name) != known:
-            raise FileFormatError(
-                f"{folder / name}: truncated or changed since it was written; restore it, or write it again"
-            )
-
-
 def described(path: Path) -> dict[str, Any]:
-    """Return the size of a file in bytes, and its SHA-256.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The fields "bytes" and "sha256".
-
-    Raises:
-        FileFormatError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    size = _size(path)
+    """Return the size of a file as "bytes", and its SHA-256 as "sha256"; FileFormatError if unreadable."""
+    size, digest = _size(path), hashlib.sha256()
     try:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
@@ -405,12 +279,5 @@ def _size(path: Path) -> int:
 
 
 def checksum(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a JSON document, whatever the order of its fields.
-
-    Args:
-        document: values that JSON can hold.
-
-    Returns:
-        Hexadecimal digits.
-    """
+    """Return the SHA-256 of a JSON document, whatever the order of its fields, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -239,7 +239,7 @@ class NormTable:
 
         Raises:
             MissingFile: there is no such file.
-            FileFormatError: the file is damaged, of another kind or of a newer schema, or statistics in it
+            FileFormatError: the file is damaged, of another kind or of another schema, or statistics in it
                 are not finite, are no floating-point numbers, or have a negative variance.
         """
         require_regular(path)

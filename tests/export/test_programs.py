@@ -194,7 +194,7 @@ def test_damaged_files_are_named(copy: Path, name: str) -> None:
 
 def test_foreign_exports_are_refused(copy: Path) -> None:
     rewrite(copy, schema=2)
-    with pytest.raises(FileFormatError, match="schema 2, this version reads 1 to 1; update subnetact"):
+    with pytest.raises(FileFormatError, match="schema 2, this version reads 1; update subnetact"):
         load_exported(copy, trusted=True)
     rewrite(copy, schema=1, kind="subnetact.onnx")
     with pytest.raises(FileFormatError, match=r"not an export; expected .* of kind .subnetact\.programs"):

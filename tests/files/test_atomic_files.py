@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from subnetact.errors import FileFormatError, MissingFile, WriteError
-from subnetact.files import atomic as atomic_files
 from subnetact.files.atomic import read_regular, replacing, replacing_folder, require_regular
 from subnetact.files.documents import FolderFormat
 
@@ -118,12 +117,7 @@ def test_a_full_disk_is_a_typed_error_and_the_old_version_stays(tmp_path: Path, 
     assert [p.name for p in tmp_path.iterdir()] == ["notes"]
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_readers_beside_two_writers_find_whole_versions(
-    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchange:
-        monkeypatch.setattr(atomic_files, "_exchange", lambda *_: False)
+def test_readers_beside_two_writers_find_whole_versions(tmp_path: Path) -> None:
     folder = tmp_path / "notes"
     write_notes(folder, "first")
     over = threading.Event()
@@ -157,9 +151,9 @@ def test_readers_beside_two_writers_find_whole_versions(
 
 
 def test_a_folder_between_two_renamings_is_found(tmp_path: Path) -> None:
-    folder, previous = tmp_path / "notes", tmp_path / ".notes.previous"
+    folder, former = tmp_path / "notes", tmp_path / ".notes.former"
     write_notes(folder, "old")
-    folder.rename(previous)
+    folder.rename(former)
     assert read_notes(folder) == {"old"}
     with pytest.raises(ZeroDivisionError), NOTES.writing(folder, {}):
         raise ZeroDivisionError

@@ -146,20 +146,6 @@ def test_what_was_learned_survives_a_restart(tmp_path: Any) -> None:
         assert (getattr(again.snapshot(), name) == getattr(corrections.snapshot(), name)).all()
 
 
-def test_files_without_the_age_of_observations_are_read(tmp_path: Any) -> None:
-    corrections, path = Corrections(TABLE), tmp_path / "c.json"
-    teach(corrections, 1, 1, 2.0, 0.0, 300)
-    corrections.save(path)
-    document = json.loads(path.read_text())
-    document["schema"] = 1
-    for values in (document["all"], *document["subnets"], *document["cells"]):
-        assert values.pop() == 0
-    path.write_text(json.dumps(document))
-    again = Corrections(TABLE)
-    again.load(path)
-    assert (again.snapshot().planned == corrections.snapshot().planned).all()
-
-
 def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
     corrections = Corrections(TABLE)
     teach(corrections, 0, 4, 1.7, 0.2, 30)
@@ -169,12 +155,12 @@ def test_files_of_something_else_are_refused(tmp_path: Any) -> None:
         Corrections(TABLE.scaled(2.0)).load(path)
     document = json.loads(path.read_text())
     for change, match in (
-        ({"schema": 3}, "schema 3, this version reads 1 to 2; update subnetact"),
+        ({"schema": 3}, "schema 3, this version reads 2; update subnetact"),
         ({"all": [1, 0.0, 0.0, 5]}, "age 5"),
         ({"all": [1, 0.0, 0.0, 0.5]}, "age 0.5"),
         ({"kind": "x"}, "not corrections"),
-        ({"cells": [[9, 0, 1, 0.0, 0.0]]}, "index 9 of 2"),
-        ({"cells": [[0, 0, 1, math.inf, 0.0]]}, "of mean inf"),
+        ({"cells": [[9, 0, 1, 0.0, 0.0, 0]]}, "index 9 of 2"),
+        ({"cells": [[0, 0, 1, math.inf, 0.0, 0]]}, "of mean inf"),
         ({"all": [1]}, "field is missing"),
     ):
         path.write_text(json.dumps({**document, **change}))

@@ -244,7 +244,7 @@ def test_a_log_that_was_cut_off_is_read_to_its_last_whole_line(tmp_path: Path) -
         ("", "line 1: not readable as a decision log"),
         ("\udcff", "not readable as a decision log"),
         ('{"kind": "other"}\n', "not a decision log"),
-        ('{"kind": "subnetact.decision_log", "schema": 9}\n', "schema 9, this version reads 1 to 1"),
+        ('{"kind": "subnetact.decision_log", "schema": 9}\n', "schema 9, this version reads 1"),
         ('{"kind": "subnetact.decision_log", "schema": 1}\n', "a field is missing"),
     ],
 )

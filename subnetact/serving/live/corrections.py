@@ -253,7 +253,7 @@ class Corrections:
         return [running.n, running.mean, running.variance, running.at - self._batches]
 
 
-def _running(n: Any, mean: Any, variance: Any, at: Any = 0) -> _Running:
+def _running(n: Any, mean: Any, variance: Any, at: Any) -> _Running:
     if isinstance(n, bool) or not 0.0 <= n < math.inf or not abs(mean) <= _CLIP:
         raise ValueError(f"{n!r} observations of mean {mean!r}")
     if not (math.isfinite(variance) and variance >= 0.0):
