@@ -162,7 +162,7 @@ def saved(args: argparse.Namespace, upstream: Any, supernet: Supernet) -> dict[s
     for name, choose in SETS.items():
         for count in args.counts:
             run = CalibrationRun(supernet, choose(supernet, count), None, None, float("inf"))
-            together, alone = run.layers()
+            together, alone = run.shared.together(), sum(map(run.shared.alone, run.specs))
             result.setdefault(name, {})[count] = {
                 "layers_together": together,
                 "layers_alone": alone,
@@ -194,12 +194,12 @@ def rows(supernet: Supernet, specs: list[SubnetSpec]) -> dict[SubnetSpec, NormRo
     run = CalibrationRun(supernet, specs, None, None, float("inf"))
     found = {}
     for spec in specs:
-        steps, used = run.steps(spec), dict[str, tuple[Tensor, Tensor]]()
+        norms, used = run.shared.norms(spec), dict[str, tuple[Tensor, Tensor]]()
         for path, (shared, _) in supernet.statistics(spec).items():
-            step, channels = steps[path], len(shared)
-            if step not in made:
-                made[step] = torch.randn(channels), torch.rand(channels)
-            used[path] = made[step]
+            norm, channels = id(norms[path]), len(shared)
+            if norm not in made:
+                made[norm] = torch.randn(channels), torch.rand(channels)
+            used[path] = made[norm]
         found[spec] = NormRow.of(used)
     return found
 

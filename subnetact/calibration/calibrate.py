@@ -194,8 +194,8 @@ def calibrate(
         inputs_of = partial(_inputs, network=supernet.network, labels=labels)
         unchecked = supernet if check else None
         _pass(run, batches, inputs_of, saved, save_every_s, start, progress, unchecked, require)
-        found = run.rows()
-    rows = {spec: found[spec] for spec in wanted}
+        found = run.results()
+    rows = {spec: found[spec][0] for spec in wanted}
     require()
     _check_finite(rows)
     if saved is not None:
@@ -211,11 +211,11 @@ def calibrate(
         if adopted:
             supernet.adopt_statistics()
     report = CalibrationReport(
-        batches=run.batches(),
+        batches={spec: batches for spec, (_, batches) in found.items()},
         layers_computed=run.layers_computed,
         layers_alone=run.layers_alone,
         one_at_a_time=dict(run.one_at_a_time),
-        kept_mb=run.peak / 2**20,
+        kept_mb=run.shared.peak / 2**20,
         seconds=time.perf_counter() - start + (0.0 if saved is None else saved.seconds),
         adopted=adopted,
     )

@@ -1,8 +1,4 @@
-"""CalibrationNorm: the BatchNorm of a subnet while it is calibrated; it averages the statistics of batches.
-
-`CalibrationNorm.collect` is the averaging, by one of two rules (`CALIBRATION_RULES`). `batch_statistics`
-computes the mean and the variance of one batch.
-"""
+"""CalibrationNorm: a BatchNorm while it is calibrated, which averages the statistics of batches."""
 
 from __future__ import annotations
 
@@ -30,14 +26,10 @@ __all__ = ["CalibrationNorm", "batch_statistics"]
 class CalibrationNorm:
     """A BatchNorm that normalises every batch with the batch's own statistics and averages them.
 
-    Args:
-        norm: the operator of the BatchNorm.
-        row: the size row of the subnet.
-        rule: one of `CALIBRATION_RULES`; if None, the rule of the operator.
-        spread: whether to record how much the batches differ, which `error` needs.
+    With `spread` it also records how much the batches differ, which `error` needs.
 
     Attributes:
-        norm: as given.
+        norm: the operator of the BatchNorm.
         module: the module to put into the network; it has the class that the network expects.
         plain: whether that class is one of PyTorch's own.
         average: the averaged mean and variance so far, each of shape (channels,). With `spread` they are
@@ -82,19 +74,10 @@ class CalibrationNorm:
             self.average = found.to(device).unbind()
 
     def collect(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the statistics of a batch into the average.
+        """Take a batch (N, C, ...) into the average, and return its mean and biased variance, each (C,).
 
         With weight w and total weight W so far, the average moves by the share w / W towards the batch:
         w is the batch size (`weighted_biased`), or 1 (`cumulative_unbiased`).
-
-        Args:
-            x: the input of the BatchNorm, of shape (N, C, ...).
-
-        Returns:
-            The mean and the biased variance of the batch, each of shape (C,), to normalise it with.
-
-        Raises:
-            SpecError: the batch has too few values per channel for the rule.
         """
         values = x.numel() // x.shape[1]
         if values < (2 if self._unbiased else 1):
@@ -131,14 +114,11 @@ class CalibrationNorm:
         return (mean, var) if weight is None else (mean.to(weight.dtype), var.to(weight.dtype))
 
     def error(self) -> float:
-        """Return the relative standard error of the averages; `spread` is required.
+        """Return the relative standard error of the averages; infinity before the second batch.
 
-        There are two standard errors, each the root mean square over the channels: that of the averaged
-        mean, divided by the standard deviation of the layer, and that of the averaged variance, divided by
-        the variance of the layer. The variance of the layer is the mean over the channels, plus eps.
-
-        Returns:
-            The larger of the two; infinity before the second batch.
+        It is the larger of two, each the root mean square over the channels: that of the averaged mean,
+        divided by the standard deviation of the layer, and that of the averaged variance, divided by the
+        variance of the layer. The variance of the layer is the mean over the channels, plus eps.
         """
         if self.average is None or self.batches < 2:
             return float("inf")
@@ -152,16 +132,10 @@ class CalibrationNorm:
 
 
 def batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the biased variance of every channel.
+    """Return the mean and the biased variance of every channel of a batch (N, C, ...), each (C,).
 
     The axes are averaged one after another, in the order of OFA's `set_running_statistics`. Rounding grows
     from layer to layer, so another order would end 1e-5 away from upstream's statistics.
-
-    Args:
-        x: a batch of shape (N, C, ...).
-
-    Returns:
-        Mean and variance, each of shape (C,), in the dtype of x.
     """
     if x.dtype in (torch.float16, torch.bfloat16):  # Squares overflow or vanish in these dtypes.
         mean, var = batch_statistics(x.float())

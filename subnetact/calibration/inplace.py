@@ -10,35 +10,36 @@ from types import FunctionType
 import torch
 from torch import fx, nn
 
-from subnetact.supernet.elementwise import elementwise
+from subnetact.operators.layer_traits import traits_of
+from subnetact.supernet.elementwise import elementwise, has_hooks
 
-__all__ = ["hidden_writes"]
+__all__ = ["hidden_writes", "is_fresh"]
 
 _WRITING = (operator.iadd, operator.imul, torch.relu_)
 
 
 def hidden_writes(nodes: Sequence[fx.Node], leaves: Mapping[str, nn.Module]) -> str | None:
-    """Find a node that may overwrite a value which others read later.
+    """Return the first node, in words, that may overwrite a value which others read later.
 
-    A node may overwrite its input if the node is a known elementwise operation, if nothing else reads the
-    input, and if the input is the output of a layer or of another known operation. Writing the result to a
-    new tensor is then equivalent.
-
-    Args:
-        nodes: the nodes of a graph that `trace_` made.
-        leaves: the modules that the graph calls, by name.
-
-    Returns:
-        The first other node that overwrites something, in words. If no node does, None.
+    A node may overwrite its input if it is a known elementwise operation, if nothing else reads the input,
+    and if the input is fresh. Writing the result to a new tensor is then equivalent.
     """
     for node in nodes:
         if not _writes(node, leaves):
             continue
         before = node.args[0] if node.args else None
         alone = isinstance(before, fx.Node) and len(before.users) == 1
-        if elementwise(node, leaves) is None or not alone or not _owns(before, leaves):  # type: ignore[arg-type]
+        if elementwise(node, leaves) is None or not alone or not is_fresh(before, leaves):  # type: ignore[arg-type]
             return f"{node.op} {node.target}"
     return None
+
+
+def is_fresh(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
+    """Tell whether nothing but the node refers to the memory of its output."""
+    if elementwise(node, leaves) is not None:
+        return True
+    module = leaves[str(node.target)] if node.op == "call_module" else None
+    return module is not None and traits_of(module).fresh and not has_hooks(module)
 
 
 def _writes(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
@@ -57,12 +58,3 @@ def _inplace_by_position(node: fx.Node) -> bool:
         return False
     names = list(inspect.signature(node.target).parameters)
     return any(name == "inplace" and bool(arg) for name, arg in zip(names, node.args, strict=False))
-
-
-def _owns(node: fx.Node, leaves: Mapping[str, nn.Module]) -> bool:
-    """Tell whether nothing else refers to the memory of a node's output."""
-    if node.op == "call_module":
-        module = leaves[str(node.target)]
-        layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.modules.batchnorm._BatchNorm)
-        return isinstance(module, layers) or elementwise(node, leaves) is not None
-    return elementwise(node, leaves) is not None

@@ -7,8 +7,8 @@ bounded.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,17 +16,17 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from subnetact.calibration.calibration_norm import CalibrationNorm
-from subnetact.calibration.inplace import hidden_writes
+from subnetact.calibration.inplace import hidden_writes, is_fresh
+from subnetact.operators.skipped_layer import SkippedLayer
 from subnetact.operators.tensor_version import tensor_version
+from subnetact.supernet.batches import call_with, map_tensors, tensors_of
 from subnetact.supernet.elementwise import Elementwise, elementwise
 from subnetact.supernet.trace import trace_
 
 __all__ = ["NotShareable", "SharedForward"]
 
-_INNER = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
+_NO_SETTINGS = frozenset(nn.Module().__dict__) | {"collector", "recorder"}
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
-_FRESH = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-"""Layers whose outputs are new tensors, which a following activation or sum may overwrite."""
 
 
 class NotShareable(Exception):
@@ -42,16 +42,32 @@ class _Ref:
 
 @dataclass(eq=False)
 class _Step:
-    """One operation of the graph: a call of a module, a function or a method."""
+    """One operation of the graph: a call of a module, a function or a method, or of a whole subnet.
+
+    `norms` are the BatchNorms that average in it, one unless it is a whole subnet, and `averaged` is the
+    number of batches that they have taken. `layers` counts its module calls. Its output may be overwritten if
+    it is `fresh`.
+    """
 
     inputs: tuple[int, ...]
     args: Any
     kwargs: Any
     call: Callable[..., Any]
     operation: Elementwise | None = None
-    module: nn.Module | None = None
-    norm: CalibrationNorm | None = None
+    norms: Sequence[CalibrationNorm] = ()
+    whole: bool = False
+    layers: int = 0
     fresh: bool = False
+    averaged: int = 0
+
+
+@dataclass(eq=False)
+class _Subnet:
+    """What a subnet needs: the steps that average, and with `arrange` all steps before them."""
+
+    targets: list[int]
+    norms: dict[str, CalibrationNorm]
+    steps: frozenset[int] = field(default_factory=frozenset)
 
 
 class SharedForward:
@@ -62,40 +78,28 @@ class SharedForward:
     on the rest of its block. Subnets run one after another, those with equal beginnings next to each other.
     An output is kept only as long as a later step reads it.
 
-    Args:
+    Attributes:
         memory: the number of bytes of outputs to keep from one subnet to later ones. Beyond that, the outputs
             that are needed last are dropped and computed again.
-
-    Attributes:
-        memory: as given.
-        norms: the BatchNorms by step number.
         layers: the number of module calls so far.
         peak: the largest number of bytes that were kept from one subnet to later ones.
     """
 
     def __init__(self, memory: float = float("inf")) -> None:
         self.memory = memory
-        self.norms: dict[int, CalibrationNorm] = {}
         self.layers = 0
         self.peak = 0
+        self._subnets: dict[Hashable, _Subnet] = {}
         self._steps: list[_Step] = [_Step((), (), {}, lambda: None)]
         self._numbers: dict[Any, int] = {}
         self._alive: dict[int, Any] = {}
-        self._needed: dict[Any, frozenset[int]] = {}
-        self._order: list[Any] = []
+        self._order: list[Hashable] = []
         self._uses: dict[int, list[int]] = {}
 
     # -- building --------------------------------------------------------------------------------
 
-    def add(self, view: nn.Module, norms: Sequence[CalibrationNorm]) -> dict[str, int]:
-        """Add a subnet.
-
-        Args:
-            view: a view that nobody else uses.
-            norms: the BatchNorms of the view.
-
-        Returns:
-            The step numbers of the BatchNorms, by name.
+    def add(self, key: Hashable, view: nn.Module, norms: Sequence[CalibrationNorm]) -> None:
+        """Add a subnet, given a view that nobody else uses, and the BatchNorms of the view.
 
         Raises:
             NotShareable: the forward cannot be traced, calls a BatchNorm twice, or overwrites values that
@@ -107,28 +111,65 @@ class SharedForward:
         except Exception as error:
             raise NotShareable(f"its forward cannot be traced: {error}") from error
         nodes = list(graph.nodes)
-        called = [id(leaves[str(n.target)]) for n in nodes if n.op == "call_module"]
-        found = [key for key in called if key in collectors]
-        if len(set(found)) < len(found):
+        found = {
+            node: collectors[id(leaves[str(node.target)])]
+            for node in nodes
+            if node.op == "call_module" and id(leaves[str(node.target)]) in collectors
+        }
+        if len({id(norm) for norm in found.values()}) < len(found):
             raise NotShareable("it calls a BatchNorm more than once")
-        last = max((i for i, n in enumerate(nodes) if _norm(n, leaves, collectors)), default=-1)
-        nodes = nodes[: last + 1]
+        nodes = nodes[: max((i + 1 for i, node in enumerate(nodes) if node in found), default=0)]
         unclear = hidden_writes(nodes, leaves)
         if unclear is not None:
             raise NotShareable(f"{unclear} writes over a value that may be used again")
         values: dict[fx.Node, int] = {}
-        steps: dict[str, int] = {}
         for node in nodes:
             if node.op == "placeholder":
                 values[node] = 0
             elif node.op.startswith("call_"):
-                norm = _norm(node, leaves, collectors)
-                values[node] = self._number(node, leaves, norm, values)
-                if norm is not None:
-                    steps[norm.norm.path] = values[node]
+                values[node] = self._number(node, leaves, found.get(node), values)
             else:
                 raise NotShareable(f"its forward reads {node.target} itself")
-        return steps
+        targets = {norm.norm.path: values[node] for node, norm in found.items()}
+        shared = {path: self._steps[step].norms[0] for path, step in targets.items()}
+        self._subnets[key] = _Subnet(list(targets.values()), shared)
+
+    def add_whole(self, key: Hashable, view: nn.Module, norms: Sequence[CalibrationNorm]) -> None:
+        """Add a subnet, or replace it, as a single step that shares nothing."""
+
+        def call(x: Any) -> None:
+            call_with(view, map_tensors(Tensor.clone, x))  # A forward may overwrite its input.
+
+        layers = sum(not m._modules and not isinstance(m, SkippedLayer) for m in view.modules())
+        self._steps.append(_Step((0,), (_Ref(0),), {}, call, norms=norms, whole=True, layers=layers))
+        self._subnets[key] = _Subnet([len(self._steps) - 1], {norm.norm.path: norm for norm in norms})
+
+    def norms(self, key: Hashable) -> Mapping[str, CalibrationNorm]:
+        """Return the BatchNorms of a subnet that average, by name; subnets share some of them."""
+        return self._subnets[key].norms
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.layers = self.peak = 0
+        for step in self._averaging():
+            step.averaged = 0
+            for norm in step.norms:
+                norm.reset()
+
+    def state(self) -> list[Any]:
+        """Return the averages so far, as values that JSON can hold."""
+        return [[step.averaged, [norm.state() for norm in step.norms]] for step in self._averaging()]
+
+    def restore(self, state: Sequence[Any], device: torch.device) -> None:
+        """Go on from what `state` returned for the same subnets."""
+        for step, (averaged, norms) in zip(self._averaging(), state, strict=True):
+            step.averaged = int(averaged)
+            for norm, known in zip(step.norms, norms, strict=True):
+                norm.restore(known, device)
+
+    def _averaging(self) -> list[_Step]:
+        targets = (step for subnet in self._subnets.values() for step in subnet.targets)
+        return [self._steps[step] for step in dict.fromkeys(targets)]
 
     def _number(
         self,
@@ -137,6 +178,7 @@ class SharedForward:
         norm: CalibrationNorm | None,
         values: Mapping[fx.Node, int],
     ) -> int:
+        """Return the number of the step that a node is, which is a new one if no earlier step computes it."""
         refer: Any = lambda v: _Ref(values[v]) if isinstance(v, fx.Node) else v  # noqa: E731
         args: Any = map_aggregate(node.args, refer)
         kwargs: Any = map_aggregate(node.kwargs, refer)
@@ -150,32 +192,21 @@ class SharedForward:
         else:
             what = self._signature(module, norm)
         key = what, self._frozen(args), self._frozen(kwargs)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._steps)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._steps)
             inputs = tuple(values[n] for n in node.all_input_nodes)
-            self._steps.append(
-                _Step(
-                    inputs,
-                    args,
-                    kwargs,
-                    _call(node, module),
-                    operation,
-                    module,
-                    norm,
-                    operation is not None or _is_fresh(module, norm),
-                )
-            )
-            if norm is not None:
-                self.norms[number] = norm
-        return number
+            step = _Step(inputs, args, kwargs, _call(node, module), operation)
+            step.norms = () if norm is None else (norm,)
+            step.layers, step.fresh = int(module is not None), is_fresh(node, leaves)
+            self._steps.append(step)
+        return self._numbers[key]
 
     def _signature(self, module: nn.Module, norm: CalibrationNorm | None = None) -> Any:
         """Return a key of everything on which the output of a module depends, apart from its input."""
         own = tuple(
             (name, self._frozen(value))
             for name, value in module.__dict__.items()
-            if name not in _INNER and not isinstance(value, CalibrationNorm)
+            if name not in _NO_SETTINGS and not isinstance(value, CalibrationNorm)
         )
         hooks = tuple(self._frozen(tuple(module.__dict__[name].values())) for name in _HOOKS)
         buffers = () if norm is not None else self._frozen(tuple(module._buffers.items()))
@@ -198,17 +229,15 @@ class SharedForward:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def arrange(self, subnets: Mapping[Any, Sequence[int]]) -> None:
-        """Choose the subnets to run from now on, and their order.
-
-        Args:
-            subnets: for each subnet, the step numbers of its BatchNorms.
-        """
-        self._needed = {key: self._ancestors(norms) for key, norms in subnets.items()}
-        self._order = sorted(self._needed, key=lambda key: sorted(self._needed[key]))
+    def arrange(self, keys: Sequence[Hashable]) -> None:
+        """Choose the subnets to run from now on, and their order."""
+        chosen = {key: self._subnets[key] for key in keys}
+        for subnet in chosen.values():
+            subnet.steps = subnet.steps or frozenset(self._missing(subnet.targets, {0}))
+        self._order = sorted(chosen, key=lambda key: sorted(chosen[key].steps))
         first: dict[int, int] = {}
         for position, key in enumerate(self._order):
-            for step in self._needed[key]:
+            for step in chosen[key].steps:
                 first.setdefault(step, position)
         self._uses = {}
         for step, position in first.items():
@@ -217,30 +246,31 @@ class SharedForward:
         for positions in self._uses.values():
             positions.sort()
 
-    def _ancestors(self, targets: Sequence[int]) -> frozenset[int]:
+    def _missing(self, targets: Sequence[int], known: Any) -> set[int]:
+        """Return the steps that have to run for the targets if the outputs of some steps are known."""
         found: set[int] = set()
         stack = list(targets)
         while stack:
             step = stack.pop()
-            if step and step not in found:
+            if step not in found and step not in known:
                 found.add(step)
                 stack += self._steps[step].inputs
-        return frozenset(found)
+        return found
 
-    def alone(self, key: Any) -> int:
+    def alone(self, key: Hashable) -> int:
         """Return the number of module calls of one subnet that runs by itself."""
-        return sum(self._steps[step].module is not None for step in self._needed[key])
+        return sum(self._steps[step].layers for step in self._subnets[key].steps)
 
     def together(self) -> int:
-        """Return the number of module calls of all subnets, with shared calls counted once."""
-        steps = frozenset[int]().union(*self._needed.values())
-        return sum(self._steps[step].module is not None for step in steps)
+        """Return the number of module calls of all chosen subnets, with shared calls counted once."""
+        steps = frozenset[int]().union(*(self._subnets[key].steps for key in self._order))
+        return sum(self._steps[step].layers for step in steps)
 
-    def run(self, x: Tensor, batch: int, check: bool = False) -> Iterator[Any]:
-        """Run a batch through all subnets, and yield each subnet when it is done.
+    def run(self, x: Any, batch: int, check: bool = False) -> Iterator[Any]:
+        """Run a batch through the chosen subnets, and yield each subnet when it is done.
 
         Args:
-            x: the batch, of shape (N, ...).
+            x: the batch, of shape (N, ...); a tuple or dictionary of tensors if all subnets are whole ones.
             batch: the number of batches before this one. A BatchNorm that has averaged this batch already,
                 before an interruption, does not average it again.
             check: whether to look for layers that overwrite their inputs although the graph does not say so.
@@ -250,7 +280,8 @@ class SharedForward:
         """
         values: dict[int, Any] = {0: x}
         for position, key in enumerate(self._order):
-            targets = [s for s in self._needed[key] if s in self.norms and self.norms[s].batches <= batch]
+            steps = self._subnets[key].targets
+            targets = [step for step in steps if self._steps[step].averaged <= batch]
             self._compute(targets, position, values, batch, check)
             for value in [v for v in values if v and self._next_use(v, position) is None]:
                 del values[value]
@@ -259,25 +290,19 @@ class SharedForward:
     def _compute(
         self, targets: Sequence[int], position: int, values: dict[int, Any], batch: int, check: bool
     ) -> None:
-        todo: set[int] = set()
-        stack = list(targets)
-        while stack:
-            step = stack.pop()
-            if step not in todo and step not in values:
-                todo.add(step)
-                stack += self._steps[step].inputs
+        missing = self._missing(targets, values)
         pending: dict[int, int] = {}
-        for step in todo:
-            for value in set(self._steps[step].inputs):
+        for number in missing:
+            for value in set(self._steps[number].inputs):
                 pending[value] = pending.get(value, 0) + 1
-        for number in sorted(todo):
-            step_of = self._steps[number]
+        for number in sorted(missing):
+            step = self._steps[number]
             kept = number in pending or self._next_use(number, position) is not None
-            versions = [_version(values[i]) for i in step_of.inputs] if check else []
-            result = self._run(step_of, values, batch, kept, may_write=not check)
-            if check and versions != [_version(values[i]) for i in step_of.inputs if i in values]:
-                raise NotShareable(f"{step_of.module or step_of.call} writes over its input")
-            for value in set(step_of.inputs):
+            versions = [_version(values[i]) for i in step.inputs] if check else []
+            result = self._run(step, values, batch, kept, may_write=not check)
+            if check and versions != [_version(values[i]) for i in step.inputs if i in values]:
+                raise NotShareable(f"{step.call} writes over its input")
+            for value in set(step.inputs):
                 pending[value] -= 1
                 if value and not pending[value] and self._next_use(value, position) is None:
                     values.pop(value, None)
@@ -289,16 +314,13 @@ class SharedForward:
         fetch: Any = lambda v: values[v.step] if isinstance(v, _Ref) else v  # noqa: E731
         args: Any = map_aggregate(step.args, fetch)
         kwargs: Any = map_aggregate(step.kwargs, fetch)
-        if step.module is not None:
-            self.layers += 1
-        if step.norm is not None:
-            step.norm.paused = step.norm.batches > batch
-            try:
-                if not kept:
-                    return step.norm.collect(args[0])
-                return step.call(*args, **kwargs)
-            finally:
-                step.norm.paused = False
+        self.layers += step.layers
+        if step.norms:
+            paused, step.averaged = step.averaged > batch, batch + 1
+            for norm in step.norms:
+                norm.paused = paused
+        if step.norms and not step.whole and not kept:
+            return step.norms[0].collect(args[0])
         if step.operation is not None:
             first = step.args[0]
             mine = isinstance(first, _Ref) and self._steps[first.step].fresh
@@ -326,12 +348,6 @@ class SharedForward:
         self.peak = max(self.peak, held)
 
 
-def _norm(
-    node: fx.Node, leaves: Mapping[str, nn.Module], collectors: Mapping[int, CalibrationNorm]
-) -> CalibrationNorm | None:
-    return collectors.get(id(leaves[str(node.target)])) if node.op == "call_module" else None
-
-
 def _call(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:
     if module is not None:
         return module
@@ -342,15 +358,9 @@ def _call(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _is_fresh(module: nn.Module | None, norm: CalibrationNorm | None) -> bool:
-    if module is None or any(module.__dict__[name] for name in _HOOKS):
-        return False
-    return isinstance(module, _FRESH) or (norm is not None and norm.plain)
-
-
 def _version(value: Any) -> int:
     return tensor_version(value) if isinstance(value, Tensor) else 0
 
 
 def _nbytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    return sum(part.nbytes for part in tensors_of(value) if isinstance(part, Tensor))

@@ -172,12 +172,16 @@ def _errors_of(target: Path) -> Iterator[None]:
 @contextmanager
 def _temporary(target: Path, create: Callable[[Path], Any]) -> Iterator[Path]:
     """Yield a new file or folder beside the target, locked; in the end it is removed if it is still there."""
-    path = target.with_name(f".{target.name}.{token_hex(8)}.{SUFFIX}")
-    with _locked(target.parent):
-        _remove_leftovers(target)
+    _remove_leftovers(target)
+    while True:
+        path = target.with_name(f".{target.name}.{token_hex(8)}.{SUFFIX}")
         create(path)
-        lock = os.open(path, os.O_RDONLY)
-        _lock(lock)
+        with suppress(FileNotFoundError):  # Another writer may take it for a leftover before it is locked.
+            lock = os.open(path, os.O_RDONLY)
+            _lock(lock)
+            if path.exists():
+                break
+            os.close(lock)
     try:
         yield path
     finally:

@@ -128,8 +128,7 @@ class DocumentFormat:
         schema = document.get("schema")
         if type(schema) is not int or schema != self.schema:
             raise FileFormatError(
-                f"{path}: {self.noun} of schema {schema!r}, this version reads {self.schema}; "
-                "update subnetact"
+                f"{path}: {self.noun} of schema {schema}, this version reads {self.schema}; update subnetact"
             )
 
     def check_metadata(self, metadata: Mapping[str, str] | None, path: str | os.PathLike[str]) -> None:

@@ -206,7 +206,8 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
     refused("unfinished, line 2: changed since it was written")
     facts = {name: progress[name] for name in ("given", "digest", "seconds")}
     run = progress["run"]
-    name, shape, data = run["norms"][0][3]
+    taken, [norm] = run["averages"][0]
+    name, shape, data = norm[3]
     for wrong in (
         [name, [shape[0] + 2, shape[1] - 2], data],
         [name, [2, 4], "A" * 40 + "==="],
@@ -214,8 +215,8 @@ def test_damaged_files_are_refused(digits: Supernet, tmp_path: Path) -> None:
         data,
     ):
         for changed in (
-            {"norms": [[*run["norms"][0][:3], wrong], *run["norms"][1:]]},
-            {"norms": run["norms"][1:]},
+            {"averages": [[taken, [[*norm[:3], wrong]]], *run["averages"][1:]]},
+            {"averages": run["averages"][1:]},
             {"stopped": [[specs[0].to_json(), wrong, 1]]},
             {"finished": "two"},
         ):

@@ -146,7 +146,7 @@ def rewritten(path: Path, change: dict[str, object], header: dict[str, str] | No
         ({"blocks": [[0, 3, "int8"]]}, {}, "int8"),
         ({"rows": [{"spec": spec(0).to_json(), "blocks": [-1]}]}, {}, "a block that is not there"),
         ({"names": []}, {}, "a field is missing or of the wrong kind: IndexError"),
-        ({}, {"schema": "3"}, "schema '3', this version reads 2"),
+        ({}, {"schema": "3"}, "schema 3, this version reads 2"),
     ],
 )
 def test_indices_that_contradict_the_statistics_are_refused(
