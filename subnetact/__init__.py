@@ -18,7 +18,7 @@ A line imports only from the lines above it; `python tests/rooms.py` draws this 
     ofa_adapters/                        published supernet families and their checkpoints
     training/                            sandwich_step: trains many subnets at once
     calibration/                         calibrate: BatchNorm statistics of many subnets
-    latency/                             LatencyTable: check, save, merge, compare; Pareto sets (no torch)
+    latency/                             LatencyTable: check, save, compare; Pareto sets (no torch)
     engine/                              Engine: ready subnets, fused programs, CUDA graphs, bundles
     workers/                             worker processes: one copy of the weights for all of them
     costs/                               CostModel: parameters, multiply-accumulates, bytes

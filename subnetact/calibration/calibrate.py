@@ -284,7 +284,7 @@ def _require_same_weights(supernet: Supernet, began: Moment) -> None:
 
 
 def _explained(run: CalibrationRun, x: Any, require: Callable[[], None]) -> Iterator[SubnetSpec]:
-    """Run a batch through all subnets; say of an error which module raised it and what to do."""
+    """Run a batch through all subnets; an error says which module raised it and what to do."""
     try:
         yield from run.batch(x)
     except Exception as error:

@@ -89,14 +89,10 @@ class DocumentFormat:
             MissingFile: there is no such file.
             FileFormatError: the file cannot be read, is not JSON, or is of another kind or schema.
         """
-        document = self.read_json(path)
+        with self.readable(path, unreadable=(ValueError,)):
+            document = parse_json(read_regular(path))
         self.check(document, path)
         return dict(document)
-
-    def read_json(self, path: str | os.PathLike[str]) -> Any:
-        """Read a file of JSON without a look at its kind and schema."""
-        with self.readable(path, unreadable=(ValueError,)):
-            return parse_json(read_regular(path))
 
     def read_lines(self, path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Any], int]:
         """Read a file with one JSON document per line, of which the first is the header.

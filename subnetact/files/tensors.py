@@ -52,7 +52,7 @@ def tensor_to_json(tensor: Tensor) -> list[Any]:
 
 
 def tensor_from_json(found: Any) -> Tensor:
-    """Return the tensor of which `tensor_to_json` made this; ValueError or TypeError if it is damaged."""
+    """Return the tensor of what `tensor_to_json` returned; ValueError or TypeError if it is damaged."""
     name, shape, text = found
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

@@ -18,9 +18,7 @@ from subnetact.spec import SubnetSpec
 
 __all__ = ["AccuracyPredictor"]
 
-HIDDEN, LAYERS = 400, 3
-PERCENT = 100.0
-"""The network returns a share of one; the predictor returns percent."""
+HIDDEN_WIDTH, HIDDEN_LAYERS = 400, 3
 
 
 class _Network(nn.Module):
@@ -28,9 +26,9 @@ class _Network(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        widths = [features, *[HIDDEN] * LAYERS]
+        widths = [features, *[HIDDEN_WIDTH] * HIDDEN_LAYERS]
         hidden = [nn.Sequential(nn.Linear(i, o), nn.ReLU()) for i, o in pairwise(widths)]
-        self.layers = nn.Sequential(*hidden, nn.Linear(HIDDEN, 1, bias=False))
+        self.layers = nn.Sequential(*hidden, nn.Linear(HIDDEN_WIDTH, 1, bias=False))
         self.base_acc = nn.Parameter(torch.zeros(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,8 +88,8 @@ class AccuracyPredictor:
             predictor.network.load_state_dict(tensors)
         except (KeyError, IndexError, RuntimeError) as error:
             raise CheckpointError(
-                f"accuracy predictor: the tensors are not those of {LAYERS} hidden layers of {HIDDEN} "
-                f"({error})"
+                f"accuracy predictor: the tensors are not those of {HIDDEN_LAYERS} hidden layers of "
+                f"{HIDDEN_WIDTH} ({error})"
             ) from error
         return predictor
 
@@ -121,7 +119,7 @@ class AccuracyPredictor:
                 f"{features.shape[1:]}; use the encoding and the space it was trained with"
             )
         with torch.inference_mode():
-            percent = [PERCENT * share for share in self.network(torch.from_numpy(features)).tolist()]
+            percent = [100.0 * share for share in self.network(torch.from_numpy(features)).tolist()]
         return percent[0] if isinstance(specs, SubnetSpec) else percent
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -153,6 +151,6 @@ def _name(key: str) -> str:
     if found is None:
         return key
     layer = int(found[1]) // 2
-    if layer < LAYERS:
+    if layer < HIDDEN_LAYERS:
         return f"layers.{layer}.0.{found[2]}"
-    return f"layers.{LAYERS}.weight" if found[2] == "weight" else "base_acc"
+    return f"layers.{HIDDEN_LAYERS}.weight" if found[2] == "weight" else "base_acc"

@@ -18,22 +18,18 @@ Genes: TypeAlias = list[int]
 
 Features: TypeAlias = npt.NDArray[np.float64]
 
-SKIPPED = -0.5
+SKIPPED_FEATURE = -0.5
 """Feature of a slot that the subnet skips. The features of other slots are from 0 to 1."""
-LOCAL = 0.5
+NEIGHBOUR_SHARE = 0.5
 """Share of mutated genes that move to a neighbouring choice. The others move to any other choice."""
-SHIFT = 0.15
+AXIS_SHARE = 0.15
 """Share of mutations that move all slots of one axis by one choice. The others move a few slots."""
-JITTER = 0.3
+INITIAL_DEVIATION = 0.3
 """Standard deviation of the choices of a random initial subnet, as a share of the number of choices."""
 
 
 class Variation:
     """The variation operators of an evolutionary search. Every subnet that they make is legal.
-
-    Args:
-        space: the search space.
-        rng: random number generator; all randomness comes from this generator.
 
     Attributes:
         slots: all slots of all axes, in the order of the genes.
@@ -50,21 +46,13 @@ class Variation:
         self.axes = [range(end - len(a.slots), end) for a, end in zip(space.axes, ends, strict=True)]
 
     def spec(self, genes: Sequence[int]) -> SubnetSpec:
-        """Return the subnet of the genes. Genes of slots that the subnet skips are ignored.
-
-        Args:
-            genes: one gene per slot.
-        """
+        """Return the subnet of the genes. Genes of slots that the subnet skips are ignored."""
         values = [slot.choices[gene] for slot, gene in zip(self.slots, genes, strict=True)]
         named = zip(self.space.axes, self.axes, strict=True)
         return self.space.spec(**{axis.name: values[slots.start : slots.stop] for axis, slots in named})
 
     def genes(self, spec: SubnetSpec) -> Genes:
-        """Return the genes of a subnet. Genes of slots that the subnet skips are drawn at random.
-
-        Args:
-            spec: a subnet of the space.
-        """
+        """Return the genes of a subnet. Genes of slots that the subnet skips are drawn at random."""
         values = [value for chosen in self.space.values(spec).values() for value in chosen]
         return [
             int(self.rng.integers(len(slot.choices))) if value is None else slot.choices.index(value)
@@ -72,20 +60,12 @@ class Variation:
         ]
 
     def features(self, specs: Sequence[SubnetSpec]) -> Features:
-        """Return the numbers that describe subnets to a surrogate.
-
-        Args:
-            specs: subnets of the space.
-
-        Returns:
-            Array of shape (subnets, slots). Each entry says where the choice is between the smallest
-            (0) and the largest (1) choice of its slot; `SKIPPED` if the subnet skips the slot.
-        """
+        """Return what describes subnets to a surrogate, (subnets, slots), from 0 (smallest choice) to 1."""
         chosen = [[v for values in self.space.values(spec).values() for v in values] for spec in specs]
         return np.array(
             [
                 [
-                    SKIPPED if value is None else slot.choices.index(value) / max(count - 1, 1)
+                    SKIPPED_FEATURE if value is None else slot.choices.index(value) / max(count - 1, 1)
                     for slot, count, value in zip(self.slots, self.counts, values, strict=True)
                 ]
                 for values in chosen
@@ -95,12 +75,9 @@ class Variation:
     def initial(self, levels: int) -> Iterator[SubnetSpec]:
         """Yield the subnets that a search begins with, without end.
 
-        The first two are the smallest and the largest subnet. Then follow subnets between them with
-        all slots at the same level; for each axis, the largest subnet with this axis at its smallest
-        choices and the reverse; and random subnets around a random level.
-
-        Args:
-            levels: number of subnets with all slots at the same level, the first two included.
+        The first two are the smallest and the largest subnet. Then follow the others of `levels` subnets with
+        all slots at the same level; for each axis, the largest subnet with this axis at its smallest choices
+        and the reverse; and random subnets around a random level.
         """
         for level in (0.0, 1.0, *np.linspace(0, 1, levels)[1:-1]):
             yield self.spec([round(level * (count - 1)) for count in self.counts])
@@ -110,31 +87,22 @@ class Variation:
                 yield self.spec([end * (count - 1) for end, count in zip(ends, self.counts, strict=True)])
         while True:
             level = self.rng.uniform()
-            share = np.clip(level + JITTER * self.rng.standard_normal(len(self.counts)), 0, 1)
+            share = np.clip(level + INITIAL_DEVIATION * self.rng.standard_normal(len(self.counts)), 0, 1)
             yield self.spec([round(s * (count - 1)) for s, count in zip(share, self.counts, strict=True)])
 
     def cross(self, one: SubnetSpec, two: SubnetSpec) -> Genes:
-        """Return the genes of a child that takes each gene from either parent (uniform crossover).
-
-        Args:
-            one: the first parent.
-            two: the second parent.
-        """
+        """Return the genes of a child that takes each gene from either parent (uniform crossover)."""
         first, second = self.genes(one), self.genes(two)
         from_first = self.rng.random(len(first)) < 0.5
         return [a if take else b for a, b, take in zip(first, second, from_first, strict=True)]
 
     def mutate(self, genes: Genes) -> Genes:
-        """Return a copy of the genes with at least one gene moved, if any slot has two choices.
-
-        Args:
-            genes: one gene per slot; they are not changed.
-        """
+        """Return a copy of the genes with at least one gene moved, if any slot has two choices."""
         genes = list(genes)
         movable = [i for i, count in enumerate(self.counts) if count > 1]
         if not movable:
             return genes
-        if self.rng.random() < SHIFT:
+        if self.rng.random() < AXIS_SHARE:
             slots = self.axes[int(self.rng.integers(len(self.axes)))]
             step = 1 if self.rng.random() < 0.5 else -1
             for i in slots:
@@ -147,7 +115,7 @@ class Variation:
         return genes
 
     def _other_choice(self, gene: int, count: int) -> int:
-        if self.rng.random() < LOCAL:
+        if self.rng.random() < NEIGHBOUR_SHARE:
             near = [g for g in (gene - 1, gene + 1) if 0 <= g < count]
             return near[int(self.rng.integers(len(near)))]
         other = int(self.rng.integers(count - 1))

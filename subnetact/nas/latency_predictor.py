@@ -56,10 +56,8 @@ class PredictionError:
 class LatencyPredictor:
     """A linear model of the latency, with non-negative weights on the costs of each kind of layer.
 
-    The features are those of `CostModel.vector`: per kind of layer the number of modules, the
-    multiply-accumulates, the bytes written and the bytes of weights. Once-for-all and ProxylessNAS look
-    up a latency per layer; here the weights are fitted to latencies of whole subnets, so that the
-    measurements come from the engine that will serve them.
+    The features are those of `CostModel.vector`. Once-for-all and ProxylessNAS look up a latency per layer;
+    here the weights are fitted to whole subnets, measured by the engine that will serve them.
 
     Make one with `LatencyPredictor.fit`, and pass it to `search(..., latency=predictor)`.
 
@@ -168,11 +166,7 @@ def _features(costs: CostModel, spec: SubnetSpec) -> Array:
 
 
 def require_scipy() -> None:
-    """Check that scipy is installed, before subnets are measured for a fit.
-
-    Raises:
-        MissingExtra: scipy is not installed.
-    """
+    """Raise MissingExtra without scipy, before subnets are measured for a fit."""
     try:
         import_module("scipy.optimize")
         import_module("scipy.stats")

@@ -15,17 +15,17 @@ __all__ = ["Surrogate", "select_by_expected_improvement"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-NOISES = (1e-4, 1e-3, 1e-2, 1e-1)
+NOISE_VARIANCES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Variances of the noise that are tried, relative to the variance of the values."""
-STEPS = (0.5, 2.0)
+LENGTH_FACTORS = (0.5, 2.0)
 """Factors by which a length scale is changed to see whether the leave-one-out error falls."""
-SWEEPS = 3
+MOST_SWEEPS = 3
 """Passes over all length scales, at most."""
-TUNING_SET = 150
+LARGEST_TUNING_SET = 150
 """Subnets that the length scales and the noise are tuned on. Predictions use the whole training set."""
-CURVED = 0.3
+CURVED_WEIGHT = 0.3
 """Weight of the squared-exponential kernel; the linear kernel has the rest."""
-EXPLORATION = 0.5
+UNCERTAINTY_SHARE = 0.5
 """The predictions are assumed to be this share of their leave-one-out error uncertain. At 1.0 the search
 spends too many evaluations on subnets of which little is known."""
 
@@ -35,12 +35,8 @@ class Surrogate:
 
     The length scales, one per group of features, and the noise minimise the leave-one-out error.
 
-    Args:
-        features: the training set, of shape (subnets, features). The first `TUNING_SET` subnets are
-            those that the length scales and the noise are tuned on.
-        values: the values to be predicted, of shape (subnets,).
-        groups: for each feature the number of its group, from 0. Features of a group share a length
-            scale.
+    The training set has features of shape (subnets, features) and values of shape (subnets,); `groups` has
+    for each feature the number of its group, from 0.
 
     Attributes:
         loo_rmse: root mean square of the leave-one-out errors, in the unit of the values.
@@ -58,7 +54,7 @@ class Surrogate:
         self._spread = float(2 * features.var(0).sum()) or 1.0
         target = (values - self._mean) / self._scale
         self.length_scales = np.ones(int(self._groups.max()) + 1)
-        self._noise = self._tune(features[:TUNING_SET], target[:TUNING_SET])
+        self._noise = self._tune(features[:LARGEST_TUNING_SET], target[:LARGEST_TUNING_SET])
         self._features = features
         self._weights = self._inverse(features, self._noise) @ target
 
@@ -69,18 +65,18 @@ class Surrogate:
             inverse = self._inverse(features, noise)
             return float((((inverse @ target) / inverse.diagonal()) ** 2).mean())
 
-        best, noise = min((error(noise), noise) for noise in NOISES)
-        for _ in range(SWEEPS):
+        best, noise = min((error(noise), noise) for noise in NOISE_VARIANCES)
+        for _ in range(MOST_SWEEPS):
             before = best
             for group in range(len(self.length_scales)):
-                for step in STEPS:
+                for step in LENGTH_FACTORS:
                     self.length_scales[group] *= step
                     found = error(noise)
                     if found < best:
                         best = found
                     else:
                         self.length_scales[group] /= step
-            best, noise = min((error(noise), noise) for noise in NOISES)
+            best, noise = min((error(noise), noise) for noise in NOISE_VARIANCES)
             if best >= before:
                 break
         self.loo_rmse = self._scale * float(best) ** 0.5
@@ -94,38 +90,24 @@ class Surrogate:
         a, b = ((f - self._centre) / np.sqrt(self._spread) for f in (one, two))
         scaled_a, scaled_b = a / self.length_scales[self._groups], b / self.length_scales[self._groups]
         squares = (scaled_a**2).sum(1)[:, None] + (scaled_b**2).sum(1)[None] - 2 * scaled_a @ scaled_b.T
-        kernel: Array = CURVED * np.exp(-np.maximum(squares, 0) / 2) + 2 * (1 - CURVED) * a @ b.T + 1.0
+        curved = CURVED_WEIGHT * np.exp(-np.maximum(squares, 0) / 2)
+        kernel: Array = curved + 2 * (1 - CURVED_WEIGHT) * a @ b.T + 1.0
         return kernel
 
     def predict(self, features: Array) -> Array:
-        """Return the predicted values of subnets.
-
-        Args:
-            features: array of shape (subnets, features).
-
-        Returns:
-            The mean of the Gaussian process, of shape (subnets,).
-        """
+        """Return the mean of the Gaussian process, (subnets,), at features of shape (subnets, features)."""
         mean: Array = self._mean + self._scale * (self._kernel(features, self._features) @ self._weights)
         return mean
 
 
 def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Costs, count: int) -> list[int]:
-    """Select subnets that are expected to add the most hypervolume, one after the other.
+    """Return the positions of the candidates that are expected to add the most hypervolume, the best first.
 
-    Each selection assumes that the subnets selected before have their predicted objectives. The error of
-    the accuracy is assumed to follow a logistic distribution; latencies are taken as exact. With several
-    latencies, the improvements over each of them are divided by the range of the latency and added up.
-
-    Args:
-        predicted: predicted objectives of the candidates, of shape (candidates, objectives), all to be
-            minimised, the accuracy first.
-        loo_rmse: leave-one-out error of the predicted accuracies.
-        known: objectives of the subnets evaluated so far, of shape (subnets, objectives).
-        count: how many candidates to select.
-
-    Returns:
-        Positions in `predicted`, in the order of selection.
+    `predicted` and `known` are objectives of shape (subnets, objectives), all to be minimised, the accuracy
+    first; `loo_rmse` is the leave-one-out error of the predicted accuracies. Each selection assumes that the
+    subnets selected before have their predicted objectives. The error of the accuracy is assumed to follow a
+    logistic distribution; latencies are taken as exact. With several latencies, the improvements over each of
+    them are divided by the range of the latency and added up.
 
     Source:
         Emmerich et al., "Single- and multiobjective evolutionary optimization assisted by Gaussian random
@@ -134,7 +116,8 @@ def select_by_expected_improvement(predicted: Costs, loo_rmse: float, known: Cos
     worst = known.max(0)
     fronts = [known[non_dominated(known[:, [0, j]])][:, [0, j]] for j in range(1, known.shape[1])]
     extents = [float(np.ptp(known[:, j])) or 1.0 for j in range(1, known.shape[1])]
-    scale = max(EXPLORATION * loo_rmse, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0)) * math.sqrt(3) / math.pi
+    deviation = max(UNCERTAINTY_SHARE * loo_rmse, 1e-9 * (float(np.ptp(known[:, 0])) or 1.0))
+    scale = deviation * math.sqrt(3) / math.pi
     chosen: list[int] = []
     for _ in range(min(count, len(predicted))):
         gain = np.zeros(len(predicted))

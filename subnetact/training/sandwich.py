@@ -214,7 +214,6 @@ def _unsynchronised(supernet: nn.Module) -> Iterator[None]:
 
 
 def _check_loss(total: Any) -> None:
-    """Refuse a loss that gives no gradients."""
     if not isinstance(total, Tensor) or total.dim():
         got = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise SpecError(f"loss: the result must be a scalar, got {got}; average over the batch")
