@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["EXACT", "FUSED", "ROUNDED", "SHORT", "Tolerance", "equal", "is_as_near"]
+__all__ = ["EXACT", "FUSED", "MASKED", "ROUNDED", "SHORT", "Tolerance", "equal", "is_as_near"]
 
 
 class Tolerance(NamedTuple):
@@ -35,6 +35,8 @@ EXACT = Tolerance(1e-5)
 """The same float32 kernels on other strides or in another order of channels."""
 ROUNDED = Tolerance(5e-5)
 """The same float32 layers by other kernels: extracted and exported networks, and those of upstream."""
+MASKED = Tolerance(1e-3)
+"""A subnet and the full network with zeros elsewhere, whose sums have more numbers, in all modules."""
 FUSED = Tolerance(1e-4, own=1e-3, least=1.0)
 """Layers merged into others, or compiled: sums are taken in another order."""
 SHORT = Tolerance(5e-2)

@@ -39,8 +39,9 @@ from subnetact.insertion.description import Description, Group, Member, Stage
 from subnetact.operators import AttentionSlice, ElasticAttribute, WeightSlice
 from subnetact.supernet.batches import call_with, map_tensors
 from subnetact.supernet.failure import summary
+from subnetact.supernet.proof import prove
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.unused_weights import masked_reference, private_copy, shared_view, structure_copy
+from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 
 __all__ = ["Declaration", "declared"]
 
@@ -777,20 +778,14 @@ def _compared(unit: nn.Module, call: _Call, group: Group) -> str:
     except InsertError as error:
         return str(error)
     row, largest = space.resolve(space.smallest()), space.resolve(space.largest())
-    view, x = shared_view(network, row), torch.zeros(())
-    with torch.no_grad():
-        try:
-            narrow = _floats(view(x))
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            return f"with half of it, {summary(view, error)}"
-        expected = _floats(masked_reference(private_copy(network), network, row, largest)(x))
-    if [t.shape for t in narrow] != [t.shape for t in expected]:
+    finding = prove(network, private_copy(network), row, largest, torch.zeros(()))
+    if finding is None:
+        return ""
+    if finding.kind == "shapes":
         return OTHER_SHAPES
-    pairs = zip(narrow, expected, strict=True)
-    if not all(torch.allclose(a, b, atol=1e-4 * float(b.abs().max())) for a, b in pairs):
+    if finding.kind == "differs":
         return "half of it does not compute what the whole computes with zeros in the other half"
-    return ""
+    return f"with half of it, {finding.why}"
 
 
 class _Repeated(nn.Module):

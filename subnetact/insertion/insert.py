@@ -19,13 +19,14 @@ from subnetact.insertion.declaration import declared
 from subnetact.insertion.description import AXES, Description, Group, Stage
 from subnetact.insertion.key_value_cache import guard_caches_
 from subnetact.insertion.layer_vocabulary import vocabulary_of
-from subnetact.insertion.proof import Proof, outputs_of
+from subnetact.insertion.proof import Proof
 from subnetact.operators import Elastic
 from subnetact.operators.base import Operator
 from subnetact.operators.view_module import is_view
 from subnetact.space import SubnetSpace
 from subnetact.supernet.batches import as_batch
 from subnetact.supernet.norm_table import NormRow
+from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.put_operators import put_operators_
 from subnetact.supernet.supernet import Supernet
 

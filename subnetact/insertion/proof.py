@@ -3,15 +3,10 @@
 All that follows runs on copies. The structure of the model is copied and shares its weights; operators are
 put into the copy.
 
-1. The largest subnet equals the model.
-2. Subnets equal their extraction if all weights that they do not use are NaN.
-3. Subnets equal the model in which everything that they do not use is zero and skipped blocks are identities.
-   A slice of the wrong rows passes the first two tests and not this one.
+First, the largest subnet must equal the model. Then `supernet/proof.py` compares narrow subnets with the
+model in which everything that they do not use is zero.
 
-Outputs are compared within a tolerance: a slice and a copy of it have other strides, so that torch may
-compute with another kernel, whose last digits differ.
-
-For the second and the third test, the weights are disturbed: small random numbers are added to all vectors,
+For this, the weights are disturbed: small random numbers are added to all vectors,
 and matrices are scaled up to the gain of one. Otherwise a scale that training begins at zero, such as that of
 the last BatchNorm of a residual block, would hide the block, and small weights would hide which rows of
 queries and keys are used. What differs is compared again in double precision, so that rounding, which some
@@ -25,48 +20,33 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from subnetact.comparison import EXACT, ROUNDED, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.insertion.description import Description
-from subnetact.operators import LayerNormSlice
-from subnetact.operators.view_module import owned
 from subnetact.space import SizeRow, SubnetSpace
 from subnetact.spec import SubnetSpec
-from subnetact.supernet.batches import call_with, map_tensors
-from subnetact.supernet.check import difference
+from subnetact.supernet.batches import map_tensors
 from subnetact.supernet.failure import summary
+from subnetact.supernet.proof import outputs_of, prove
 from subnetact.supernet.put_operators import put_operators_
-from subnetact.supernet.unused_weights import (
-    fill_unused_,
-    loud_operators,
-    masked_reference,
-    private_copy,
-    shared_view,
-    structure_copy,
-)
+from subnetact.supernet.unused_weights import private_copy, shared_view, structure_copy
 
-__all__ = ["Proof", "as_double", "disturbed_copy", "outputs_of"]
+__all__ = ["Proof", "as_double", "disturbed_copy"]
 
-EXACT = 1e-5
-"""The largest difference of outputs that should be equal, as a share of the largest output."""
-COMPARED = 5e-5
-"""The same for the masked model, which sums over more numbers."""
-SHORT = 5e-2
-"""The same for all outputs of 16 bits."""
 RANDOM = ", whose output differs from run to run; make it deterministic in evaluation mode"
+_FAULTS = {
+    "fails": "a subnet does not run: {why}",
+    "foreign": "a subnet reads weights that it should not use",
+    "unmasked": "the model does not run with unused weights at zero: {why}",
+    "shapes": "the outputs of a subnet have other shapes than those of the model",
+    "differs": "a subnet differs from the model with unused weights at zero",
+}
+"""Why a group or a stage is refused, by what the proof found."""
 RANDOM_SUBNETS = 2
 MOST_TRIALS = 100
 """After so many subnets were tried, groups that are wrong together are not told apart any more."""
-
-
-def outputs_of(model: nn.Module, x: Any) -> list[Tensor]:
-    """Run a model and return all floating-point tensors of its output, copied."""
-    with torch.no_grad():
-        found = call_with(model, map_tensors(_copied, x))
-    return [t.clone() for t in tree_leaves(found) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 class Proof:
@@ -108,8 +88,8 @@ class Proof:
         except Exception as error:
             raise_if_out_of_memory(error)
             return f"the largest subnet does not run: {summary(view, error)}"
-        if not _close(full, self.expected, EXACT):
-            again = _close(outputs_of(self.model, self.x), self.expected, EXACT)
+        if not equal(full, self.expected, EXACT):
+            again = equal(outputs_of(self.model, self.x), self.expected, EXACT)
             return f"the largest subnet differs from the model{'' if again else RANDOM}"
         self.is_largest_right = True
         rng = random.Random(0)
@@ -187,65 +167,20 @@ class Proof:
     def _compared(
         self, network: nn.Module, spare: nn.Module, row: SizeRow, x: Any, located: bool
     ) -> str | None:
-        """Return what is wrong with the subnet of a size row of a network with disturbed weights, or None."""
-        plain = owned(shared_view(network, row)).eval()
-        try:
-            extracted = outputs_of(plain, x)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            return f"a subnet does not run: {summary(plain, error)}"
-        fill_unused_(spare, network, row, float("nan"))
-        if not _close(outputs_of(shared_view(spare, row), x), extracted, EXACT):
-            return "a subnet reads weights that it should not use"
-        reference = masked_reference(spare, network, row, self.largest)
-        if not self._comparable(network, reference, row):
+        """Return what is wrong with a subnet of a network with disturbed weights, or None."""
+        finding = prove(network, spare, row, self.largest, x, ROUNDED)
+        if finding is None or finding.kind == "incomparable":
             return None
-        try:
-            masked = outputs_of(reference, x)
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            return f"the model does not run with unused weights at zero: {summary(reference, error)}"
-        if not _close(masked, extracted, COMPARED):
-            wrong = "a subnet differs from the model with unused weights at zero"
-            if not located:
-                return wrong
-            return f"{wrong}, first at {difference(shared_view(network, row), reference, x) or 'its output'}"
-        return None
+        if finding.kind == "differs" and located:
+            exact = prove(network, spare, row, self.largest, x, ROUNDED, modules=True) or finding
+            return f"{_FAULTS['differs']}, first at {exact.why}"
+        return _FAULTS[finding.kind].format(why=finding.why)
 
     def _perturbed(self) -> tuple[nn.Module, nn.Module]:
         if self._weights is None:
             network = disturbed_copy(self.network)
             self._weights = network, private_copy(network)
         return self._weights
-
-    def _comparable(self, network: nn.Module, reference: nn.Module, row: SizeRow) -> bool:
-        """Let the norms of the reference see the kept features only; tell whether that was possible."""
-        places = dict(reference.named_modules())
-        for loud in loud_operators(network, row, self.largest):
-            if not isinstance(loud, LayerNormSlice) or loud.segments:
-                return False
-            path, _, name = loud.path.rpartition(".")
-            if loud.path in places:  # it is not inside a skipped block
-                places[path]._modules[name] = _PaddedNorm(loud, row)
-        return True
-
-
-class _PaddedNorm(nn.Module):
-    """A norm over the first features of its input, which fills the other features with zeros."""
-
-    def __init__(self, operator: LayerNormSlice, row: SizeRow) -> None:
-        super().__init__()
-        self.norm = operator.bind(row)
-        self.full = operator.full("features")
-        self.kept = operator.size("features", row)
-        self.first = isinstance(operator.template, nn.GroupNorm) or "2d" in type(operator.template).__name__
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the first features of the axis that has as many as the norm."""
-        axis = 1 if self.first or x.shape[-1] != self.full else x.dim() - 1
-        y: Tensor = self.norm(x.narrow(axis, 0, self.kept))
-        padding = [0, 0] * (x.dim() - 1 - axis) + [0, self.full - self.kept]
-        return F.pad(y, padding)
 
 
 def as_double(value: Any) -> Any:
@@ -276,20 +211,3 @@ def _disturb_(name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.add_(gain * (2 * noise - 1))
     elif spread < gain:
         tensor.mul_(gain / spread)
-
-
-def _close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:
-    return len(found) == len(expected) and all(
-        a.shape == b.shape and _near(a.double(), b.double(), SHORT if a.dtype.itemsize < 4 else tolerance)
-        for a, b in zip(found, expected, strict=True)
-    )
-
-
-def _near(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    finite = expected[expected.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(found, expected, rtol=0, atol=tolerance * largest, equal_nan=True)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, equal
 from subnetact.errors import InsertError, SpecError, UncalibratedSubnetWarning
 from subnetact.insertion.importance import MEASURES, ChannelGroup, Importance, UnitWeights
-from subnetact.insertion.proof import as_double, outputs_of
+from subnetact.insertion.proof import as_double
 from subnetact.insertion.units import Orders, UnitGroup, full_orders, permute_, unit_groups
 from subnetact.operators.view_module import owned
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import as_batch, call_with, logits, map_tensors
 from subnetact.supernet.bind import bind
 from subnetact.supernet.norm_table import NormRow, NormTable
+from subnetact.supernet.proof import outputs_of
 from subnetact.supernet.supernet import Supernet, as_supernet
 from subnetact.supernet.unused_weights import fill_unused_, private_copy
 

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from subnetact.comparison import EXACT, equal
 from subnetact.device import raise_if_out_of_memory
 from subnetact.errors import InsertError
-from subnetact.insertion.proof import as_double, disturbed_copy, outputs_of
+from subnetact.insertion.proof import as_double, disturbed_copy
 from subnetact.operators import LayerSelect, Operator, SubnetNorm
 from subnetact.operators.layer_traits import traits_of
 from subnetact.operators.per_width_norm import PerWidthNorm
 from subnetact.operators.segments import cut
 from subnetact.space import SizeRow
 from subnetact.supernet.batches import map_tensors
-from subnetact.supernet.check import first_changed
 from subnetact.supernet.failure import summary
+from subnetact.supernet.proof import first_changed, outputs_of
 from subnetact.supernet.supernet import Supernet
 from subnetact.supernet.unused_weights import private_copy, shared_view
 

@@ -21,9 +21,10 @@ import subnetact
 from subnetact.errors import InsertError, MissingExtra
 from subnetact.insertion.analysis import TracedModel, _few_parts, _merged
 from subnetact.insertion.description import Description, Group, Member
-from subnetact.insertion.proof import Proof, outputs_of
+from subnetact.insertion.proof import Proof
 from subnetact.operators import ElasticAttribute, WeightSlice
 from subnetact.spec import SubnetSpec
+from subnetact.supernet.proof import outputs_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
 
