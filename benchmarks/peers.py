@@ -74,7 +74,6 @@ class _TableAttention(nn.Module):
             # The weight interleaves queries, keys and values. Upstream sorts it once per subnet.
             self.qkv.weight.copy_(torch.cat([block.qkv.weight[i::3] for i in range(3)]))
             self.qkv.bias.copy_(block.qkv.bias)
-        self.proj = block.proj
         self.key = position.key_vertical, position.key_horizontal
         self.value = position.value_vertical, position.value_horizontal
         self.reach = len(position.key_vertical) // 2 - 1
@@ -91,7 +90,7 @@ class _TableAttention(nn.Module):
         y = weights @ v
         rows = weights.permute(2, 0, 1, 3).flatten(1, 2)
         y = y + (rows @ self._table(self.value, tokens)).transpose(0, 1).reshape(y.shape)
-        return self.proj(y.transpose(1, 2).reshape(count, tokens, -1))  # type: ignore[no-any-return]
+        return y.transpose(1, 2).reshape(count, tokens, -1)  # type: ignore[no-any-return]
 
     def _table(self, tables: tuple[Tensor, Tensor], tokens: int) -> Tensor:
         patch = torch.arange(tokens - 1)
@@ -114,7 +113,7 @@ def as_upstream_autoformer(network: Any) -> Any:
     """
     for block in network.blocks:
         if "qkv" in block._modules:  # A skipped block is an identity.
-            object.__setattr__(block, "attend", _TableAttention(block))  # Modules do not hide methods.
+            object.__setattr__(block, "mix", _TableAttention(block))  # Modules do not hide methods.
     return network
 
 
