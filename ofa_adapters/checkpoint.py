@@ -27,14 +27,14 @@ _WRAPPERS = ("state_dict", "model")
 _IN_DIRECTORY = ("model.safetensors", "pytorch_model.bin")
 INDEX = "model.safetensors.index.json"
 """The file that says which part of a checkpoint a tensor is in."""
-_SHOWN = 12
-"""Names in an error message."""
-DEEPEST = 8
-"""Most mappings around a state_dict. A damaged or hostile file may hold a mapping that contains itself."""
+NAMES_SHOWN = 12
+"""The most names in an error message."""
+MOST_WRAPPERS = 8
+"""The most mappings around a state_dict. In a hostile file, a mapping may contain itself."""
 SMALL_BYTES, SHARED = 2**26, 16
 """Tensors may claim this many bytes, and this many times the size of their file, because they may overlap."""
 _SCALAR: Any = np.float64(0).__reduce__()[0]
-_INERT: list[Any] = [
+HARMLESS_TYPES: list[Any] = [
     argparse.Namespace,
     (_SCALAR, "numpy.core.multiarray.scalar"),
     (_SCALAR, "numpy._core.multiarray.scalar"),
@@ -64,7 +64,7 @@ def read(path: str | PathLike[str]) -> dict[str, Tensor]:
         if fspath(file).endswith(".safetensors"):
             content: Any = read_tensors(file)
         else:
-            with torch.serialization.safe_globals(_INERT):
+            with torch.serialization.safe_globals(HARMLESS_TYPES):
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:  # which MissingFile is, too
         raise CheckpointError(f"{path}: no such file") from error
@@ -104,14 +104,14 @@ def _parts(directory: Path) -> dict[str, Tensor]:
 
 def unwrap(content: Any, subject: str) -> dict[str, Tensor]:
     """Return the state_dict inside the wrappers `state_dict` and `model`, if its tensors can be used."""
-    for _ in range(DEEPEST):
+    for _ in range(MOST_WRAPPERS):
         wrapped = [content.get(name) for name in _WRAPPERS] if isinstance(content, Mapping) else []
         inner = next((part for part in wrapped if isinstance(part, Mapping)), None)
         if inner is None:
             break
         content = inner
     else:
-        raise CheckpointError(f"{subject}: has more than {DEEPEST} wrappers around its state_dict")
+        raise CheckpointError(f"{subject}: has more than {MOST_WRAPPERS} wrappers around its state_dict")
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{subject}: holds no state_dict, but {type(content).__name__}")
     others = [str(k) for k, v in content.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
@@ -234,4 +234,6 @@ def fill(
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:NAMES_SHOWN]) + (
+        f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    )

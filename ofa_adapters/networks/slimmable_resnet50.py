@@ -24,7 +24,8 @@ from subnetact.space import Axis, AxisValues
 
 STEM = 64
 STAGES = (64, 128, 256, 512)
-LENGTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+STAGE_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+"""Blocks of every stage, by the number of layers of the network."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ def build(
         width_mult_list: the trained width multipliers, in the order of the checkpoint's BatchNorms.
         depth: number of layers: 50, 101 or 152.
     """
-    if depth not in LENGTHS:
-        raise SpecError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(LENGTHS)}")
-    layout = SlimmableResNetLayout(tuple(width_mult_list), LENGTHS[depth])
+    if depth not in STAGE_BLOCKS:
+        raise SpecError(f"slimmable_resnet50: depth {depth} is not known; choose from {sorted(STAGE_BLOCKS)}")
+    layout = SlimmableResNetLayout(tuple(width_mult_list), STAGE_BLOCKS[depth])
     full = layout.widths(max(width_mult_list))
     stem = OrderedDict[str, nn.Module](
         conv=nn.Conv2d(3, full["stem"], 7, 2, 3, bias=False), bn=nn.BatchNorm2d(full["stem"]), relu=nn.ReLU()
