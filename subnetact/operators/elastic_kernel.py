@@ -110,7 +110,7 @@ class ElasticKernel(Operator):
         }
 
     def view_tensors(self, sizes: tuple[int, ...], bits: int) -> dict[str, Tensor | None]:
-        """Return the first channels of the one kernel that matrices computed; `bits` and `sizes` as above."""
+        """Return slices of the one kernel of these `sizes` that matrices computed; `bits` change nothing."""
         channels, size = sizes
         if not self.template.matrices or size == self.full("kernel"):
             return super().view_tensors(sizes, bits)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subnetact.comparison import SHORT, equal
 from subnetact.device import MachineFacts, machine_facts
 from subnetact.errors import PrecisionError
 from subnetact.spec import FLOAT32, PRECISIONS
@@ -205,9 +206,9 @@ def _computes(precision: str, kind: str) -> str | None:
                 )
                 return None if good else "its int8 products are wrong"
             x, weight = torch.randn(2, 512, 512, generator=generator).to(kind)
-            exact = F.linear(x, weight)
-            off = (F.linear(x.bfloat16(), weight.bfloat16()).float() - exact).abs().max()
-            return None if bool(off <= 0.02 * exact.abs().max()) else "its bfloat16 products are wrong"
+            short = F.linear(x.bfloat16(), weight.bfloat16()).float()
+            good = equal(short, F.linear(x, weight), SHORT)
+            return None if good else "its bfloat16 products are wrong"
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         return " ".join(str(error).split())[:120]
 

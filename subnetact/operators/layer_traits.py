@@ -1,14 +1,8 @@
 """LayerTraits: everything the library knows of a class of layers, in one table that all rooms read.
 
 A layer that is not in the table stays as it is in every subnet, unless an operator is named for it. To make
-another class of layers elastic, write its operator (`subnetact/operators/base.py` says how), let it state the
-kind of layers that it slices, and add a line to the table:
-
-    class BilinearSlice(Operator):
-        slices = ("bilinear",)
-        ...
-
-    register_layer(nn.Bilinear, LayerTraits("bilinear", {"weight": ("out",), "bias": ("out",)}))
+another class of layers elastic, write its operator and add a line to the table, or call `register_layer`;
+`subnetact/operators/base.py` has an example.
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ __all__ = ["PerWidthBatchNorm2d", "PerWidthNorm"]
 
 
 class PerWidthBatchNorm2d(nn.Module):
-    """BatchNorm over (N, C, H, W) that stores running statistics of several widths.
-
-    Without an operator around it, it runs on the statistics of the widest.
+    """BatchNorm over (N, C, H, W) that stores statistics of several widths. By itself, it runs on the widest.
 
     Args:
         num_features: the number of channels of the full network.

@@ -138,17 +138,9 @@ class SubnetNorm(Operator):
                 raise SpecError(
                     f"{self.path}: the subnet has {shape[0]} channels, its statistics {mean.numel()}"
                 )
-        buffers = {
-            "running_mean": mean,
-            "running_var": var,
-            "num_batches_tracked": self.batches_tracked(),
-        }
-        bound = view_module(
-            self.shell,
-            parameters=self.parameters_of(sizes, trainable),
-            buffers=buffers,
-            **self.attributes(sizes),
-        )
+        buffers = dict(zip(_STATISTICS, (mean, var), strict=True), num_batches_tracked=self.batches_tracked())
+        given = self.parameters_of(sizes, trainable)
+        bound = view_module(self.shell, parameters=given, buffers=buffers, **self.attributes(sizes))
         object.__setattr__(bound, "training", trainable and self.training)
         if bound.training and hasattr(mean, "packed"):
             object.__setattr__(bound, "write_back", partial(self.write_statistics, row))
