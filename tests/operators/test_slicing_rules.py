@@ -17,8 +17,12 @@ from subnetact.operators import (
     AttentionSlice,
     Elastic,
     ElasticAttribute,
+    ElasticKernel,
+    KernelConv2d,
     LayerNormSlice,
     ParameterSlice,
+    PerWidthBatchNorm2d,
+    PerWidthNorm,
     WeightSlice,
 )
 
@@ -466,3 +470,17 @@ def test_a_number_that_a_configuration_states() -> None:
     same(supernet, x, full(x), h=4)
     with pytest.raises(InsertError, match=r"not \['config.name'\]"):
         supernet_of(Configured(), {"": ElasticAttribute.on(**{"config.name": "h"})}, h=[2, 4])
+
+
+@pytest.mark.filterwarnings("ignore::subnetact.errors.UncalibratedSubnetWarning")
+def test_operators_whose_subnets_have_modules_of_another_class_give_the_own_module_back() -> None:
+    modules = (PerWidthBatchNorm2d(8, [4, 8]), KernelConv2d(8, [3, 5]), nn.MultiheadAttention(8, 2))
+    entries = (
+        PerWidthNorm.on(channels="w", position="p"),
+        ElasticKernel.on(channels="w"),
+        AttentionSlice.on(out="w"),
+    )
+    for module, entry in zip(modules, entries, strict=True):
+        supernet = supernet_of(module, entry, w=[4, 8], p=[1, 2])
+        assert supernet.subnet(supernet.space.largest())[0] is not module
+        assert supernet.remove()[0] is module
