@@ -37,7 +37,7 @@ def engine() -> subnetact.Engine:
     supernet = load_digits_supernet()
     specs = [supernet.space.smallest(), supernet.space.largest()]
     subnetact.calibrate(supernet, specs, [IMAGES], progress=False)
-    return subnetact.Engine(supernet, specs, example=IMAGES[0])
+    return subnetact.Engine(supernet, specs, example=IMAGES[0], memory_budget_mb=0)
 
 
 @pytest.fixture(scope="module")
